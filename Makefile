@@ -1,0 +1,50 @@
+# Needs Python 3.10+ and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test slow lint types notebooks benchmarks clean
+
+## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
+demo: .venv/.demo
+	$(BIN)/lightning-nm fit -c configs/digits-bi-mask.yaml
+
+## Run the test suite.
+test: .venv/.dev
+	$(BIN)/python -m pytest -q
+
+## Run the tests that take longer.
+slow: .venv/.dev
+	$(BIN)/python -m pytest -q -m slow
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+## Execute every notebook.
+notebooks: .venv/.dev
+	$(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=120 notebooks
+
+benchmarks: .venv/.dev
+	$(BIN)/python -m benchmarks.masks
+	$(BIN)/python -m benchmarks.permutation
+
+# torch goes first: the constraint selects one build of it before anything can ask for another.
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	@touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

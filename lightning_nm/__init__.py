@@ -1,0 +1,23 @@
+"""N:M sparse training for PyTorch Lightning."""
+
+from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.estimators import GradientEstimator
+from lightning_nm.methods import ASP, SRSTE, STE, BiMask, Dense, Method
+from lightning_nm.pattern import NMPattern
+from lightning_nm.sparsifier import NMSparsifier
+
+__all__ = [
+    "ASP",
+    "SRSTE",
+    "STE",
+    "BiMask",
+    "Dense",
+    "GradientEstimator",
+    "Method",
+    "NMPattern",
+    "NMSparsifier",
+    "NMSparsityCallback",
+    "functional",
+]
+
+from lightning_nm import functional

@@ -1,0 +1,5 @@
+"""Lightning callbacks."""
+
+from lightning_nm.callbacks.sparsity import NMSparsityCallback
+
+__all__ = ["NMSparsityCallback"]

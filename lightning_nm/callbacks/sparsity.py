@@ -1,0 +1,220 @@
+"""NMSparsityCallback: N:M sparse training of an unchanged LightningModule."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Union
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import Required
+
+from lightning_nm.callbacks.tables import print_layers, print_summary
+from lightning_nm.estimators import GradientEstimator
+from lightning_nm.methods import Method, MethodName
+from lightning_nm.pattern import PatternLike
+from lightning_nm.sparsifier import NMSparsifier, check_schema, make_rules
+
+
+class RuleSpec(TypedDict, total=False):
+    """A rule of :class:`NMSparsityCallback`; what it leaves out is the callback's."""
+
+    include: Required[Union[str, list[str]]]
+    pattern: PatternLike
+    method: Union[MethodName, Method]
+    grad_estimator: Union[GradientEstimator, None]
+
+
+class NMSparsityCallback(pl.Callback):
+    """Trains the weights of any LightningModule N:M sparse; one line in a Trainer or in YAML.
+
+    Masks are installed when fit starts and move after each batch whose optimizer made a real step. While they are
+    installed ``state_dict()`` yields the sparse weights under the model's own keys, so every checkpoint holds the sparse
+    model and loads without this callback; what training needs beyond that is in the callback's own state, so a run
+    resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
+
+    Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
+    ``nm/overlap`` and ``nm/train_flops_ratio``; see :meth:`NMSparsifier.stats` for their definitions.
+
+    Args:
+        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``bi-mask``, or a :class:`Method` by ``class_path``.
+        grad_estimator: A :class:`GradientEstimator` for the weight-gradient GEMM; ``None`` keeps dY.
+        include: Globs over module names to mask; all maskable layers by default. A name without wildcards must be maskable.
+        exclude: Globs over module names to keep dense.
+        rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
+            ``grad_estimator``; the first match wins.
+        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do.
+        conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
+            them. ``flat``: along the flattened filter, as the papers' code has them.
+        seed: Base of all random choices.
+        log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``.
+        show_tables: Print the table of layers before training and the summary after it.
+        name: Tells several of these callbacks in one Trainer apart in the checkpoint.
+
+    Raises:
+        ValueError: For an impossible pattern, an unknown method or a bad rule, at once; for layers that cannot be
+            masked, when fit starts and before anything is changed.
+
+    Example::
+
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[NMSparsityCallback("2:4")], logger=False, accelerator="cpu")
+    """
+
+    def __init__(
+        self,
+        pattern: PatternLike = "2:4",
+        method: Union[MethodName, Method] = "bi-mask",
+        grad_estimator: Union[GradientEstimator, None] = None,
+        include: Union[str, list[str], None] = None,
+        exclude: Union[str, list[str], None] = None,
+        rules: Union[list[RuleSpec], None] = None,
+        skip_first_last: bool = True,
+        conv_layout: Literal["channels", "flat"] = "channels",
+        seed: int = 0,
+        log_layers: bool = False,
+        show_tables: bool = True,
+        name: Union[str, None] = None,
+    ) -> None:
+        make_rules(pattern, method, grad_estimator, include, rules)  # for its errors, before any Trainer exists
+        self.options: dict[str, Any] = {
+            "pattern": pattern,
+            "method": method,
+            "grad_estimator": grad_estimator,
+            "include": include,
+            "exclude": exclude,
+            "rules": rules,
+            "skip_first_last": skip_first_last,
+            "conv_layout": conv_layout,
+            "seed": seed,
+        }
+        self.log_layers = log_layers
+        self.show_tables = show_tables
+        self.name = name
+        self.sparsifier: NMSparsifier | None = None
+        """The sparsifier of the current fit; ``None`` outside fit."""
+        self._state: dict[str, Any] | None = None
+        self._from_checkpoint = False
+
+    @property
+    def state_key(self) -> str:
+        """The class name, so that a changed option is found and refused on resume instead of being ignored."""
+        return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
+
+    # ------------------------------------------------------------------------------------------- install, remove
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a Trainer of the other package before anything happens."""
+        if not isinstance(trainer, pl.Trainer):
+            raise TypeError(
+                f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
+                "import Trainer and LightningModule from `lightning.pytorch`, not from `pytorch_lightning`"
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install the masks, fresh or as they were saved."""
+        if self.sparsifier is not None:
+            return
+        sparsifier = NMSparsifier(pl_module, **self.options).attach()
+        try:
+            self._restore(sparsifier)
+            for optimizer in trainer.optimizers:
+                sparsifier.register(optimizer)
+        except BaseException:
+            sparsifier.detach()
+            raise
+        self.sparsifier = sparsifier
+
+    def _restore(self, sparsifier: NMSparsifier) -> None:
+        if self._state is None:
+            return
+        try:
+            sparsifier.load_state_dict(self._state)
+        except ValueError as error:
+            if self._from_checkpoint:
+                raise
+            # State that this callback kept from an earlier fit, but the model is another one by now.
+            rank_zero_warn(f"NMSparsityCallback starts anew instead of continuing its last fit: {error}")
+        self._state, self._from_checkpoint = None, False
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave ordinary modules that hold the sparse weights."""
+        self._finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """As after a fit: nothing is lost, and the model can be saved and resumed."""
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.sparsifier is None:
+            return
+        sparsifier, self.sparsifier = self.sparsifier, None
+        self._state, self._from_checkpoint = sparsifier.state_dict(), False
+        sparsifier.bake()
+        sparsifier.detach()
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show what will happen; follow optimizers that were replaced since fit started."""
+        sparsifier = self._installed()
+        for optimizer in trainer.optimizers:
+            sparsifier.register(optimizer)
+        if self.show_tables:
+            rank_zero_only(print_layers)(sparsifier)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let the methods shape the complete gradients, before clipping."""
+        self._installed().before_step(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the masks after a real step and log their statistics when the Trainer logs."""
+        sparsifier = self._installed()
+        if sparsifier.step() and self._logs_now(trainer, pl_module):
+            for statistic, value in sparsifier.stats().items():
+                self.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
+            if self.log_layers:
+                for layer, values in sparsifier.layer_stats().items():
+                    for statistic, value in values.items():
+                        self.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
+
+    @staticmethod
+    def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        every = trainer.log_every_n_steps
+        if every < 1:
+            return False
+        # With manual optimization global_step may count several steps a batch, so it does not tell: compute always.
+        return not pl_module.automatic_optimization or trainer.global_step % every == 0 or trainer.should_stop
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show what came of it."""
+        if self.show_tables:
+            rank_zero_only(print_summary)(self._installed(), trainer)
+
+    def _installed(self) -> NMSparsifier:
+        if self.sparsifier is None:
+            raise RuntimeError("NMSparsityCallback is not installed: its on_fit_start was not called for this fit")
+        return self.sparsifier
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sparsifier's state, during fit and after it."""
+        if self.sparsifier is not None:
+            return self.sparsifier.state_dict()
+        return self._state or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore at once if installed, else when fit starts; strategies differ in which comes first."""
+        if not state_dict:
+            return
+        check_schema(state_dict)
+        if self.sparsifier is not None:
+            self.sparsifier.load_state_dict(state_dict)
+        else:
+            self._state, self._from_checkpoint = state_dict, True

@@ -1,0 +1,83 @@
+"""The rich tables before and after a fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.sparsifier import NMSparsifier
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def layer_table(sparsifier: NMSparsifier) -> Table:
+    """One row per weight: what each of its three GEMMs does and why."""
+    table = Table(title="N:M layers", title_justify="left")
+    for column in ("layer", "shape", "pattern", "forward", "dgrad", "wgrad", "why"):
+        table.add_column(column, overflow="fold")
+    for name, layer in sparsifier.layers.items():
+        table.add_row(name, _shape(layer), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer))
+    for name, reason in sparsifier.skipped.items():
+        table.add_row(name, "", "-", "dense", "dense", "dense", reason, style="dim")
+    return table
+
+
+def _shape(layer: NMLayer) -> str:
+    return "x".join(str(size) for size in layer.weight.shape)
+
+
+def _why(layer: NMLayer) -> str:
+    gemms = layer.gemms()
+    return "; ".join(f"{name}: {gemm.reason}" for name, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
+
+
+def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
+    """Print the layer table and the shares of the model that are masked; warn when they are small."""
+    console = console or Console()
+    console.print(layer_table(sparsifier))
+    shares = sparsifier.shares()
+    flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
+    console.print(f"masked: {shares['parameters']:.1%} of the model's parameters, {flops}")
+    if shares.get("flops", shares["parameters"]) < 0.5:
+        console.print(
+            "[yellow]warning:[/] less than half of the model is masked, so little can be gained; the last column says why"
+        )
+
+
+def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
+    """The figures of a finished fit."""
+    table = Table(title="N:M summary", title_justify="left", show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("meaning", style="dim", overflow="fold")
+    for name, value in metrics.items():
+        if not name.startswith("nm/"):
+            table.add_row(name, f"{float(value):.4f}", "last value that the model logged")
+    stats = sparsifier.stats()
+    table.add_row("density", f"{stats['density']:.4f}", "share of masked weights that the forward keeps")
+    table.add_row("N:M violations", str(sparsifier.violations()), "blocks with more than N nonzeros")
+    table.add_row("flip rate", f"{stats['flip_rate']:.2e}", "share of forward mask bits that the last step changed")
+    table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
+    table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
+    ratios = sparsifier.mean_flops_ratios()
+    table.add_row("training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands, needed outputs; dense is 1")
+    table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
+    table.add_row("training FLOPs, eligible", f"{ratios['eligible']:.3f}x", "what N:M hardware could skip; no measured time")
+    return table
+
+
+def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None) -> None:
+    """Print the summary and where the log and the checkpoint are."""
+    console = console or Console()
+    console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
+    checkpoint = trainer.checkpoint_callback
+    path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
+    if path:
+        console.print(f"checkpoint: {path}", soft_wrap=True)
+    for logger in trainer.loggers:
+        if logger.save_dir is not None:
+            console.print(f"log ({type(logger).__name__}): {getattr(logger, 'log_dir', logger.save_dir)}", soft_wrap=True)

@@ -1,0 +1,46 @@
+"""The command line: LightningCLI's subcommands and our own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from lightning_nm.export.verify import main as verify
+
+_OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run ``lightning-nm SUBCOMMAND ...``; ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI's.
+
+    Args:
+        args: Command-line words; those of the process by default.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    if words and words[0] in _OWN:
+        return _OWN[words[0]][0](words[1:])
+    if not words or words[0] in ("-h", "--help"):
+        print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
+        for name, (_, text) in _OWN.items():
+            print(f"    {name:10} {text}")
+        print()
+        words = ["--help"]
+    try:
+        from lightning.pytorch.cli import LightningCLI
+
+        import lightning_nm.demo  # its classes answer to their short names
+    except ImportError as error:
+        print(f"{error}\nThe command line needs the extra `cli`: pip install 'lightning-nm[cli]'", file=sys.stderr)
+        return 2
+
+    LightningCLI(
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "lightning-nm"},
+        args=words,
+    )
+    return 0

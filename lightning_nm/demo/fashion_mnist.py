@@ -1,0 +1,94 @@
+"""Fashion-MNIST from local IDX files."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_nm.demo.datamodule import ResumableDataModule
+from lightning_nm.demo.idx import read_idx
+from lightning_nm.demo.images import ImageArrays
+
+TRAINING_IMAGES = 60_000
+MEAN, STD = 0.2860, 0.3530
+
+
+class FashionMNIST(ResumableDataModule):
+    """Images of clothing, 28x28 grey pixels, 10 classes (Xiao, Rasul and Vollgraf, arXiv:1708.07747).
+
+    Nothing is downloaded: the four IDX files must be in `data_dir`, gzipped or not. On Debian and Ubuntu the package
+    `dataset-fashion-mnist` puts them in the default folder.
+
+    Batches are images, float32 `[B, 1, 28, 28]`, with the training set's mean subtracted and divided by its standard
+    deviation, and labels, int64 `[B]`. Training uses the first `train_size` images of the training file, validation its
+    last `val_size`, test all 10,000 images of the test file. None of this depends on the seed.
+
+    Args:
+        data_dir: Folder of the IDX files.
+        batch_size: Images in a batch, on each process.
+        train_size: Number of training images; by default all that validation leaves.
+        val_size: Number of validation images.
+        augment: Shift training images by up to 2 pixels and flip half of them left to right.
+        seed: Seed of the training order and of the augmentation.
+        num_workers: Worker processes of each loader.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        FileNotFoundError: In `setup`, if a file is missing.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "/usr/share/datasets/fashion-mnist",
+        batch_size: int = 128,
+        train_size: int | None = None,
+        val_size: int = 5_000,
+        augment: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        self.data_dir = data_dir
+        self.train_size = train_size
+        self.val_size = val_size
+        self.augment = augment
+        self._resolve_train_size(TRAINING_IMAGES)
+
+    def setup(self, stage: str) -> None:
+        """Read the files that the stage needs."""
+        if stage in ("fit", "validate") and self.val_set is None:
+            images, labels = self._read("train")
+            train_size = self._resolve_train_size(len(images))
+            self.train_set = self._dataset(images[:train_size], labels[:train_size], augment=self.augment)
+            self.val_set = self._dataset(images[-self.val_size :], labels[-self.val_size :])
+        if stage == "test" and self.test_set is None:
+            self.test_set = self._dataset(*self._read("t10k"))
+
+    def _resolve_train_size(self, available: int) -> int:
+        for name, size in (("train_size", self.train_size), ("val_size", self.val_size)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        train_size = max(1, available - self.val_size) if self.train_size is None else self.train_size
+        if train_size + self.val_size > available:
+            raise ValueError(
+                f"train_size={train_size} and val_size={self.val_size} need {train_size + self.val_size} images,"
+                f" but the training file has {available}"
+            )
+        return train_size
+
+    def _read(self, part: str) -> tuple[Tensor, Tensor]:
+        images = read_idx(self._find(f"{part}-images-idx3-ubyte")).unsqueeze(1)
+        return images, read_idx(self._find(f"{part}-labels-idx1-ubyte"))
+
+    def _find(self, name: str) -> Path:
+        folder = Path(self.data_dir)
+        for path in (folder / f"{name}.gz", folder / name):
+            if path.is_file():
+                return path
+        raise FileNotFoundError(
+            f"no {name}.gz in {folder}. On Debian or Ubuntu, `apt-get install dataset-fashion-mnist` puts the data in"
+            " /usr/share/datasets/fashion-mnist; elsewhere, put the four IDX files of Fashion-MNIST in a folder and"
+            " pass it as data_dir."
+        )
+
+    def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> ImageArrays:
+        return ImageArrays(images, labels, scale=255, mean=MEAN, std=STD, augment=augment, seed=self.seed)

@@ -1,0 +1,91 @@
+"""Byte-level language modelling over Python's own help pages."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of a byte string, each with the same window one byte later as its target.
+
+    Args:
+        text: Bytes, uint8 `[L]`.
+        context: Bytes in a window.
+
+    Raises:
+        ValueError: If the text is too short for one window.
+    """
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        if len(text) <= context:
+            raise ValueError(f"{len(text)} bytes of text are too short for a context of {context}")
+        self.windows = text.unfold(0, context + 1, context)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """A batch: inputs and targets, both int64 `[B, context]`."""
+        windows = self.windows[torch.tensor(indices)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+class HelpTopics(ResumableDataModule):
+    """The text behind Python's `help("topic")`, about 465,000 bytes, one token per byte. Nothing to install.
+
+    Batches are inputs and targets, both int64 `[B, context]` in [0, 256); a target is the input one byte later. The
+    windows do not overlap. The last `val_fraction` of the text is held out for validation and test. The text differs a
+    little between Python versions, so compare losses only under one version.
+
+    Args:
+        context: Bytes in a window.
+        batch_size: Windows in a batch, on each process.
+        val_fraction: Share of the text that is held out.
+        train_size: Number of training windows; by default all.
+        seed: Seed of the training order.
+        num_workers: Worker processes of each loader.
+
+    Raises:
+        ValueError: If an argument is out of range; in `setup` if the text has fewer windows than `train_size`.
+    """
+
+    def __init__(
+        self,
+        context: int = 64,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        train_size: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        check_fraction("val_fraction", val_fraction)
+        if context < 1:
+            raise ValueError(f"context must be at least 1, got {context}")
+        if train_size is not None and train_size < 1:
+            raise ValueError(f"train_size must be at least 1, got {train_size}")
+        self.context = context
+        self.val_fraction = val_fraction
+        self.train_size = train_size
+
+    def setup(self, stage: str) -> None:
+        """Cut the text into windows."""
+        from pydoc_data.topics import topics
+
+        text = torch.frombuffer(
+            bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8
+        )
+        cut = round(len(text) * (1 - self.val_fraction))
+        train = Windows(text[:cut], self.context)
+        if self.train_size is not None:
+            if self.train_size > len(train):
+                raise ValueError(f"train_size={self.train_size}, but the text has {len(train)} training windows")
+            train.windows = train.windows[: self.train_size]
+        self.train_set = train
+        self.val_set = self.test_set = Windows(text[cut:], self.context)

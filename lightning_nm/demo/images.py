@@ -1,0 +1,88 @@
+"""Images that are held in memory as bytes and turned into float batches."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Dataset
+
+from lightning_nm.demo.seeding import keyed_generator
+
+SHIFT = 2
+
+
+class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
+    """Labelled images; a batch is `(images / scale - mean) / std` with its labels.
+
+    With `augment`, an image is shifted by up to 2 pixels each way (zeros come in) and flipped left to right with
+    probability 1/2. The draw is a pure function of (seed, epoch, index).
+
+    Args:
+        images: Bytes, uint8 `[N, C, H, W]`.
+        labels: Class indices, `[N]`.
+        scale: The byte that stands for 1.
+        mean: Subtracted after scaling.
+        std: Divided by after that.
+        augment: Whether to shift and flip.
+        seed: Seed of the augmentation.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        scale: float,
+        mean: float = 0.0,
+        std: float = 1.0,
+        augment: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images but {len(labels)} labels")
+        self.images = images
+        self.labels = labels.long()
+        self.scale, self.mean, self.std = scale, mean, std
+        self.augment = augment
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the shifts and flips of this epoch."""
+        if self.augment:
+            generator = keyed_generator(self.seed, "augment", epoch)
+            self.shifts = torch.randint(0, 2 * SHIFT + 1, (len(self), 2), generator=generator)
+            self.flips = torch.rand(len(self), generator=generator) < 0.5
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """A batch: float32 `[B, C, H, W]` and int64 `[B]`."""
+        chosen = torch.tensor(indices)
+        images = self.images[chosen]
+        if self.augment:
+            images = shift_and_flip(images, self.shifts[chosen], self.flips[chosen])
+        return (images.float() / self.scale - self.mean) / self.std, self.labels[chosen]
+
+
+def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
+    """Cut each image out of its zero-padded self, then mirror some.
+
+    Args:
+        images: `[B, C, H, W]`.
+        shifts: Row and column offset of the cut, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
+        flips: Which images are mirrored left to right, bool `[B]`.
+
+    Returns:
+        A tensor like `images`.
+    """
+    batch, channels, height, width = images.shape
+    columns = torch.arange(width).expand(batch, width)
+    columns = torch.where(flips[:, None], width - 1 - columns, columns) + shifts[:, 1:]
+    rows = torch.arange(height) + shifts[:, :1]
+    b = torch.arange(batch)[:, None, None, None]
+    c = torch.arange(channels)[None, :, None, None]
+    return pad(images, (SHIFT,) * 4)[b, c, rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,115 @@
+"""A DataLoader that counts what was consumed and can start in the middle of an epoch."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_nm.demo.sampler import ResumableSampler
+from lightning_nm.demo.seeding import keyed_generator
+
+T = TypeVar("T", covariant=True)
+
+
+class ResumableLoader(DataLoader[T]):
+    """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Make it with `over`.
+
+    Lightning saves the state of such a loader in its checkpoints, and loads it when it resumes inside an epoch.
+
+    - Batches are counted when they are handed out, so worker processes that run ahead do not matter.
+    - Iteration starts lazily, at the first `next`: Lightning calls `iter` before it sets the epoch, and worker
+      processes that started then would fetch the order of the wrong epoch.
+    - Worker seeds come from a generator of the loader's own, so that a new pass does not move the global random state.
+    - If the dataset has `set_epoch`, it is told the epoch before each pass.
+
+    The number of batches is that of a whole epoch, also when the pass starts in the middle.
+
+    Example:
+        >>> loader = ResumableLoader.over(range(10), batch_size=4, seed=0)
+        >>> batches = [batch.tolist() for batch in loader]
+        >>> loader.load_state_dict({**loader.state_dict(), "position": 4})
+        >>> [batch.tolist() for batch in loader] == batches[1:]
+        True
+    """
+
+    @classmethod
+    def over(
+        cls,
+        dataset: Any,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+        **kwargs: Any,
+    ) -> "ResumableLoader[Any]":
+        """Build the loader and its sampler.
+
+        Args:
+            dataset: A sized, map-style dataset.
+            batch_size: Samples in a batch, on each rank. The last batch of an epoch may be smaller.
+            seed: Seed of the order.
+            shuffle: If false, the order is 0, 1, 2, ...
+            num_workers: Worker processes.
+            num_replicas: Number of processes that share the data.
+            rank: Index of this process.
+            **kwargs: Further arguments of `DataLoader`.
+
+        Returns:
+            The loader.
+        """
+        sampler = ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank)
+        generator = keyed_generator(seed, "workers")
+        return cls(
+            cast("Dataset[Any]", dataset),
+            batch_size=batch_size,
+            sampler=sampler,
+            num_workers=num_workers,
+            generator=generator,
+            **kwargs,
+        )
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]
+        sampler, batch_size = self.sampler, self.batch_size or 1
+        if not isinstance(sampler, ResumableSampler):  # replaced, for example by Trainer(overfit_batches=...)
+            yield from super().__iter__()
+            return
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(sampler.epoch)
+        for batch in super().__iter__():
+            sampler.advance(batch_size)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """What is needed to go on after the last batch that was handed out; plain integers."""
+        sampler = self.sampler
+        if not isinstance(sampler, ResumableSampler):
+            return {}
+        fixed = {"seed": sampler.seed, "size": sampler.size, "batch_size": self.batch_size or 1}
+        return {**sampler.state_dict(), **fixed, "num_replicas": sampler.num_replicas}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass start where the saved one had got to.
+
+        Args:
+            state: A result of `state_dict`.
+
+        Raises:
+            ValueError: If the state is of the middle of an epoch, and this loader's seed, dataset size, batch size or
+                number of replicas is another: the batches that are left would not be the ones that were not seen.
+        """
+        sampler = self.sampler
+        if not state or not isinstance(sampler, ResumableSampler):
+            return
+        if 0 < state["position"] < len(sampler):
+            mine = self.state_dict()
+            changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != mine[k]]
+            if changed:
+                what = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
+                raise ValueError(
+                    f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
+                    " start from a checkpoint made at the end of an epoch."
+                )
+        sampler.load_state_dict(state)

@@ -1,0 +1,129 @@
+"""A small decoder-only transformer for byte-level text."""
+
+import math
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_nm.demo.schedule import warmup_cosine
+
+
+class DecoderBlock(nn.Module):
+    """Causal self-attention and a GELU MLP, each after a layer norm and around a residual connection.
+
+    Args:
+        dim: Features of a token.
+        heads: Attention heads.
+        dropout: Dropout after attention and after the MLP.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, 4 * dim)
+        self.fc2 = nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, dim]` to `[B, T, dim]`."""
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.proj(attended.transpose(1, 2).reshape(batch, length, dim)))
+        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+
+
+class TinyTransformer(LightningModule):
+    """Token and position embeddings, decoder blocks, a layer norm and a linear head.
+
+    Trained by AdamW; the learning rate warms up for 5 % of the steps and falls to zero on a half cosine. Logs
+    `train_loss`, `val_loss`, `val_bits_per_byte`, `test_loss` and `test_bits_per_byte`; losses are in nats per token,
+    and bits per byte assume that a token is a byte.
+
+    Args:
+        vocab_size: Number of tokens.
+        context: Longest sequence.
+        dim: Features of a token; a multiple of 16 and of `heads`.
+        depth: Decoder blocks.
+        heads: Attention heads.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay, on all parameters.
+        dropout: Dropout after attention and after the MLP of each block.
+
+    Raises:
+        ValueError: If `dim` is not a multiple of 16 and of `heads`.
+
+    Example:
+        >>> TinyTransformer()(torch.zeros(2, 64, dtype=torch.long)).shape
+        torch.Size([2, 64, 256])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        context: int = 64,
+        dim: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim < 16 or dim % 16 or dim % heads:
+            raise ValueError(f"dim must be a multiple of 16 (so that N:M blocks fit) and of heads={heads}, got {dim}")
+        self.save_hyperparameters()
+        self.lr, self.weight_decay, self.context = lr, weight_decay, context
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.position = nn.Embedding(context, dim)
+        self.blocks = nn.ModuleList(DecoderBlock(dim, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size)
+        for embedding in (self.embed, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens, int64 `[B, T]` with T at most `context`, to logits `[B, T, vocab_size]`."""
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"sequences of {length} tokens, but context={self.context}")
+        x = self.embed(tokens) + self.position.weight[:length]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross entropy of the next byte, mean over tokens."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `val_loss` and `val_bits_per_byte`."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `test_loss` and `test_bits_per_byte`."""
+        self._evaluate(batch, "test")
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
+        loss, size = self._loss(batch), len(batch[0])
+        self.log(f"{stage}_loss", loss, batch_size=size, sync_dist=True)
+        self.log(f"{stage}_bits_per_byte", loss / math.log(2), prog_bar=True, batch_size=size, sync_dist=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW under a warm-up and a half cosine."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=(0.9, 0.95))
+        schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,1 @@
+"""Reading and checking what a training run leaves behind."""

@@ -1,0 +1,82 @@
+"""One-shot pruning with a fixed mask, as NVIDIA's automatic sparsity does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import is_nm, nm_mask
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.nn.layer import Gemms, NMLayer
+
+
+class ASP(MaskMethod):
+    """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
+
+    From the pruning step on there is no latent weight: pruned entries are zero in the parameter, their gradient is
+    masked, and they are set to zero after every optimizer step, so that no momentum or decay revives them.
+
+    Args:
+        start: Optimizer step at which to prune; 0 prunes before the first step (fine-tuning of a trained model).
+        init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` takes the mask from a model that is already N:M
+            sparse: its nonzeros are kept and its zeros stay zero.
+
+    Raises:
+        ValueError: If ``start`` is negative, if ``init="zeros"`` is combined with a later start, or if a weight is not
+            N:M sparse with ``init="zeros"``.
+    """
+
+    def __init__(self, start: int = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
+        if start < 0:
+            raise ValueError(f"start={start} must be an optimizer step, 0 or later")
+        if init not in ("magnitude", "zeros"):
+            raise ValueError(f"init={init!r} is unknown: use 'magnitude' or 'zeros'")
+        if init == "zeros" and start > 0:
+            raise ValueError(f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}")
+        self.start = start
+        self.source = init
+
+    def init(self, layer: NMLayer) -> None:
+        """Prune now if the run starts pruned."""
+        layer.set_masks(None)
+        if layer.step >= self.start:
+            self._prune(layer)
+
+    def update(self, layer: NMLayer) -> None:
+        """Prune when the clock reaches ``start``."""
+        if layer.marks is None and layer.step >= self.start:
+            self._prune(layer)
+
+    @torch.no_grad()
+    def _prune(self, layer: NMLayer) -> None:
+        rows = layer.rows(layer.weight.detach())
+        if self.source == "zeros":
+            if not is_nm(rows, layer.pattern, dim=1):
+                raise ValueError(
+                    f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask; "
+                    "use init='magnitude' or load the sparse weights first"
+                )
+            mask = rows != 0
+        else:
+            mask = nm_mask(rows.abs(), layer.pattern, dim=1)
+        layer.set_masks(layer.unrows(mask))
+        self.after_step(layer)
+
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Pruned entries receive no gradient."""
+        mask = layer.forward_mask
+        return (grad if mask is None else torch.where(mask, grad, 0),)
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer) -> None:
+        """Keep pruned entries at zero, whatever the optimizer did."""
+        mask = layer.forward_mask
+        if mask is not None:
+            layer.weight.masked_fill_(~mask, 0)
+
+    def gemms(self, layer: NMLayer) -> Gemms:
+        """As every mask method; once pruned, wgrad is needed at kept entries alone."""
+        gemms = super().gemms(layer)
+        return gemms._replace(wgrad=self._wgrad(layer, kept_only=layer.marks is not None))

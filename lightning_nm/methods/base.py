@@ -1,0 +1,123 @@
+"""The base class of every method: which weights the forward and the dgrad GEMM use, and when the masks move."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+
+
+class Method:
+    """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
+
+    The base class keeps every weight dense. A method overrides what differs; one instance serves many layers, so
+    whatever belongs to one layer is kept on the :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``,
+    ``permutation``, ``parameters``).
+
+    The order of calls is: :meth:`init` once; then for each real optimizer step :meth:`before_step` (gradients are
+    complete, unscaled and not yet clipped), the optimizer's step, :meth:`after_step`, and :meth:`update`.
+    Within a step, :meth:`forward_weight` runs in every forward, :meth:`backward_weight` and :meth:`weight_gradient` in
+    every backward; these three are traced by ``torch.compile`` and so must be plain tensor code.
+    """
+
+    sparse_forward: bool = False
+    """Whether the method makes the forward weight N:M along `in`."""
+    sparse_dgrad: bool = False
+    """Whether the method makes the backward weight N:M along `out`."""
+
+    def init(self, layer: NMLayer) -> None:
+        """Choose the first masks of a layer whose weight has just been set or loaded."""
+
+    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
+        return weight
+
+    def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """W_B, of the weight's shape; the forward weight unless overridden."""
+        return self.forward_weight(layer, weight)
+
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
+
+        The default is the straight-through estimator: the weight receives the gradient of W_F unchanged.
+        """
+        return (grad, *(None for _ in layer.parameters))
+
+    def penalty(self, layer: NMLayer) -> Tensor | None:
+        """A scalar term added to the loss once per real optimizer step; ``None`` for no term.
+
+        Its gradient joins the gradients of the weight and of ``layer.parameters`` after all-reduce and unscaling and
+        before clipping, so that it means the same under accumulation, mixed precision and data parallelism.
+        """
+        return None
+
+    def before_step(self, layer: NMLayer) -> None:
+        """Shape the complete gradient just before the optimizer uses it."""
+        with torch.enable_grad():
+            penalty = self.penalty(layer)
+            if penalty is None:
+                return
+            owners = [p for p in (layer.weight, *layer.parameters.values()) if p.requires_grad]
+            grads = torch.autograd.grad(penalty, owners, allow_unused=True)
+        for owner, grad in zip(owners, grads, strict=True):
+            if grad is not None:
+                owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+
+    def after_step(self, layer: NMLayer) -> None:
+        """Repair the weight right after an optimizer step, as methods without latent weights must."""
+
+    def update(self, layer: NMLayer) -> None:
+        """Move the masks; ``layer.step`` counts the optimizer steps, ``layer.updated_at`` is the last update's."""
+
+    def gemms(self, layer: NMLayer) -> Gemms:
+        """What each GEMM does at present and what it costs."""
+        return Gemms(Gemm("dense"), Gemm("dense"), self._wgrad(layer))
+
+    @staticmethod
+    def _wgrad(layer: NMLayer, kept_only: bool = False) -> Gemm:
+        """The wgrad GEMM: sparse only through an estimator; outputs at pruned places may not be needed."""
+        needed = layer.pattern.density if kept_only else 1.0
+        if layer.estimator is not None:
+            return layer.estimator.gemm(layer)
+        return Gemm("dense", "dW only at kept entries" if kept_only else "", arithmetic=needed)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        return f"{type(self).__name__}({settings})"
+
+
+class Dense(Method):
+    """No masks at all: the baseline that every comparison needs, through the same code path."""
+
+
+class MaskMethod(Method):
+    """W_F is W under the forward mask, W_B is W under the backward mask."""
+
+    sparse_forward = True
+
+    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """``where(forward_mask, W, 0)``."""
+        mask = layer.forward_mask
+        return weight if mask is None else torch.where(mask, weight, 0)
+
+    def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
+        mask = layer.backward_mask
+        return self.forward_weight(layer, weight) if mask is None else torch.where(mask, weight, 0)
+
+    def gemms(self, layer: NMLayer) -> Gemms:
+        """Forward N:M along `in`; dgrad N:M along `out` only with a backward mask; wgrad dense."""
+        pattern, density = str(layer.pattern), layer.pattern.density
+        if layer.marks is None or layer.forward_reason:
+            forward = Gemm("dense", layer.forward_reason or "not pruned yet")
+        else:
+            forward = Gemm(pattern, "", density, density, density)
+        if layer.own_backward:
+            measured = density if layer.backward_density is None else layer.backward_density
+            dgrad = Gemm(pattern, "", measured, density, density)
+        elif forward.treatment == pattern:
+            dgrad = Gemm("masked", layer.dgrad_reason or "not N:M along out", arithmetic=density)
+        else:
+            dgrad = Gemm("dense", layer.dgrad_reason)
+        return Gemms(forward, dgrad, self._wgrad(layer))

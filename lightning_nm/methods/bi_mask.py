@@ -1,0 +1,95 @@
+"""Bi-Mask: separate masks for the forward and the backward direction."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from lightning_nm.functional import backward_mask, nm_mask, search_permutation
+from lightning_nm.methods.ste import SRSTE
+from lightning_nm.nn.layer import NMLayer
+
+
+class BiMask(SRSTE):
+    r"""Bi-directional masks (Zhang et al., ICML 2023, arXiv 2302.06058): forward and dgrad are both N:M.
+
+    The forward mask is the magnitude mask along `in`, :math:`m_F = \mathrm{nm\_mask}(|W|)`. The backward mask is chosen
+    among the entries that the forward mask keeps: the rows of :math:`V = m_F \odot W` are permuted, every M consecutive
+    rows keep their N largest entries per column, and the permutation is undone, so :math:`m_B \subseteq m_F`. Then
+
+    .. math:: Y = X (m_F \odot W)^T, \quad dX = dY (m_B \odot W), \quad
+              g = dY^T X + \lambda (1 - m_F) \odot W.
+
+    The input gradient is biased by the entries that only the forward keeps; the permutation is searched so that few
+    are lost. Both masks follow the weights after every step; only the permutation is older.
+
+    Args:
+        permute_every: Optimizer steps between two permutation searches (the paper's 100).
+        candidates: Effort of one search (the paper's 100 candidates).
+        search: ``"swap"`` starts from the current permutation, exchanges rows and never gets worse. ``"random"`` is
+            the paper's best of ``candidates`` random permutations.
+        criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
+            that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
+        decay: The SR-STE decay of pruned weights.
+
+    Raises:
+        ValueError: For an unknown ``search`` or ``criterion``, or numbers below 1.
+    """
+
+    sparse_dgrad = True
+
+    def __init__(
+        self,
+        permute_every: int = 100,
+        candidates: int = 100,
+        search: Literal["swap", "random"] = "swap",
+        criterion: Literal["retained", "eligible", "l1"] = "retained",
+        decay: float = 2e-4,
+    ) -> None:
+        super().__init__(decay)
+        for name, value in (("permute_every", permute_every), ("candidates", candidates)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if search not in ("swap", "random"):
+            raise ValueError(f"search={search!r} is unknown: use 'swap' or 'random'")
+        if criterion not in ("retained", "eligible", "l1"):
+            raise ValueError(f"criterion={criterion!r} is unknown: use 'retained', 'eligible' or 'l1'")
+        self.permute_every = permute_every
+        self.candidates = candidates
+        self.search = search
+        self.criterion = criterion
+
+    def init(self, layer: NMLayer) -> None:
+        """Search the first permutation and select both masks."""
+        layer.permutation = None
+        self.update(layer)
+
+    @torch.no_grad()
+    def update(self, layer: NMLayer) -> None:
+        """Select both masks from the weight as it is now; search the permutation when it is due."""
+        rows = layer.rows(layer.weight.detach())
+        forward = None if layer.forward_reason else nm_mask(rows.abs(), layer.pattern, dim=1)
+        backward = None
+        if not layer.dgrad_reason:
+            if layer.permutation is None or layer.crossed(self.permute_every):
+                permutation = search_permutation(
+                    rows,
+                    forward,
+                    layer.pattern,
+                    search=self.search,  # type: ignore[arg-type]
+                    candidates=self.candidates,
+                    criterion=self.criterion,  # type: ignore[arg-type]
+                    initial=layer.permutation,
+                    groups=layer.groups,
+                    generator=layer.generator(),
+                )
+                if layer.permutation is None:
+                    layer.permutation = permutation
+                else:
+                    layer.permutation.copy_(permutation)
+            backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
+        layer.set_masks(
+            None if forward is None else layer.unrows(forward),
+            None if backward is None else layer.unrows(backward),
+        )

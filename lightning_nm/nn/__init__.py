@@ -1,0 +1,1 @@
+"""The op seam, the layer adapters, and their installation in a model."""

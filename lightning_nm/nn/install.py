@@ -1,0 +1,64 @@
+"""Put a plan into a model and take it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from lightning_nm.nn.adapters import Adapter, adapted_class
+from lightning_nm.nn.layer import NMLayer
+
+_FAST_PATH = (
+    # In evaluation these classes call a fused kernel that reads the weights of their parts directly. Each has an
+    # attribute that switches it off for the instance, so the switch also travels with copies and pickles.
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+_SAVED = "_nm_fast_path"
+
+
+def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
+    """Swap the classes of the layers' modules, and switch off fused paths that would bypass them."""
+    for layer in layers:
+        _adapt(layer.module)
+        _nm_layers(layer.module)[layer.parameter] = layer
+    for module in model.modules():
+        # A masked out_proj alone needs the attention around it to call it.
+        if type(module) is nn.MultiheadAttention and isinstance(module.out_proj, Adapter):
+            _adapt(module)
+    for module in model.modules():
+        for kind, attribute, off in _FAST_PATH:
+            if isinstance(module, kind) and _is_masked(module) and attribute not in vars(module).get(_SAVED, {}):
+                vars(module).setdefault(_SAVED, {})[attribute] = getattr(module, attribute)
+                setattr(module, attribute, off)
+
+
+def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
+    """Give the layers' modules their classes back; what other sparsifiers installed stays."""
+    for layer in layers:
+        if isinstance(layer.module, Adapter):
+            layer.module.nm_layers.pop(layer.parameter, None)
+    # Children come after their parents, and an attention stays adapted as long as its out_proj is.
+    for module in reversed(list(model.modules())):
+        if isinstance(module, Adapter) and not module.nm_layers and not isinstance(getattr(module, "out_proj", None), Adapter):
+            module.__class__ = type(module).nm_base
+            del module.nm_layers
+    for module in model.modules():
+        if _SAVED in vars(module) and not _is_masked(module):
+            for attribute, value in vars(module).pop(_SAVED).items():
+                setattr(module, attribute, value)
+
+
+def _adapt(module: nn.Module) -> None:
+    if not isinstance(module, Adapter):
+        module.__class__ = adapted_class(type(module))
+        vars(module)["nm_layers"] = {}
+
+
+def _nm_layers(module: nn.Module) -> dict[str, NMLayer]:
+    return vars(module)["nm_layers"]
+
+
+def _is_masked(module: nn.Module) -> bool:
+    return any(isinstance(part, Adapter) for part in module.modules())

@@ -1,0 +1,217 @@
+"""One masked weight: where it lives, how its blocks lie, and what its method keeps beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.pattern import NMPattern
+
+if TYPE_CHECKING:  # for the types only: imports point one way
+    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.methods.base import Method
+
+Layout = Literal["plain", "flat", "transposed"]
+
+FORWARD, BACKWARD = 1, 2
+"""Bits of :attr:`NMLayer.marks`."""
+
+
+class Gemm(NamedTuple):
+    """What one GEMM of a layer does, and its multiply-adds relative to the dense GEMM counted in three ways.
+
+    Args:
+        treatment: ``"2:4"`` (an operand is N:M along the contraction axis), ``"masked"`` (zeros, but not along the
+            contraction axis) or ``"dense"``.
+        reason: Why, in a few words; empty when there is nothing to explain.
+        arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
+        paper: Share counted as the N:M training papers count it.
+        eligible: Share that N:M hardware would execute.
+    """
+
+    treatment: str
+    reason: str = ""
+    arithmetic: float = 1.0
+    paper: float = 1.0
+    eligible: float = 1.0
+
+
+class Gemms(NamedTuple):
+    """The three GEMMs of a layer: ``Y = X W_F^T``, ``dX = dY W_B`` and ``dW = E(dY)^T X``."""
+
+    forward: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+
+class NMLayer:
+    """A weight under an N:M method.
+
+    The masks are two bits of one byte per weight (``marks``), so both masks together cost one byte, are one input of a
+    compiled graph, and move in place. The layer never holds the parameter itself: it is looked up through the module
+    at each use, because wrappers such as FSDP replace it.
+
+    Args:
+        name: Name in the model: the module's, with the parameter's appended when that is not ``weight``.
+        module: The module that owns the parameter.
+        parameter: The parameter's name in the module.
+        pattern: The N:M pattern.
+        method: Decides the weights of the forward and the dgrad GEMM.
+        estimator: Replaces dY in the wgrad GEMM; ``None`` uses dY itself.
+        layout: ``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
+            ``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight.
+        groups: The output rows are split into this many equal groups that no dgrad block crosses.
+        seed: Base of the layer's random choices.
+        forward_reason: Why the forward GEMM cannot be N:M; empty when it can.
+        dgrad_reason: Why the dgrad GEMM cannot be N:M; empty when it can.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameter: str,
+        pattern: NMPattern,
+        method: Method,
+        estimator: GradientEstimator | None = None,
+        *,
+        layout: Layout = "plain",
+        groups: int = 1,
+        seed: int = 0,
+        forward_reason: str = "",
+        dgrad_reason: str = "",
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.parameter = parameter
+        self.pattern = pattern
+        self.method = method
+        self.estimator = estimator
+        self.layout: Layout = layout
+        self.groups = groups
+        self.seed = seed
+        self.forward_reason = forward_reason
+        self.dgrad_reason = dgrad_reason
+
+        self.marks: Tensor | None = None
+        self.own_backward = False
+        """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
+        self.permutation: Tensor | None = None
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Parameters that the method owns; the sparsifier hands them to the optimizer of the weight."""
+        self.step = 0
+        """Real optimizer steps of the weight so far."""
+        self.updated_at = 0
+        """The step at which the masks last moved."""
+        self.flips: Tensor | None = None
+        """Forward mask bits that the last update changed."""
+        self.backward_density: float | None = None
+        """Share of W that the backward mask keeps, when last measured."""
+
+    # ---------------------------------------------------------------------------------------------- the weight
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The latent parameter."""
+        return getattr(self.module, self.parameter)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
+        if self.layout == "flat":
+            return tensor.flatten(1)
+        return tensor.t() if self.layout == "transposed" else tensor
+
+    def unrows(self, tensor: Tensor) -> Tensor:
+        """Undo :meth:`rows`."""
+        if self.layout == "flat":
+            return tensor.view(self.weight.shape)
+        return tensor.t() if self.layout == "transposed" else tensor
+
+    # ----------------------------------------------------------------------------------------------- the masks
+
+    @property
+    def forward_mask(self) -> Tensor | None:
+        """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
+        return None if self.marks is None or self.forward_reason else (self.marks & FORWARD).view(torch.bool)
+
+    @property
+    def backward_mask(self) -> Tensor | None:
+        """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
+        return (self.marks & BACKWARD).ne(0) if self.marks is not None and self.own_backward else None
+
+    @torch.no_grad()
+    def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
+        """Move the masks in place and count the forward bits that changed.
+
+        Args:
+            forward: Bool mask of the weight's shape, or ``None`` for a dense forward weight.
+            backward: Bool mask of the weight's shape, or ``None`` when dgrad uses the forward weight.
+        """
+        if forward is None and backward is None:
+            self.marks, self.flips, self.own_backward = None, None, False
+            return
+        shape = self.weight.shape
+        marks = (
+            torch.full(shape, FORWARD, dtype=torch.uint8, device=self.weight.device)
+            if forward is None
+            else forward.to(torch.uint8)
+        )
+        if backward is not None:
+            marks += backward.to(torch.uint8) * BACKWARD
+        self.own_backward = backward is not None
+        if self.marks is None:
+            # Row-major like the weight's own values: one elementwise pass reads both.
+            self.marks = torch.empty_like(self.weight, dtype=torch.uint8).copy_(marks)
+            self.flips = torch.zeros((), dtype=torch.int64, device=marks.device)
+        else:
+            self.flips = torch.count_nonzero((self.marks ^ marks) & FORWARD)
+            self.marks.copy_(marks)  # in place: a compiled graph sees the new masks without recompiling
+
+    def forward_weight(self) -> Tensor:
+        """W_F, the values that the forward GEMM uses, detached."""
+        with torch.no_grad():
+            return self.method.forward_weight(self, self.weight.detach())
+
+    def backward_weight(self) -> Tensor:
+        """W_B, the values that the dgrad GEMM uses, detached."""
+        with torch.no_grad():
+            return self.method.backward_weight(self, self.weight.detach())
+
+    # ------------------------------------------------------------------------------------------------ and beside
+
+    def crossed(self, every: int) -> bool:
+        """Whether a multiple of `every` steps lies in ``(updated_at, step]``."""
+        return self.step // every > self.updated_at // every
+
+    def generator(self) -> torch.Generator:
+        """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
+        key = hashlib.sha256(f"{self.seed}/{self.name}/{self.step}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor beside the weight that training needs: the persistent memory of the layer."""
+        for tensor in (self.marks, self.permutation, *self.parameters.values()):
+            if tensor is not None:
+                yield tensor
+
+    def follow(self) -> None:
+        """Move the layer's tensors to the weight's device."""
+        device = self.weight.device
+        for name in ("marks", "permutation", "flips"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                setattr(self, name, tensor.to(device))
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(device)
+
+    def gemms(self) -> Gemms:
+        """What each of the three GEMMs does now."""
+        return self.method.gemms(self)
+
+    def __repr__(self) -> str:
+        settings: dict[str, Any] = {"pattern": str(self.pattern), "method": self.method}
+        return f"NMLayer({self.name!r}, {', '.join(f'{key}={value}' for key, value in settings.items())})"

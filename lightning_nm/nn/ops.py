@@ -1,0 +1,177 @@
+"""The op seam: one autograd function per layer kind, with separate weights for the forward and the dgrad GEMM.
+
+For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
+
+    Y  = X W_F^T          forward weight W_F = method.forward_weight(W)
+    dX = dY W_B           backward weight W_B = method.backward_weight(W)
+    dW = E(dY)^T X        E = the gradient estimator, routed to W by method.weight_gradient
+
+Only X, the parameter W and the masks that the layer keeps anyway are saved for backward: W_F and W_B are made again.
+The masks are saved so that autograd notices when they move between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import grad as nn_grad
+
+from lightning_nm.nn.layer import NMLayer
+
+_CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_INPUT: dict[int, Callable[..., Tensor]] = {1: nn_grad.conv1d_input, 2: nn_grad.conv2d_input, 3: nn_grad.conv3d_input}
+_CONV_WEIGHT: dict[int, Callable[..., Tensor]] = {
+    1: nn_grad.conv1d_weight,
+    2: nn_grad.conv2d_weight,
+    3: nn_grad.conv3d_weight,
+}
+
+
+def nm_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer, rows: tuple[int, int] | None = None
+) -> Tensor:
+    """``x @ W_F^T + bias`` whose input gradient uses W_B.
+
+    Args:
+        x: ``[..., in]``.
+        weight: The latent parameter: ``[out, in]``, or ``[in, out]`` for a transposed layout.
+        bias: ``[out]`` or ``None``.
+        layer: Method, estimator and masks.
+        rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
+
+    Returns:
+        ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
+    """
+    x, bias, dtype = _autocast(x, weight, bias)
+    if rows is not None and bias is not None:
+        bias = bias[rows[0] : rows[1]]
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linear.apply(x, weight, bias, layer, dtype, rows, *layer.tensors())
+
+
+def nm_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: NMLayer,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """Convolution with W_F whose input gradient uses W_B.
+
+    Args:
+        x: ``[batch, in, *positions]``.
+        weight: The latent parameter ``[out, in / groups, *kernel]``.
+        bias: ``[out]`` or ``None``.
+        layer: Method, estimator and masks.
+        stride: Per spatial dimension.
+        padding: Zeros on both sides, per spatial dimension.
+        dilation: Per spatial dimension.
+        groups: Groups of the convolution.
+    """
+    x, bias, dtype = _autocast(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Conv.apply(x, weight, bias, layer, dtype, (stride, padding, dilation, groups), *layer.tensors())
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """Cast as autocast casts for a matmul; the weight is cast inside the op so that the parameter itself is saved."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return x.to(dtype), None if bias is None else bias.to(dtype), dtype
+    return x, bias, weight.dtype
+
+
+def _estimate(layer: NMLayer, grad: Tensor) -> Tensor:
+    return grad if layer.estimator is None else layer.estimator.estimate(layer, grad)
+
+
+def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[Tensor | None, list[Any]]:
+    """Gradients of the weight and of the layer's tensors, of which only the method's own parameters have one."""
+    grad_weight, *grad_parameters = layer.method.weight_gradient(layer, weight, grad.to(weight.dtype))
+    rest: list[Any] = [None] * (tensors - len(layer.parameters))
+    return grad_weight, rest + grad_parameters
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: NMLayer,
+        dtype: torch.dtype,
+        rows: tuple[int, int] | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, *tensors)
+        ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
+        return F.linear(x, layer.rows(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, *tensors = ctx.saved_tensors
+        layer: NMLayer = ctx.layer
+        (grad,) = grads
+        tokens = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        rest: list[Any] = [None] * len(tensors)
+        if ctx.needs_input_grad[0]:
+            backward_weight = layer.rows(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
+            grad_x = (tokens @ backward_weight).view(x.shape)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
+            full = _estimate(layer, tokens).t() @ x.reshape(-1, x.shape[-1])
+            if ctx.rows != slice(None):
+                part, full = full, torch.zeros_like(layer.rows(weight), dtype=full.dtype)
+                full[ctx.rows] = part
+            grad_weight, rest = _route(layer, weight, layer.unrows(full), len(tensors))
+        if ctx.needs_input_grad[2]:
+            grad_bias = tokens.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, *rest
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: NMLayer,
+        dtype: torch.dtype,
+        geometry: tuple[Any, ...],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, *tensors)
+        ctx.layer, ctx.dtype, ctx.geometry = layer, dtype, geometry
+        return _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, *tensors = ctx.saved_tensors
+        layer: NMLayer = ctx.layer
+        (grad,) = grads
+        spatial = x.dim() - 2
+        grad_x = grad_weight = grad_bias = None
+        rest: list[Any] = [None] * len(tensors)
+        if ctx.needs_input_grad[0]:
+            backward_weight = layer.method.backward_weight(layer, weight).to(ctx.dtype)
+            grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
+            estimate = grad
+            if layer.estimator is not None:  # blocks lie along batch x positions, for one output channel
+                by_token = grad.movedim(1, -1)
+                estimate = _estimate(layer, by_token.flatten(0, -2)).view(by_token.shape).movedim(-1, 1)
+            full = _CONV_WEIGHT[spatial](x, weight.shape, estimate, *ctx.geometry)
+            grad_weight, rest = _route(layer, weight, full, len(tensors))
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum((0, *range(2, grad.dim())))
+        return grad_x, grad_weight, grad_bias, None, None, None, *rest

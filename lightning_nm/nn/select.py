@@ -1,0 +1,270 @@
+"""Which weights of a model are masked, and why the others are not. Nothing is changed here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.names import layer_name, parameter_key
+from lightning_nm.pattern import NMPattern
+
+if TYPE_CHECKING:
+    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the layers that match get.
+
+    Args:
+        include: Globs over module names; ``None`` matches every layer.
+        pattern: The N:M pattern.
+        method: The method.
+        estimator: The gradient estimator of the wgrad GEMM.
+    """
+
+    include: tuple[str, ...] | None
+    pattern: NMPattern
+    method: Method
+    estimator: GradientEstimator | None = None
+
+    def matches(self, *names: str) -> bool:
+        """Whether one of the layer's names matches."""
+        return self.include is None or any(fnmatchcase(name, glob) for name in names for glob in self.include)
+
+
+@dataclass
+class Plan:
+    """The outcome of a selection: layers to install and the reasons for those left dense."""
+
+    layers: list[NMLayer] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str
+    module_name: str
+    module: nn.Module
+    spec: WeightSpec
+
+
+def select(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    exclude: Sequence[str] = (),
+    *,
+    skip_first_last: bool = True,
+    conv_layout: str = "channels",
+    seed: int = 0,
+) -> Plan:
+    """Choose the weights to mask; the first rule that matches a layer decides.
+
+    A glob without wildcards names a layer: it must be maskable, and ``skip_first_last`` does not hold it back.
+
+    Args:
+        model: Any module; it is not changed.
+        rules: Tried in order.
+        exclude: Globs over module names that stay dense.
+        skip_first_last: Leave the first convolution and the last linear layer dense.
+        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap. ``"flat"``: along the
+            flattened ``(in, *kernel)``.
+        seed: Base of the layers' random choices.
+
+    Raises:
+        ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
+            a NaN, or a layer is masked already. The message names the layer.
+    """
+    plan = Plan()
+    named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
+    candidates = list(_candidates(model, plan, conv_layout))
+    _check_globs(model, rules, exclude, candidates, plan)
+    ends = _first_and_last(candidates) if skip_first_last else {}
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+
+    for candidate in candidates:
+        names = (candidate.module_name, candidate.name)
+        rule = next((rule for rule in rules if rule.matches(*names)), None)
+        is_named = not named.isdisjoint(names)
+        reason, reasons = "", ("", "")
+        if rule is None:
+            reason = "not in `include`"
+        elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
+            reason = "in `exclude`"
+        elif candidate.module_name in ends and not is_named:
+            reason = ends[candidate.module_name]
+        else:
+            if isinstance(candidate.module, Adapter) and candidate.spec.parameter in candidate.module.nm_layers:
+                raise ValueError(
+                    f"layer '{candidate.name}' is masked already: detach the other sparsifier, give the two disjoint "
+                    "`include`, or use one callback with `rules`"
+                )
+            reason = _why_not(candidate, owners)
+        if not reason and rule is not None:
+            reasons = _eligibility(candidate, rule.pattern, conv_layout)
+            wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
+            gains = (
+                (rule.method.sparse_forward and not reasons[0])
+                or (rule.method.sparse_dgrad and not reasons[1])
+                or rule.estimator is not None
+            )
+            if wants_masks and not gains:
+                needed = reasons if rule.method.sparse_dgrad else reasons[:1]
+                reason = "; ".join(text for text in needed if text)
+        if reason or rule is None:
+            if is_named and rule is not None:
+                raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}")
+            plan.skipped[candidate.name] = reason
+            continue
+        weight = getattr(candidate.module, candidate.spec.parameter)
+        if torch.isnan(weight.detach()).any():
+            raise ValueError(f"the weight of layer '{candidate.name}' holds NaN: load or initialise it before masking")
+        plan.layers.append(
+            NMLayer(
+                candidate.name,
+                candidate.module,
+                candidate.spec.parameter,
+                rule.pattern,
+                rule.method,
+                rule.estimator,
+                layout=candidate.spec.layout,
+                groups=candidate.spec.groups,
+                seed=seed,
+                forward_reason=reasons[0],
+                dgrad_reason=reasons[1],
+            )
+        )
+    if not plan.layers:
+        raise ValueError("no layer can be masked. " + _advice(plan))
+    return plan
+
+
+def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Candidate]:
+    """Every weight of a known layer kind; modules of other kinds that own a matrix are noted as skipped."""
+    wrapped: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if any(child.startswith("lora_") for child, _ in module.named_children()):
+            wrapped += (f"{name}." if name else "",)
+        kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
+        found = find_adapter(kind)
+        if found is None:
+            if any(p is not None and p.dim() >= 2 for p in module.parameters(recurse=False)):
+                plan.skipped[name] = f"no adapter for {kind.__name__}"
+            continue
+        adapter, handled = found
+        reason = ""
+        if kind.forward is not handled.forward or "forward" in vars(module):
+            reason = f"{kind.__name__} has a forward of its own"
+        elif name.startswith(wrapped):
+            reason = "inside a low-rank adapter: the merged weight would not be N:M"
+        elif parametrize.is_parametrized(module):
+            reason = "parametrized: its weight is computed, not stored"
+        if reason:
+            plan.skipped[name] = reason
+            continue
+        for spec in adapter.specs(module, conv_layout):
+            yield _Candidate(layer_name(name, spec.parameter), name, module, spec)
+
+
+def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
+    weight = candidate.module._parameters.get(candidate.spec.parameter)
+    if weight is None:
+        return "its weight is computed, not stored (weight norm, pruning hooks or the like)"
+    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+        return "lazy: its shape is not known before the first batch"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    own = parameter_key(candidate.module_name, candidate.spec.parameter)
+    shared = [name for name in owners[id(weight)] if name != own]
+    if shared:
+        return f"its weight is shared with '{shared[0]}', which would change with it"
+    groups = getattr(candidate.module, "groups", 1)
+    if groups > 1 and weight.shape[1] == 1:
+        return "depthwise convolution: one input channel per filter"
+    return ""
+
+
+def _eligibility(candidate: _Candidate, pattern: NMPattern, conv_layout: str) -> tuple[str, str]:
+    """Why the forward and the dgrad GEMM cannot be N:M; empty where they can."""
+    weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
+    rows = weight.t() if spec.layout == "transposed" else weight.flatten(1) if spec.layout == "flat" else weight
+    contracted, out = rows.shape[1], rows.shape[0] // spec.groups
+    part = "" if spec.groups == 1 else "/group"
+    forward = "" if contracted % pattern.m == 0 else f"in{part} {contracted} % {pattern.m} != 0"
+    dgrad = "" if out % pattern.m == 0 else f"out{part} {out} % {pattern.m} != 0"
+    return forward, dgrad
+
+
+def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:
+    convolutions = [c for c in candidates if isinstance(c.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
+    linears = [c for c in candidates if isinstance(c.module, nn.Linear) and not c.module_name.endswith(".out_proj")]
+    ends = {}
+    if convolutions:
+        ends[convolutions[0].module_name] = "first convolution (skip_first_last)"
+    if linears:
+        ends[linears[-1].module_name] = "last linear layer (skip_first_last)"
+    return ends
+
+
+def _check_globs(
+    model: nn.Module, rules: Sequence[Rule], exclude: Sequence[str], candidates: Sequence[_Candidate], plan: Plan
+) -> None:
+    names = [name for candidate in candidates for name in (candidate.module_name, candidate.name)]
+    modules = dict(model.named_modules())
+    wanted: list[tuple[str, str]] = [("include", glob) for rule in rules for glob in rule.include or ()]
+    for option, glob in wanted + [("exclude", glob) for glob in exclude]:
+        if any(fnmatchcase(name, glob) for name in names):
+            continue
+        if option == "exclude" and any(fnmatchcase(name, glob) for name in modules):
+            continue
+        if glob in plan.skipped:
+            raise ValueError(f"layer '{glob}' is named by `{option}` but cannot be masked: {plan.skipped[glob]}")
+        if glob in modules and any(name.startswith(f"{glob}.") for name in names):
+            raise ValueError(f"`{option}` names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers")
+        if glob in modules:
+            raise ValueError(f"`{option}` names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
+        raise ValueError(f"`{option}` '{glob}' matches no layer; {_closest(glob, names)}")
+
+
+def _closest(glob: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or list(dict.fromkeys(names))[:5]
+    return f"layers are named like {', '.join(map(repr, close))}" if close else "the model has no maskable layer"
+
+
+def _advice(plan: Plan) -> str:
+    if not plan.skipped:
+        return "The model has no linear, convolution or attention layer."
+    # A shape that does not fit is the reason that a user can least guess.
+    telling = sorted(plan.skipped.items(), key=lambda item: "%" not in item[1])
+    reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
+    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
+
+
+def _is_glob(text: str) -> bool:
+    return any(character in text for character in "*?[")
+
+
+def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
+    """Read ``None``, one glob or a list of globs.
+
+    Raises:
+        TypeError: If the value is something else.
+    """
+    if value is None:
+        return None
+    globs = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
+    return globs

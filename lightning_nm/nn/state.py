@@ -1,0 +1,106 @@
+"""What a layer needs beside its weight in the state dict to go on exactly: plain tensors and primitives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.functional import pack_mask, unpack_mask
+from lightning_nm.nn.layer import NMLayer
+
+
+@torch.no_grad()
+def layer_state(layer: NMLayer) -> dict[str, Any]:
+    """The state of one layer, on the CPU.
+
+    ``latent`` holds what W_F does not tell about the parameter W: nothing if they are equal, the pruned entries in
+    row-major order if W_F is W under the forward mask, else W itself.
+    """
+    weight = layer.weight.detach()
+    forward = layer.forward_mask
+    return {
+        "parameter": layer.parameter,
+        "pattern": str(layer.pattern),
+        "method": type(layer.method).__name__,
+        "layout": layer.layout,
+        "shape": list(weight.shape),
+        "masked": forward is not None,
+        "step": layer.step,
+        "updated_at": layer.updated_at,
+        "forward_mask": None if forward is None else pack_mask(forward).cpu(),
+        "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
+        "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
+        "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
+        "latent": _latent(weight, layer.forward_weight(), forward),
+    }
+
+
+def _latent(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
+    if _same(forward_weight, weight):
+        return None
+    if mask is not None and _same(forward_weight, torch.where(mask, weight, 0)):
+        return weight[~mask].cpu()
+    return weight.clone().cpu()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equality of values in which a NaN equals itself."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@torch.no_grad()
+def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
+    """Whether W_F made of the saved state equals what the module holds; nothing is changed."""
+    weight, mask, latent = layer.weight.detach(), _mask(layer, state["forward_mask"]), state["latent"]
+    if latent is None or latent.shape != weight.shape:
+        return mask is None or not bool(weight[~mask].any())
+    kept = (layer.marks, layer.own_backward, layer.flips, layer.permutation, layer.parameters)
+    _restore_around(layer, state)
+    forward = layer.method.forward_weight(layer, latent.to(weight.device, weight.dtype))
+    layer.marks, layer.own_backward, layer.flips, layer.permutation, layer.parameters = kept
+    return _same(forward, weight)
+
+
+@torch.no_grad()
+def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
+    """Set a layer whose module holds W_F to a saved state that :func:`fits`."""
+    weight, mask, latent = layer.weight, _mask(layer, state["forward_mask"]), state["latent"]
+    if latent is not None:
+        latent = latent.to(weight.device, weight.dtype)
+        if latent.shape == weight.shape:
+            weight.copy_(latent)
+        else:
+            weight[~mask] = latent  # type: ignore[operator]
+    parameters = layer.parameters
+    _restore_around(layer, state)
+    for name, parameter in parameters.items():  # the optimizer may know these objects
+        parameter.copy_(layer.parameters[name])
+    layer.parameters = parameters
+    layer.step, layer.updated_at = state["step"], state["updated_at"]
+
+
+def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
+    """Replace everything beside the weight by fresh tensors, leaving the old ones untouched."""
+    device = layer.weight.device
+    layer.marks = None
+    layer.set_masks(_mask(layer, state["forward_mask"]), _mask(layer, state["backward_mask"]))
+    permutation = state["permutation"]
+    layer.permutation = None if permutation is None else permutation.to(device, torch.int64)
+    layer.parameters = {name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()}
+
+
+def _mask(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
+    return None if packed is None else unpack_mask(packed.to(layer.weight.device), tuple(layer.weight.shape))
+
+
+def state_difference(layer: NMLayer, state: dict[str, Any]) -> str:
+    """What keeps a saved state from fitting a layer; empty when it fits."""
+    own = {
+        "shape": list(layer.weight.shape),
+        "pattern": str(layer.pattern),
+        "method": type(layer.method).__name__,
+        "layout": layer.layout,
+    }
+    return ", ".join(f"{key} {state[key]} in the checkpoint, {value} here" for key, value in own.items() if state[key] != value)

@@ -1,0 +1,103 @@
+"""The N:M pattern: at most N nonzeros in every M consecutive entries along one axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+from typing_extensions import TypeAlias
+
+
+class _OneValue:
+    """A base that is no dataclass: jsonargparse spreads a pure dataclass into one option per field."""
+
+
+@dataclass(frozen=True)
+class NMPattern(_OneValue):
+    """At most ``n`` nonzeros in every ``m`` consecutive entries.
+
+    Args:
+        n: Entries that each block keeps, ``1 <= n < m``.
+        m: Length of a block.
+
+    Raises:
+        ValueError: If ``n`` and ``m`` are not integers with ``1 <= n < m``.
+
+    Example::
+
+        >>> pattern = NMPattern.parse("2:4")
+        >>> str(pattern), pattern.density
+        ('2:4', 0.5)
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("n", self.n), ("m", self.m)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"pattern {name}={value!r} is not an integer: write the pattern as 'N:M', for example '2:4'")
+        if self.n < 1:
+            raise ValueError(f"pattern '{self.n}:{self.m}' keeps nothing: N must be at least 1, for example '1:{max(self.m, 2)}'")
+        if self.n >= self.m:
+            raise ValueError(
+                f"pattern '{self.n}:{self.m}' prunes nothing: N must be smaller than M, for example '2:4'; "
+                "to keep a layer dense, name it in `exclude`"
+            )
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that are kept, ``n / m``."""
+        return self.n / self.m
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @classmethod
+    def parse(cls, value: PatternLike) -> NMPattern:
+        """Read a pattern from what users and YAML write.
+
+        YAML 1.1 reads an unquoted ``2:4`` as an integer in base 60 (``2 * 60 + 4 = 124``); such an integer is read back.
+
+        Args:
+            value: ``"2:4"``, ``{"n": 2, "m": 4}``, an :class:`NMPattern`, or YAML's integer.
+
+        Raises:
+            ValueError: If the value is none of these or is not a possible pattern.
+
+        Example::
+
+            >>> [str(NMPattern.parse(value)) for value in ("2:4", 76, {"n": 1, "m": 8})]
+            ['2:4', '1:16', '1:8']
+        """
+        if isinstance(value, NMPattern):
+            return value
+        if isinstance(value, Mapping):
+            if set(value) != {"n", "m"}:
+                raise ValueError(f"pattern {dict(value)!r} must have exactly the keys 'n' and 'm', for example {{n: 2, m: 4}}")
+            return cls(value["n"], value["m"])
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", value)
+            if match:
+                return cls(int(match[1]), int(match[2]))
+        elif isinstance(value, int) and not isinstance(value, bool) and value >= 60:
+            return cls(*divmod(value, 60))
+        raise ValueError(f"cannot read {value!r} as an N:M pattern: write it as 'N:M', for example '2:4' or '1:16'")
+
+
+if TYPE_CHECKING:
+    PatternLike: TypeAlias = Union[NMPattern, str, int, Mapping[str, Any]]
+    """What :meth:`NMPattern.parse` reads."""
+else:
+    # Command lines are made from annotations: with the class alone in them, a bad pattern is refused by parse() and
+    # reported with its message, instead of being accepted as just any string.
+    PatternLike = NMPattern
+
+try:
+    from jsonargparse.typing import register_type
+except ImportError:  # without the `cli` extra there is no command line to teach
+    pass
+else:
+    register_type(NMPattern, str, NMPattern.parse, fail_already_registered=False)

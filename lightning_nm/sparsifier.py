@@ -1,0 +1,434 @@
+"""NMSparsifier: a model, a method and an estimator, without Lightning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_nm.estimators import GradientEstimator, resolve_estimator
+from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
+from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.nn.install import install, uninstall
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.macs import MacsCounter
+from lightning_nm.nn.select import Plan, Rule, as_globs, select
+from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
+from lightning_nm.pattern import NMPattern, PatternLike
+
+SCHEMA = 1
+
+
+class NMSparsifier:
+    """Trains a model's weights under an N:M method, in any training loop.
+
+    Args:
+        model: The model; its modules and parameters stay the same objects.
+        pattern: The N:M pattern, see :meth:`NMPattern.parse`.
+        method: A short name (``"bi-mask"``) or a :class:`Method`.
+        grad_estimator: What replaces dY in the wgrad GEMM; ``None`` keeps it.
+        include: Globs over module names that are masked; ``None`` takes every layer that can be. A glob without
+            wildcards names a layer that must be maskable.
+        exclude: Globs over module names that stay dense.
+        rules: Mappings with ``include`` and any of ``pattern``, ``method``, ``grad_estimator``; the first that matches
+            a layer replaces the arguments above for it.
+        skip_first_last: Leave the first convolution and the last linear layer dense.
+        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, the hardware's order.
+            ``"flat"``: along the flattened ``(in, *kernel)``, the papers' order.
+        seed: Base of all random choices; equal on all ranks.
+
+    Raises:
+        ValueError: For an impossible pattern, an unknown method or a bad rule, naming it.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> sparsifier = NMSparsifier(model, "2:4", "bi-mask", skip_first_last=False).attach()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sparsifier.register(optimizer)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(32, 8)).square().mean().backward()
+        ...     sparsifier.before_step(optimizer)
+        ...     _ = optimizer.step()
+        ...     _ = sparsifier.step()
+        >>> sparsifier.stats()["density"]
+        0.5
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pattern: PatternLike = "2:4",
+        method: MethodName | Method = "bi-mask",
+        grad_estimator: GradientEstimator | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        rules: Sequence[Mapping[str, Any]] | None = None,
+        seed: int = 0,
+        *,
+        skip_first_last: bool = True,
+        conv_layout: Literal["channels", "flat"] = "channels",
+    ) -> None:
+        if conv_layout not in ("channels", "flat"):
+            raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
+        self.model = model
+        self.rules = make_rules(pattern, method, grad_estimator, include, rules)
+        self.exclude = as_globs(exclude, "exclude") or ()
+        self.skip_first_last = skip_first_last
+        self.conv_layout = conv_layout
+        self.seed = seed
+        self.plan = Plan()
+        self.attached = False
+        self.macs: dict[str, int] = {}
+        self._counter: MacsCounter | None = None
+        self._handles: list[RemovableHandle] = []
+        self._optimizers: dict[int, tuple[Optimizer, list[str]]] = {}
+        self._flops = {"steps": 0, "arithmetic": 0.0, "paper": 0.0, "eligible": 0.0}
+
+    # --------------------------------------------------------------------------------------------- in and out
+
+    @property
+    def layers(self) -> dict[str, NMLayer]:
+        """The masked layers by name."""
+        return {layer.name: layer for layer in self.plan.layers}
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why each other weight is dense, by layer name."""
+        return self.plan.skipped
+
+    def attach(self) -> NMSparsifier:
+        """Select the layers, choose the first masks and install them; does nothing when attached.
+
+        Everything is checked and every mask is made before the model is touched.
+
+        Raises:
+            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`.
+        """
+        if not self.attached:
+            self.plan = select(
+                self.model,
+                self.rules,
+                self.exclude,
+                skip_first_last=self.skip_first_last,
+                conv_layout=self.conv_layout,
+                seed=self.seed,
+            )
+            for layer in self.plan.layers:
+                layer.method.init(layer)
+            install(self.model, self.plan.layers)
+            self._counter = MacsCounter(self.model)
+            self.macs = self._counter.macs
+            self.attached = True
+        return self
+
+    def detach(self) -> None:
+        """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizers.clear()
+        self._close_counter()
+        if self.attached:
+            uninstall(self.model, self.plan.layers)
+            self.attached = False
+
+    @torch.no_grad()
+    def bake(self) -> None:
+        """Set every masked parameter to W_F: the latent values of pruned entries are gone from the model."""
+        for layer in self.plan.layers:
+            layer.weight.copy_(layer.forward_weight())
+
+    # -------------------------------------------------------------------------------------------------- a step
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer: count its real steps and keep its weights N:M; harmless when done before.
+
+        Raises:
+            TypeError: If this is not a ``torch.optim.Optimizer``, whose hooks tell when a step was made.
+            ValueError: If the optimizer cannot train a parameter that the method owns.
+        """
+        self._require_attached("register")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M could "
+                "be lost; pass the torch optimizer that it wraps"
+            )
+        if id(optimizer) in self._optimizers:
+            return
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        owned = []
+        for layer in self.plan.layers:
+            group = groups.get(id(layer.weight))
+            if group is None:
+                continue
+            owned.append(layer.name)
+            for parameter in layer.parameters.values():
+                if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
+                    raise ValueError(
+                        f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
+                        f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+                    )
+                if id(parameter) not in groups:  # in the weight's own group: its schedule and its decay apply
+                    group["params"].append(parameter)
+        self._optimizers[id(optimizer)] = (optimizer, owned)  # held, so that the id stays its own
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Shape the complete gradients, unscaled and not yet clipped, just before ``optimizer.step()``."""
+        for layer in self._owned(optimizer):
+            layer.method.before_step(layer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
+            return
+        for layer in self._owned(optimizer):
+            layer.step += 1
+            layer.method.after_step(layer)
+
+    def step(self) -> bool:
+        """Move the masks of every layer whose optimizer has stepped since the last call.
+
+        Returns:
+            Whether any optimizer had stepped.
+
+        Raises:
+            RuntimeError: If no optimizer was registered, so that no step was ever counted.
+        """
+        self._require_attached("step")
+        if not self._optimizers:
+            raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
+        self._close_counter()
+        moved = False
+        for layer in self.plan.layers:
+            if layer.step > layer.updated_at:
+                layer.method.update(layer)
+                layer.updated_at = layer.step
+                moved = True
+        if moved:
+            self._flops["steps"] += 1
+            for kind, ratio in self.flops_ratios().items():
+                self._flops[kind] += ratio
+        return moved
+
+    def _close_counter(self) -> None:
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+
+    def _owned(self, optimizer: Optimizer) -> list[NMLayer]:
+        if id(optimizer) not in self._optimizers:
+            raise RuntimeError("this optimizer is not registered: call sparsifier.register(optimizer) before training")
+        layers = self.layers
+        return [layers[name] for name in self._optimizers[id(optimizer)][1]]
+
+    def _require_attached(self, call: str) -> None:
+        if not self.attached:
+            raise RuntimeError(f"the sparsifier is not attached: call attach() before {call}()")
+
+    # -------------------------------------------------------------------------------------------------- figures
+
+    def shares(self) -> dict[str, float]:
+        """Share of the weight parameters and, once a batch ran, of the dense multiply-adds that lie in masked layers."""
+        names = {layer.name: layer for layer in self.plan.layers}
+        total = sum(p.numel() for p in self.model.parameters())
+        shares = {"parameters": sum(layer.weight.numel() for layer in names.values()) / total}
+        if self.macs:
+            shares["flops"] = sum(self.macs.get(name, 0) for name in names) / sum(self.macs.values())
+        return shares
+
+    def flops_ratios(self) -> dict[str, float]:
+        """Multiply-adds of a training step relative to the dense step, by counting: arithmetic, paper, eligible.
+
+        Taken over every linear, convolution and attention weight of the model, masked or not, weighted by the
+        multiply-adds that the first batches showed; before any batch, by the number of parameters of masked layers.
+        """
+        layers = self.layers
+        weights = self.macs or {name: layer.weight.numel() for name, layer in layers.items()}
+        gemms = {name: layer.gemms() for name, layer in layers.items()}
+        kinds: tuple[FlopsKind, ...] = get_args(FlopsKind)
+        return {
+            kind: train_flops_ratio(
+                (
+                    float(macs),
+                    GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name])) if name in gemms else GemmDensity(1, 1, 1),
+                )
+                for name, macs in weights.items()
+            )
+            for kind in kinds
+        }
+
+    def mean_flops_ratios(self) -> dict[str, float]:
+        """:meth:`flops_ratios` averaged over the steps so far, so that dense phases count as dense."""
+        steps = self._flops["steps"]
+        if not steps:
+            return self.flops_ratios()
+        return {kind: self._flops[kind] / steps for kind in get_args(FlopsKind)}
+
+    @torch.no_grad()
+    def layer_stats(self) -> dict[str, dict[str, float]]:
+        """Statistics of every masked layer; one device synchronisation.
+
+        Per layer: ``density`` (share of the forward mask's bits that are set), ``flip_rate`` (share of the forward
+        mask's bits that the last update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap``
+        (share of the forward mask's entries that the backward mask keeps).
+
+        Raises:
+            ValueError: If a weight holds NaN, naming the layer.
+        """
+        return {name: _ratios(counts) for name, counts in self._counts().items()}
+
+    def stats(self) -> dict[str, float]:
+        """The same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
+        counts = self._counts()
+        return {
+            **_ratios([sum(column) for column in zip(*counts.values(), strict=True)]),
+            "train_flops_ratio": self.flops_ratios()["eligible"],
+        }
+
+    @torch.no_grad()
+    def _counts(self) -> dict[str, list[float]]:
+        """Per layer: weights, forward bits, backward bits, flips, sum of |W_F|, sum of |W|."""
+        self._require_attached("stats")
+        columns = []
+        for layer in self.plan.layers:
+            weight = layer.weight.detach()
+            forward, backward = layer.forward_mask, layer.backward_mask
+            size = torch.tensor(weight.numel(), device=weight.device)
+            kept = size if forward is None else torch.count_nonzero(forward)
+            both = kept if backward is None else torch.count_nonzero(backward)
+            flips = torch.zeros_like(size) if layer.flips is None else layer.flips
+            magnitudes = (layer.forward_weight().abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
+            columns.append(torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).cpu())
+        counts = {layer.name: column.tolist() for layer, column in zip(self.plan.layers, columns, strict=True)}
+        for layer in self.plan.layers:
+            size, _, both, *_, magnitude = counts[layer.name]
+            layer.backward_density = both / size
+            if math.isnan(magnitude):
+                raise ValueError(
+                    f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, clip "
+                    "gradients, or resume from an earlier checkpoint"
+                )
+        return counts
+
+    def violations(self) -> int:
+        """Blocks of forward weights that hold more than N nonzeros; 0 unless a method is broken."""
+        return sum(
+            int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
+            for layer in self.plan.layers
+            if layer.forward_mask is not None
+        )
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
+
+        Plain tensors and primitives, so ``torch.load(weights_only=True)`` reads it.
+        """
+        self._require_attached("state_dict")
+        return {
+            "schema": SCHEMA,
+            "seed": self.seed,
+            "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
+            "macs": dict(self.macs),
+            "flops": dict(self._flops),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore after ``model.load_state_dict``: masks, latent values, clocks.
+
+        Raises:
+            ValueError: If the state is of another schema, layer set, pattern, method or shape, or does not belong to
+                the model's weights. Nothing is changed then.
+        """
+        self._require_attached("load_state_dict")
+        check_schema(state)
+        layers, saved = self.layers, state["layers"]
+        differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
+        differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
+        differences += [
+            f"layer '{name}': {difference}"
+            for name in layers
+            if name in saved and (difference := state_difference(layers[name], saved[name]))
+        ]
+        if differences:
+            shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+            raise ValueError(
+                f"the checkpoint is of another sparse model: {shown}. Configure the sparsifier as it was, or load only "
+                "the weights to start anew"
+            )
+        for name, layer in layers.items():
+            if not fits(layer, saved[name]):
+                raise ValueError(
+                    f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the checkpoint's "
+                    "weights into the model before its sparsifier state"
+                )
+        self.seed = state["seed"]
+        for name, layer in layers.items():
+            load_layer_state(layer, saved[name])
+            layer.seed = self.seed
+        self.macs.update(state["macs"])
+        self._flops.update(state["flops"])
+
+
+def check_schema(state: dict[str, Any]) -> None:
+    """Refuse a state that this version cannot read.
+
+    Raises:
+        ValueError: Naming both schema numbers.
+    """
+    if state.get("schema") != SCHEMA:
+        raise ValueError(
+            f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: use the "
+            "version of lightning_nm that wrote it"
+        )
+
+
+def make_rules(
+    pattern: PatternLike,
+    method: MethodName | Method,
+    grad_estimator: GradientEstimator | None,
+    include: str | Sequence[str] | None,
+    rules: Sequence[Mapping[str, Any]] | None,
+) -> list[Rule]:
+    """The rules in order, the general one last.
+
+    Raises:
+        ValueError: For a bad pattern, method or key, naming it.
+    """
+    general = Rule(
+        as_globs(include, "include"), NMPattern.parse(pattern), resolve_method(method), resolve_estimator(grad_estimator)
+    )
+    made = []
+    for rule in rules or ():
+        unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
+        if unknown or "include" not in rule:
+            problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
+            raise ValueError(f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', 'grad_estimator'")
+        made.append(
+            Rule(
+                as_globs(rule["include"], "include"),
+                NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
+                resolve_method(rule["method"]) if "method" in rule else general.method,
+                resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
+            )
+        )
+    return [*made, general]
+
+
+def _ratios(counts: Sequence[float]) -> dict[str, float]:
+    size, kept, both, flips, used, magnitude = counts
+    return {
+        "density": kept / size,
+        "flip_rate": flips / size,
+        "kept_magnitude": used / magnitude if magnitude else 1.0,
+        "overlap": both / kept if kept else 1.0,
+    }

@@ -1,0 +1,184 @@
+"""The callback as users meet it: one line in a Trainer, its logs, its tables, its errors."""
+
+import io
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
+
+from lightning_nm import NMSparsifier, NMSparsityCallback
+from lightning_nm.callbacks.tables import layer_table, print_layers, print_summary
+from lightning_nm.nn.adapters import Adapter
+from tests.lightning_models import Data, Net, make_trainer, new_model
+
+SCALARS = {"nm/density", "nm/flip_rate", "nm/kept_magnitude", "nm/overlap", "nm/train_flops_ratio"}
+
+
+@pytest.fixture(scope="module")
+def tensorboard_run(tmp_path_factory):
+    """One fit with everything on, and what it printed."""
+    path = tmp_path_factory.mktemp("run")
+    logger = TensorBoardLogger(str(path), name="logs")
+    nm = NMSparsityCallback("2:4", log_layers=True)
+    trainer = make_trainer(path, [nm, ModelCheckpoint(path / "checkpoints")], logger=logger)
+    trainer.fit(new_model(), Data())
+    return trainer, logger.log_dir
+
+
+def events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(folder)
+    accumulator.Reload()
+    return {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+
+
+def test_scalars_are_in_the_event_files(tensorboard_run):
+    scalars = events(tensorboard_run[1])
+    assert set(scalars) >= SCALARS
+    assert [event.step for event in scalars["nm/density"]] == [1, 3, 5, 7, 9, 11]
+    assert all(event.value == 0.5 for event in scalars["nm/density"])
+    assert all(0 <= event.value < 0.5 for event in scalars["nm/flip_rate"])
+    assert any(event.value > 0 for event in scalars["nm/flip_rate"])
+    assert all(0.7 < event.value < 1 for event in scalars["nm/overlap"])
+    assert all(0.5 < event.value < 1 for event in scalars["nm/kept_magnitude"])
+    assert {"nm/flip_rate/net.3", "nm/overlap/net.6"} <= set(scalars)
+    # 2:4 in forward and dgrad of the masked layers; the stem and the head are dense
+    macs = {"stem": 8 * 8 * 9 * 16, "conv": 4 * 4 * 9 * 16 * 16, "fc": 256 * 32, "head": 32 * 4}
+    masked, total = macs["conv"] + macs["fc"], sum(macs.values())
+    assert scalars["nm/train_flops_ratio"][0].value == pytest.approx(1 - masked / total / 3, abs=1e-6)
+
+
+def test_every_logger_gets_them(tmp_path):
+    logger = CSVLogger(str(tmp_path))
+    make_trainer(tmp_path, [NMSparsityCallback(show_tables=False)], logger=logger).fit(new_model(), Data())
+    logger.save()
+    header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert set(header.split(",")) >= SCALARS
+
+
+def test_without_a_logger_and_without_logging(tmp_path):
+    trainer = make_trainer(tmp_path, [NMSparsityCallback(show_tables=False)], log_every_n_steps=0)
+    trainer.fit(new_model(), Data())
+    assert not SCALARS & set(trainer.callback_metrics)
+
+
+def render(thing):
+    console = Console(width=160, file=io.StringIO())
+    thing(console)
+    return console.file.getvalue()
+
+
+def test_the_table_tells_what_each_gemm_does_and_why():
+    model = Net()
+    sparsifier = NMSparsifier(model).attach()
+    text = render(lambda console: console.print(layer_table(sparsifier)))
+    rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in text.splitlines() if line.startswith("│")}
+    assert rows["net.3"][:5] == ["16x16x3x3", "2:4", "2:4", "2:4", "dense"]
+    assert rows["net.0"][2:] == ["dense", "dense", "dense", "first convolution (skip_first_last)"]
+    assert rows["net.8"][-1] == "last linear layer (skip_first_last)"
+    text = render(lambda console: print_layers(sparsifier, console))
+    assert "FLOPs not known before a batch" in text
+    model(torch.randn(2, 1, 8, 8))
+    text = render(lambda console: print_layers(sparsifier, console))
+    assert "of its weight FLOPs" in text
+    assert "warning" not in text
+    small = NMSparsifier(Net(), include="net.3").attach()
+    assert "less than half" in render(lambda console: print_layers(small, console))
+
+
+def test_the_summary_names_every_figure_and_where_things_are(tensorboard_run, tmp_path):
+    trainer, folder = tensorboard_run
+    model = new_model()
+    sparsifier = NMSparsifier(model).attach()
+    text = render(lambda console: print_summary(sparsifier, trainer, console))
+    for word in ("val_loss", "density", "N:M violations", "flip rate", "overlap", "arithmetic", "paper", "eligible"):
+        assert word in text
+    assert folder in text.replace("\n", "")
+    assert trainer.checkpoint_callback.best_model_path in text.replace("\n", "")
+
+
+def test_tables_are_printed_around_fit(tmp_path, capsys):
+    make_trainer(tmp_path, [NMSparsityCallback()], max_epochs=1).fit(new_model(), Data())
+    out = capsys.readouterr().out
+    assert out.index("N:M layers") < out.index("N:M summary")
+    assert "masked: 9" in out
+
+
+def test_two_callbacks_that_claim_one_layer(tmp_path):
+    callbacks = [NMSparsityCallback(name="a", include="net.3"), NMSparsityCallback(name="b")]
+    model = Net()
+    with pytest.raises(ValueError, match=r"layer 'net\.3' is masked already"):
+        make_trainer(tmp_path, callbacks).fit(model, Data())
+    assert not any(isinstance(m, Adapter) for m in model.modules())
+
+
+def test_two_callbacks_with_layers_of_their_own_save_and_resume(tmp_path):
+    def callbacks():
+        return [
+            NMSparsityCallback(name="a", include="net.3", show_tables=False),
+            NMSparsityCallback("1:4", name="b", include="net.6", show_tables=False),
+        ]
+
+    model = new_model()
+    trainer = make_trainer(tmp_path, callbacks(), max_epochs=1)
+    trainer.fit(model, Data())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    states = torch.load(tmp_path / "two.ckpt", weights_only=True)["callbacks"]
+    assert set(states) == {"NMSparsityCallback[a]", "NMSparsityCallback[b]"}
+    make_trainer(tmp_path, callbacks()).fit(new_model(1), Data(), ckpt_path=tmp_path / "two.ckpt")
+
+
+def test_the_other_lightning_package_is_refused(tmp_path):
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(8, 8)
+
+        def training_step(self, batch, batch_idx):
+            return self.fc(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = pytorch_lightning.Trainer(
+        callbacks=[NMSparsityCallback()], logger=False, enable_checkpointing=False, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path), max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="made for lightning.pytorch.*not from `pytorch_lightning`"):
+        trainer.fit(Other(), torch.utils.data.DataLoader(torch.randn(8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "5:4"}, "5:4"),
+        ({"pattern": "2:0"}, "2:0"),
+        ({"pattern": "2-4"}, "2-4"),
+        ({"method": "bimask"}, "'bimask' does not exist"),
+        ({"rules": [{"include": "x", "metod": "ste"}]}, "unknown key 'metod'"),
+    ],
+)
+def test_bad_options_fail_before_any_trainer(options, message):
+    with pytest.raises(ValueError, match=message):
+        NMSparsityCallback(**options)
+
+
+@pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])
+def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_path):
+    model = Net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="matches no layer|cannot be masked|no layer can be masked"):
+        make_trainer(tmp_path, [NMSparsityCallback(**options)]).fit(model, Data())
+    assert not any(isinstance(m, Adapter) for m in model.modules())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_evaluation_alone_needs_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, [NMSparsityCallback()])
+    trainer.validate(new_model(), Data(), verbose=False)
+    trainer.test(new_model(), Data(), verbose=False)

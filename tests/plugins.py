@@ -1,0 +1,53 @@
+"""Methods from outside the package, as a user would write them; they pass the contract that the built-in ones pass."""
+
+import torch
+from torch import nn
+
+from lightning_nm.functional import nm_mask
+from lightning_nm.methods import MaskMethod, Method
+
+
+class SoftThreshold(Method):
+    """Changes values: shrinks every block by its largest pruned magnitude, so W_F is continuous in W."""
+
+    sparse_forward = True
+
+    def forward_weight(self, layer, weight):
+        rows = layer.rows(weight)
+        if layer.forward_reason:
+            return weight
+        moved = rows.movedim(1, -1)
+        blocks = moved.unflatten(-1, (-1, layer.pattern.m))
+        threshold = blocks.abs().sort(dim=-1, descending=True).values[..., layer.pattern.n : layer.pattern.n + 1]
+        shrunk = torch.where(blocks.abs() > threshold, blocks - blocks.sign() * threshold, 0)
+        return layer.unrows(shrunk.flatten(-2).movedim(-1, 1))
+
+
+class ScaledMask(MaskMethod):
+    """Owns a parameter: W_F = scale * W under the mask, with a penalty that pulls the scale towards 1."""
+
+    def __init__(self, strength=0.1):
+        self.strength = strength
+
+    def init(self, layer):
+        if "scale" not in layer.parameters:
+            layer.parameters["scale"] = nn.Parameter(torch.full((), 1.5, dtype=layer.weight.dtype))
+        self.update(layer)
+
+    @torch.no_grad()
+    def update(self, layer):
+        layer.set_masks(
+            None
+            if layer.forward_reason
+            else layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1))
+        )
+
+    def forward_weight(self, layer, weight):
+        return super().forward_weight(layer, weight) * layer.parameters["scale"]
+
+    def weight_gradient(self, layer, weight, grad):
+        masked = super().forward_weight(layer, weight)
+        return grad * layer.parameters["scale"], (grad * masked).sum()
+
+    def penalty(self, layer):
+        return self.strength * (layer.parameters["scale"] - 1).square()

@@ -1,0 +1,232 @@
+"""The command line: LightningCLI with the callback in YAML, and verify."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from lightning_nm import NMSparsityCallback, functional as nmf
+from lightning_nm.cli import main
+from tests.lightning_models import Data, make_trainer, new_model
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+@pytest.fixture(autouse=True)
+def _no_words_of_pytest(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
+
+
+BASE = """
+seed_everything: 0
+model: {class_path: ResidualCNN, init_args: {width: 16}}
+data: {class_path: Digits}
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  max_steps: 2
+  limit_val_batches: 1
+  num_sanity_val_steps: 0
+  log_every_n_steps: 1
+  callbacks:
+    - class_path: lightning_nm.NMSparsityCallback
+      init_args:
+"""
+
+
+def config(tmp_path, *lines, base=BASE):
+    path = tmp_path / "config.yaml"
+    path.write_text(base + "".join(f"        {line}\n" for line in lines or ["pattern: 2:4"]))
+    return str(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_parse(path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", str(path), "--print_config"])
+    assert stop.value.code in (0, None)
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert any(c["class_path"] == "lightning_nm.NMSparsityCallback" for c in printed["trainer"]["callbacks"])
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("2:4", "2:4"), ("1:16", "1:16"), ("8:16", "8:16"), ("'2:4'", "2:4"), ("{n: 3, m: 8}", "3:8"), ("4:64", "4:64")]
+)
+def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, written, meant):
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, f"pattern: {written}"), "--print_config"])
+    printed = capsys.readouterr().out
+    callback = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]
+    assert callback["pattern"] == meant
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(again), "--print_config"])
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["pattern: 5:4"], ["5:4", "N must be smaller than M"]),
+        (["pattern: 2:0"], ["2:0"]),
+        (["pattern: 2-4"], ["2-4"]),
+        (["method: bi-msak"], ["bi-msak", "bi-mask"]),
+        (["patern: 2:4"], ["patern"]),
+        (["method: {class_path: lightning_nm.BiMask, init_args: {permute_evry: 3}}"], ["permute_evry"]),
+        (["rules: [{include: a, patern: 1:4}]"], ["patern"]),
+        (["conv_layout: hwc"], ["hwc"]),
+    ],
+)
+def test_typos_are_named(tmp_path, capsys, lines, words):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", config(tmp_path, *lines)])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.callbacks.help=lightning_nm.NMSparsityCallback"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option in ("pattern", "method", "grad_estimator", "include", "exclude", "rules", "skip_first_last", "conv_layout", "seed", "log_layers", "show_tables"):
+        assert f".{option}" in text
+    assert "sr-ste" in text
+    assert "Globs over module names to mask" in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "verify" in text
+    assert "fit" in text
+
+
+def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
+    lines = [
+        "pattern: 2:4",
+        "method: {class_path: lightning_nm.BiMask, init_args: {permute_every: 2, search: random}}",
+        "rules: [{include: 'stages.2.*', pattern: 1:16, method: sr-ste}]",
+    ]
+    assert main(["fit", "-c", config(tmp_path, *lines), f"--trainer.default_root_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "1:16" in out
+    assert "N:M summary" in out
+
+
+def test_a_second_run_does_not_trip_over_the_first_ones_config(tmp_path):
+    arguments = ["fit", "-c", config(tmp_path), f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+
+
+def test_the_module_runs(tmp_path):
+    result = subprocess.run([sys.executable, "-m", "lightning_nm", "verify", str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "is not a file" in result.stdout
+
+
+# --------------------------------------------------------------------------------------------------------- verify
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verify") / "model.ckpt"
+    nm = NMSparsityCallback("2:4", rules=[{"include": "net.3", "pattern": "1:4", "method": "sr-ste"}], show_tables=False)
+    trainer = make_trainer(path.parent, [nm], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    trainer.save_checkpoint(path)
+    return path
+
+
+def edit(checkpoint, tmp_path, change):
+    content = torch.load(checkpoint, weights_only=True)
+    change(content["state_dict"])
+    torch.save(content, tmp_path / "edited.ckpt")
+    return str(tmp_path / "edited.ckpt")
+
+
+def test_verify_a_good_checkpoint(checkpoint, capsys):
+    assert main(["verify", str(checkpoint)]) == 0
+    out = capsys.readouterr().out
+    assert "net.3.weight" in out
+    assert "net.6.weight" in out
+    assert "1:4" in out
+    assert "OK: 2 weights" in out
+    assert main(["verify", str(checkpoint), "--include", "net.6"]) == 0
+    assert main(["verify", str(checkpoint), "--include", "net.8*"]) == 1
+
+
+def test_verify_finds_one_wrong_entry(checkpoint, tmp_path, capsys):
+    def revive(weights):
+        weights["net.6.weight"][3, 8:12] = 1.0
+
+    assert main(["verify", edit(checkpoint, tmp_path, revive)]) == 1
+    assert "'net.6.weight' is not 2:4: 1 of 2048 blocks" in capsys.readouterr().out
+
+
+def test_verify_misses_no_missing_weight(checkpoint, tmp_path, capsys):
+    assert main(["verify", edit(checkpoint, tmp_path, lambda weights: weights.pop("net.3.weight"))]) == 2
+    assert "masks for 'net.3' but no weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["state-dict", "safetensors", "nested"])
+def test_verify_plain_weights(tmp_path, capsys, form):
+    torch.manual_seed(0)
+    weights = {
+        "a.weight": nmf.nm_prune(torch.randn(16, 32), "2:4"),
+        "in_out.weight": nmf.nm_prune(torch.randn(30, 32).t(), "2:4", dim=0).contiguous(),
+        "conv.weight": nmf.nm_prune(torch.randn(8, 16, 3, 3), "2:4", dim=1),
+        "flat.weight": nmf.nm_prune(torch.randn(8, 144), "2:4").view(8, 16, 3, 3),
+        "head.weight": torch.randn(10, 32),
+        "head.bias": torch.randn(10),
+        "odd.weight": torch.randn(3, 5),
+    }
+
+    def write():
+        path = tmp_path / f"weights.{'safetensors' if form == 'safetensors' else 'pt'}"
+        if form == "safetensors":
+            save_file(weights, path)
+        else:
+            torch.save({"model": weights} if form == "nested" else weights, path)
+        return str(path)
+
+    assert main(["verify", write()]) == 2
+    assert "give --pattern" in capsys.readouterr().out
+    assert main(["verify", write(), "--pattern", "2:4"]) == 0
+    assert "OK: 4 weights" in capsys.readouterr().out
+    assert main(["verify", write(), "--pattern", "2:4", "--include", "head"]) == 1
+    assert "demanded by --include but is dense" in capsys.readouterr().out
+    assert main(["verify", write(), "--pattern", "2:4", "--include", "tail"]) == 1
+    assert main(["verify", write(), "--pattern", "5:4"]) == 2
+    assert main(["verify", write(), "--pattern", "1:8"]) == 1
+    weights["a.weight"][0, :4] = 1.0
+    capsys.readouterr()
+    assert main(["verify", write(), "--pattern", "2:4"]) == 1
+    assert "'a.weight' is not 2:4: 1 of 128 blocks" in capsys.readouterr().out
+    for key in weights:
+        weights[key] = torch.randn_like(weights[key])
+    assert main(["verify", write(), "--pattern", "2:4"]) == 1
+    assert "no weight is N:M sparse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"no checkpoint", b""])
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_verify_refuses_what_it_cannot_read(tmp_path, capsys, content, suffix):
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(content)
+    assert main(["verify", str(path)]) == 2
+    assert "cannot read" in capsys.readouterr().out
+
+
+def test_verify_refuses_a_file_without_weights(tmp_path, capsys):
+    torch.save({"epoch": 3}, tmp_path / "x.pt")
+    assert main(["verify", str(tmp_path / "x.pt")]) == 2
+    assert "holds no state dict" in capsys.readouterr().out

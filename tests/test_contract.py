@@ -1,0 +1,292 @@
+"""What every method must hold, on every layer kind, pattern and optimizer."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_nm import ASP, NMSparsifier, functional as nmf
+from lightning_nm.nn.adapters import Adapter
+
+from lightning_nm.nn.names import key_of_layer
+
+from .kinds import KINDS, make
+from .plugins import ScaledMask, SoftThreshold
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel lengths",  # the stock module's
+)
+
+METHODS = {
+    "dense": lambda: "dense",
+    "ste": lambda: "ste",
+    "sr-ste": lambda: "sr-ste",
+    "asp": lambda: "asp",
+    "asp-late": lambda: ASP(start=2),
+    "bi-mask": lambda: "bi-mask",
+    "soft-threshold": SoftThreshold,
+    "scaled-mask": ScaledMask,
+}
+PATTERNS = ["2:4", "1:16", "3:8"]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], 1e-2),
+}
+
+
+def attach(module, method, pattern="2:4", **options):
+    return NMSparsifier(module, pattern, METHODS[method](), skip_first_last=False, **options).attach()
+
+
+def train(module, sparsifier, optimizer, x, steps, seed=0):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(seed + step)
+        optimizer.zero_grad()
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        module(x + 0.1 * noise).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        for layer in sparsifier.layers.values():  # between a step and the move of the masks, too
+            check_nm(layer)
+        sparsifier.step()
+
+
+def check_nm(layer):
+    forward = layer.forward_weight()
+    if layer.marks is not None or isinstance(layer.method, SoftThreshold):
+        assert layer.forward_reason or nmf.is_nm(layer.rows(forward), layer.pattern, dim=1)
+        assert not torch.signbit(forward[forward == 0]).any(), "-0.0 breaks compressors"
+    if layer.own_backward:
+        rows = layer.rows(layer.backward_weight())[layer.permutation]
+        for group in rows.chunk(layer.groups):
+            assert nmf.is_nm(group, layer.pattern, dim=0)
+        if layer.forward_mask is not None:
+            assert not (layer.backward_mask & ~layer.forward_mask).any()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
+    module, x = make(kind, torch.float32)
+    keys, kinds, parameters = list(module.state_dict()), [type(m) for m in module.modules()], list(module.parameters())
+    optimizer = OPTIMIZERS["sgd"](module.parameters())  # made before attach, as LightningCLI does
+    sparsifier = attach(module, method, pattern)
+    sparsifier.register(optimizer)
+    before = [p.detach().clone() for p in parameters]
+    train(module, sparsifier, optimizer, x, 4)
+
+    assert any(not torch.equal(a, b) for a, b in zip(before, parameters)), "nothing was trained"
+    assert all(p is q for p, q in zip(parameters, module.parameters(), strict=True)), "a parameter was replaced"
+    state = module.state_dict()
+    assert list(state) == keys
+    module.eval()
+    with torch.no_grad():
+        y = module(x)
+    for name, layer in sparsifier.layers.items():
+        assert torch.equal(state[key_of_layer(name, layer.parameter)], layer.forward_weight())
+    assert sparsifier.violations() == 0
+
+    fresh, _ = make(kind, torch.float32, seed=1)
+    fresh.load_state_dict(state)
+    fresh.eval()
+    with torch.no_grad():
+        # The stock encoder layer takes a fused path in evaluation, which rounds differently.
+        torch.testing.assert_close(fresh(x), y, rtol=1e-5, atol=1e-5)
+
+    sparsifier.bake()
+    sparsifier.detach()
+    assert [type(m) for m in module.modules()] == kinds
+    assert not any(key.startswith(("nm", "_nm")) for m in module.modules() for key in vars(m))
+    assert all(torch.equal(module.state_dict()[key], state[key]) for key in keys)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_optimizer_keeps_nm(method, optimizer):
+    module, x = make("linear", torch.float32)
+    made = OPTIMIZERS[optimizer](list(module.parameters()))
+    sparsifier = attach(module, method)
+    if (method, optimizer) == ("scaled-mask", "muon"):
+        with pytest.raises(ValueError, match=r"Muon trains matrices only.*ScaledMask.*shape \(\) at layer 'weight'"):
+            sparsifier.register(made)
+        return
+    sparsifier.register(made)
+    train(module, sparsifier, made, x, 6)
+    assert sparsifier.violations() == 0
+    (layer,) = sparsifier.layers.values()
+    if method.startswith("asp"):
+        assert nmf.is_nm(layer.weight, "2:4"), "a method without latent weights keeps none"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_follow_the_formulas(method, kind):
+    module, x = make(kind)
+    plain = copy.deepcopy(module)
+    sparsifier = attach(module, method)
+    (layer,) = sparsifier.layers.values()
+    x.requires_grad_()
+    y = module(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    def reference(weight):
+        """The stock module with this weight: its output, input gradient and weight gradient."""
+        with torch.no_grad():
+            plain.weight.copy_(weight)
+        plain.zero_grad()
+        x_plain = x.detach().clone().requires_grad_()
+        out = plain(x_plain)
+        out.backward(dy)
+        return out, x_plain.grad, plain.weight.grad, getattr(plain.bias, "grad", None)
+
+    out, _, dw, db = reference(layer.forward_weight())
+    _, dx, _, _ = reference(layer.backward_weight())
+    torch.testing.assert_close(y, out)
+    torch.testing.assert_close(x.grad, dx)
+    if db is not None:
+        torch.testing.assert_close(module.bias.grad, db)
+    expected = {"asp": lambda: torch.where(layer.forward_mask, dw, 0), "scaled-mask": lambda: 1.5 * dw}
+    torch.testing.assert_close(layer.weight.grad, expected.get(method, lambda: dw)())
+    if method == "scaled-mask":
+        masked = torch.where(layer.forward_mask, layer.weight, 0)
+        torch.testing.assert_close(layer.parameters["scale"].grad, (dw * masked).sum())
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "encoder-layer"])
+@pytest.mark.parametrize("method", METHODS)
+def test_state_round_trip_is_exact(method, kind):
+    def start(seed):
+        module, x = make(kind, torch.float32, seed=seed)
+        sparsifier = attach(module, method, seed=seed)
+        optimizer = OPTIMIZERS["adamw"](module.parameters())
+        sparsifier.register(optimizer)
+        return module, sparsifier, optimizer, x
+
+    straight, straight_sparsifier, straight_optimizer, x = start(0)
+    train(straight, straight_sparsifier, straight_optimizer, x, 3)
+    buffer = io.BytesIO()
+    torch.save([o.state_dict() for o in (straight, straight_sparsifier, straight_optimizer)], buffer)
+    train(straight, straight_sparsifier, straight_optimizer, x, 3, seed=3)
+
+    resumed, resumed_sparsifier, resumed_optimizer, _ = start(1)
+    buffer.seek(0)
+    states = torch.load(buffer, weights_only=True)
+    for o, state in zip((resumed, resumed_sparsifier, resumed_optimizer), states, strict=True):
+        o.load_state_dict(state)
+    train(resumed, resumed_sparsifier, resumed_optimizer, x, 3, seed=3)
+
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name, layer in straight_sparsifier.layers.items():
+        other = resumed_sparsifier.layers[name]
+        assert layer.step == other.step == 6
+        for a, b in zip(layer.tensors(), other.tensors(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_memory(method, kind):
+    module, x = make(kind, torch.float32)
+    sparsifier = attach(module, method)
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = module(x.requires_grad_())
+    weights = {layer.weight.data_ptr(): layer for layer in sparsifier.layers.values()}
+    marks = {layer.marks.data_ptr() for layer in sparsifier.layers.values() if layer.marks is not None}
+    shapes = {shape for layer in weights.values() for shape in (layer.weight.shape, layer.weight.t().shape if layer.weight.dim() == 2 else None)}
+    shaped = [t for t in saved if t.shape in shapes and t.numel() > 64]
+    assert shaped, "the weight must be saved: it is needed for dX"
+    for tensor in shaped:  # no copy: the parameter itself, or the byte of masks that the layer holds anyway
+        assert tensor.data_ptr() in weights or tensor.data_ptr() in marks or "attention" in kind or "encoder" in kind
+    floating = {t.data_ptr() for t in shaped if t.is_floating_point()}
+    assert set(weights) <= floating
+    y.sum().backward()
+    for layer in sparsifier.layers.values():
+        persistent = sum(t.numel() * t.element_size() for t in layer.tensors())
+        assert persistent <= 2 * layer.weight.numel()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_and_pickles(method, kind):
+    module, x = make(kind, torch.float32)
+    attach(module, method)
+    module.eval()
+    y = module(x)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(x), y)
+        adapted = [m for m in other.modules() if isinstance(m, Adapter)]
+        assert adapted
+        assert all(layer.module is m for m in adapted for layer in m.nm_layers.values())
+        assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "attention"])
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast(method, kind):
+    module, x = make(kind, torch.float32)
+    plain = copy.deepcopy(module)
+    sparsifier = attach(module, method)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = module(x), plain(x)
+    assert y.dtype == expected.dtype
+    y.float().square().mean().backward()
+    assert x.grad.dtype == torch.float32
+    for layer in sparsifier.layers.values():
+        assert layer.weight.grad.dtype == torch.float32
+        assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "hugging-face-conv1d"])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiles_without_breaks(method, kind):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    module, x = make(kind, torch.float32)
+    sparsifier = attach(module, method)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    sparsifier.register(optimizer)
+    frames = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        y = compiled(x)
+        torch.testing.assert_close(y, module(x))
+        y.square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        frames.append(counter.frame_count)
+    moves_once = method == "asp-late"  # from dense to masked: one more graph
+    assert frames[-1] == 1 + moves_once
+    torch._dynamo.reset()
+
+
+def test_module_called_twice_and_frozen_weights():
+    module, x = make("linear-3d-no-bias", torch.float32)
+    chain = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    sparsifier = attach(chain, "sr-ste")
+    layer = sparsifier.layers["0"]
+    (chain(chain(x))).sum().backward()
+    assert layer.weight.grad is not None
+    chain.zero_grad()
+    layer.weight.requires_grad_(False)
+    chain(x.requires_grad_()).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
