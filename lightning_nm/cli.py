@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         from lightning.pytorch.cli import LightningCLI
 
-        import lightning_nm.demo  # its classes answer to their short names
+        import lightning_nm.demo  # noqa: F401  # its classes answer to their short names
     except ImportError as error:
         print(f"{error}\nThe command line needs the extra `cli`: pip install 'lightning-nm[cli]'", file=sys.stderr)
         return 2

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
-
-from typing_extensions import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 
 class _OneValue:
@@ -38,9 +36,13 @@ class NMPattern(_OneValue):
     def __post_init__(self) -> None:
         for name, value in (("n", self.n), ("m", self.m)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"pattern {name}={value!r} is not an integer: write the pattern as 'N:M', for example '2:4'")
+                raise ValueError(
+                    f"pattern {name}={value!r} is not an integer: write the pattern as 'N:M', for example '2:4'"
+                )
         if self.n < 1:
-            raise ValueError(f"pattern '{self.n}:{self.m}' keeps nothing: N must be at least 1, for example '1:{max(self.m, 2)}'")
+            raise ValueError(
+                f"pattern '{self.n}:{self.m}' keeps nothing: N must be at least 1, for example '1:{max(self.m, 2)}'"
+            )
         if self.n >= self.m:
             raise ValueError(
                 f"pattern '{self.n}:{self.m}' prunes nothing: N must be smaller than M, for example '2:4'; "
@@ -59,7 +61,8 @@ class NMPattern(_OneValue):
     def parse(cls, value: PatternLike) -> NMPattern:
         """Read a pattern from what users and YAML write.
 
-        YAML 1.1 reads an unquoted ``2:4`` as an integer in base 60 (``2 * 60 + 4 = 124``); such an integer is read back.
+        YAML 1.1 reads an unquoted ``2:4`` as an integer in base 60 (``2 * 60 + 4 = 124``); such an integer is read
+        back.
 
         Args:
             value: ``"2:4"``, ``{"n": 2, "m": 4}``, an :class:`NMPattern`, or YAML's integer.
@@ -76,7 +79,9 @@ class NMPattern(_OneValue):
             return value
         if isinstance(value, Mapping):
             if set(value) != {"n", "m"}:
-                raise ValueError(f"pattern {dict(value)!r} must have exactly the keys 'n' and 'm', for example {{n: 2, m: 4}}")
+                raise ValueError(
+                    f"pattern {dict(value)!r} must have exactly the keys 'n' and 'm', for example {{n: 2, m: 4}}"
+                )
             return cls(value["n"], value["m"])
         if isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", value)
@@ -88,7 +93,7 @@ class NMPattern(_OneValue):
 
 
 if TYPE_CHECKING:
-    PatternLike: TypeAlias = Union[NMPattern, str, int, Mapping[str, Any]]
+    PatternLike: TypeAlias = NMPattern | str | int | Mapping[str, Any]
     """What :meth:`NMPattern.parse` reads."""
 else:
     # Command lines are made from annotations: with the class alone in them, a bad pattern is refused by parse() and

@@ -157,8 +157,8 @@ class NMSparsifier:
         self._require_attached("register")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M could "
-                "be lost; pass the torch optimizer that it wraps"
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M "
+                "could be lost; pass the torch optimizer that it wraps"
             )
         if id(optimizer) in self._optimizers:
             return
@@ -236,7 +236,7 @@ class NMSparsifier:
     # -------------------------------------------------------------------------------------------------- figures
 
     def shares(self) -> dict[str, float]:
-        """Share of the weight parameters and, once a batch ran, of the dense multiply-adds that lie in masked layers."""
+        """Share of the parameters and, once a batch ran, of the weights' dense multiply-adds in masked layers."""
         names = {layer.name: layer for layer in self.plan.layers}
         total = sum(p.numel() for p in self.model.parameters())
         shares = {"parameters": sum(layer.weight.numel() for layer in names.values()) / total}
@@ -258,7 +258,9 @@ class NMSparsifier:
             kind: train_flops_ratio(
                 (
                     float(macs),
-                    GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name])) if name in gemms else GemmDensity(1, 1, 1),
+                    GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name]))
+                    if name in gemms
+                    else GemmDensity(1, 1, 1),
                 )
                 for name, macs in weights.items()
             )
@@ -313,8 +315,8 @@ class NMSparsifier:
             layer.backward_density = both / size
             if math.isnan(magnitude):
                 raise ValueError(
-                    f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, clip "
-                    "gradients, or resume from an earlier checkpoint"
+                    f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
+                    "clip gradients, or resume from an earlier checkpoint"
                 )
         return counts
 
@@ -368,8 +370,8 @@ class NMSparsifier:
         for name, layer in layers.items():
             if not fits(layer, saved[name]):
                 raise ValueError(
-                    f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the checkpoint's "
-                    "weights into the model before its sparsifier state"
+                    f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the "
+                    "checkpoint's weights into the model before its sparsifier state"
                 )
         self.seed = state["seed"]
         for name, layer in layers.items():
@@ -405,14 +407,20 @@ def make_rules(
         ValueError: For a bad pattern, method or key, naming it.
     """
     general = Rule(
-        as_globs(include, "include"), NMPattern.parse(pattern), resolve_method(method), resolve_estimator(grad_estimator)
+        as_globs(include, "include"),
+        NMPattern.parse(pattern),
+        resolve_method(method),
+        resolve_estimator(grad_estimator),
     )
     made = []
     for rule in rules or ():
         unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
         if unknown or "include" not in rule:
             problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-            raise ValueError(f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', 'grad_estimator'")
+            raise ValueError(
+                f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', "
+                "'grad_estimator'"
+            )
         made.append(
             Rule(
                 as_globs(rule["include"], "include"),

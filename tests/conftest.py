@@ -1,3 +1,7 @@
+import os
+
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's CLI calls deprecated names
+
 import pytest
 import torch
 

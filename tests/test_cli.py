@@ -9,12 +9,13 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from lightning_nm import NMSparsityCallback, functional as nmf
+from lightning_nm import NMSparsityCallback
+from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from tests.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
-pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
 
 @pytest.fixture(autouse=True)
 def _no_words_of_pytest(monkeypatch):
@@ -57,7 +58,8 @@ def test_shipped_configs_parse(path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [("2:4", "2:4"), ("1:16", "1:16"), ("8:16", "8:16"), ("'2:4'", "2:4"), ("{n: 3, m: 8}", "3:8"), ("4:64", "4:64")]
+    ("written", "meant"),
+    [("2:4", "2:4"), ("1:16", "1:16"), ("8:16", "8:16"), ("'2:4'", "2:4"), ("{n: 3, m: 8}", "3:8"), ("4:64", "4:64")],
 )
 def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, written, meant):
     with pytest.raises(SystemExit):
@@ -98,7 +100,19 @@ def test_help_is_complete(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.callbacks.help=lightning_nm.NMSparsityCallback"])
     text = " ".join(capsys.readouterr().out.split())
-    for option in ("pattern", "method", "grad_estimator", "include", "exclude", "rules", "skip_first_last", "conv_layout", "seed", "log_layers", "show_tables"):
+    for option in (
+        "pattern",
+        "method",
+        "grad_estimator",
+        "include",
+        "exclude",
+        "rules",
+        "skip_first_last",
+        "conv_layout",
+        "seed",
+        "log_layers",
+        "show_tables",
+    ):
         assert f".{option}" in text
     assert "sr-ste" in text
     assert "Globs over module names to mask" in text
@@ -122,13 +136,25 @@ def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
 
 
 def test_a_second_run_does_not_trip_over_the_first_ones_config(tmp_path):
-    arguments = ["fit", "-c", config(tmp_path), f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path}"]
+    arguments = [
+        "fit",
+        "-c",
+        config(tmp_path),
+        f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.logger=CSVLogger",
+        f"--trainer.logger.save_dir={tmp_path}",
+    ]
     assert main(arguments) == 0
     assert main(arguments) == 0
 
 
 def test_the_module_runs(tmp_path):
-    result = subprocess.run([sys.executable, "-m", "lightning_nm", "verify", str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_nm", "verify", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 2
     assert "is not a file" in result.stdout
 
@@ -139,7 +165,9 @@ def test_the_module_runs(tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("verify") / "model.ckpt"
-    nm = NMSparsityCallback("2:4", rules=[{"include": "net.3", "pattern": "1:4", "method": "sr-ste"}], show_tables=False)
+    nm = NMSparsityCallback(
+        "2:4", rules=[{"include": "net.3", "pattern": "1:4", "method": "sr-ste"}], show_tables=False
+    )
     trainer = make_trainer(path.parent, [nm], max_epochs=1)
     trainer.fit(new_model(), Data())
     trainer.save_checkpoint(path)

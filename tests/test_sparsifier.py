@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, BiMask, GradientEstimator, NMSparsifier, functional as nmf
+from lightning_nm import ASP, BiMask, GradientEstimator, NMSparsifier
+from lightning_nm import functional as nmf
 from lightning_nm.nn.layer import Gemm
 
 
@@ -126,7 +127,13 @@ def test_statistics_against_their_definitions():
 
 @pytest.mark.parametrize(
     ("method", "paper", "eligible"),
-    [("dense", 1, 1), ("ste", 5 / 6, 5 / 6), ("sr-ste", 5 / 6, 5 / 6), ("asp", 5 / 6, 5 / 6), ("bi-mask", 2 / 3, 2 / 3)],
+    [
+        ("dense", 1, 1),
+        ("ste", 5 / 6, 5 / 6),
+        ("sr-ste", 5 / 6, 5 / 6),
+        ("asp", 5 / 6, 5 / 6),
+        ("bi-mask", 2 / 3, 2 / 3),
+    ],
 )
 def test_flops_of_a_fully_masked_model(method, paper, eligible):
     model = network()[:4]
@@ -136,7 +143,11 @@ def test_flops_of_a_fully_masked_model(method, paper, eligible):
     ratios = sparsifier.flops_ratios()
     assert ratios["paper"] == pytest.approx(paper)
     assert ratios["eligible"] == pytest.approx(eligible)
-    counts = [torch.count_nonzero(w) / w.numel() for layer in sparsifier.layers.values() for w in (layer.forward_weight(), layer.backward_weight())]
+    counts = [
+        torch.count_nonzero(w) / w.numel()
+        for layer in sparsifier.layers.values()
+        for w in (layer.forward_weight(), layer.backward_weight())
+    ]
     arithmetic = {"dense": 1, "ste": 2 / 3, "sr-ste": 2 / 3, "asp": 0.5}
     if method == "bi-mask":
         macs = [16 * 32, 16 * 32, 32 * 32, 32 * 32]

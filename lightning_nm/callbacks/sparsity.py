@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Union
+from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
@@ -19,18 +19,18 @@ from lightning_nm.sparsifier import NMSparsifier, check_schema, make_rules
 class RuleSpec(TypedDict, total=False):
     """A rule of :class:`NMSparsityCallback`; what it leaves out is the callback's."""
 
-    include: Required[Union[str, list[str]]]
+    include: Required[str | list[str]]
     pattern: PatternLike
-    method: Union[MethodName, Method]
-    grad_estimator: Union[GradientEstimator, None]
+    method: MethodName | Method
+    grad_estimator: GradientEstimator | None
 
 
 class NMSparsityCallback(pl.Callback):
     """Trains the weights of any LightningModule N:M sparse; one line in a Trainer or in YAML.
 
-    Masks are installed when fit starts and move after each batch whose optimizer made a real step. While they are
-    installed ``state_dict()`` yields the sparse weights under the model's own keys, so every checkpoint holds the sparse
-    model and loads without this callback; what training needs beyond that is in the callback's own state, so a run
+    Masks are installed when fit starts and move after each batch whose optimizer made a real step. While they
+    are installed, ``state_dict()`` yields the sparse weights under the model's own keys, so every checkpoint holds
+    the sparse model and loads without this callback; what training needs beyond that is in the callback's own state, so a run
     resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
 
     Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
@@ -40,7 +40,8 @@ class NMSparsityCallback(pl.Callback):
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``bi-mask``, or a :class:`Method` by ``class_path``.
         grad_estimator: A :class:`GradientEstimator` for the weight-gradient GEMM; ``None`` keeps dY.
-        include: Globs over module names to mask; all maskable layers by default. A name without wildcards must be maskable.
+        include: Globs over module names to mask; all maskable layers by default. A name without wildcards
+            must be maskable.
         exclude: Globs over module names to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``; the first match wins.
@@ -65,17 +66,17 @@ class NMSparsityCallback(pl.Callback):
     def __init__(
         self,
         pattern: PatternLike = "2:4",
-        method: Union[MethodName, Method] = "bi-mask",
-        grad_estimator: Union[GradientEstimator, None] = None,
-        include: Union[str, list[str], None] = None,
-        exclude: Union[str, list[str], None] = None,
-        rules: Union[list[RuleSpec], None] = None,
+        method: MethodName | Method = "bi-mask",
+        grad_estimator: GradientEstimator | None = None,
+        include: str | list[str] | None = None,
+        exclude: str | list[str] | None = None,
+        rules: list[RuleSpec] | None = None,
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
         seed: int = 0,
         log_layers: bool = False,
         show_tables: bool = True,
-        name: Union[str, None] = None,
+        name: str | None = None,
     ) -> None:
         make_rules(pattern, method, grad_estimator, include, rules)  # for its errors, before any Trainer exists
         self.options: dict[str, Any] = {
@@ -177,15 +178,15 @@ class NMSparsityCallback(pl.Callback):
         sparsifier = self._installed()
         if sparsifier.step() and self._logs_now(trainer, pl_module):
             for statistic, value in sparsifier.stats().items():
-                self.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
+                pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
             if self.log_layers:
                 for layer, values in sparsifier.layer_stats().items():
                     for statistic, value in values.items():
-                        self.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
+                        pl_module.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
 
     @staticmethod
     def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        every = trainer.log_every_n_steps
+        every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
         if every < 1:
             return False
         # With manual optimization global_step may count several steps a batch, so it does not tell: compute always.

@@ -44,7 +44,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     console.print(f"masked: {shares['parameters']:.1%} of the model's parameters, {flops}")
     if shares.get("flops", shares["parameters"]) < 0.5:
         console.print(
-            "[yellow]warning:[/] less than half of the model is masked, so little can be gained; the last column says why"
+            "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
+            "the last column says why"
         )
 
 
@@ -64,9 +65,13 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     ratios = sparsifier.mean_flops_ratios()
-    table.add_row("training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands, needed outputs; dense is 1")
+    table.add_row(
+        "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands, needed outputs; dense is 1"
+    )
     table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
-    table.add_row("training FLOPs, eligible", f"{ratios['eligible']:.3f}x", "what N:M hardware could skip; no measured time")
+    table.add_row(
+        "training FLOPs, eligible", f"{ratios['eligible']:.3f}x", "what N:M hardware could skip; no measured time"
+    )
     return table
 
 
@@ -80,4 +85,6 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
         console.print(f"checkpoint: {path}", soft_wrap=True)
     for logger in trainer.loggers:
         if logger.save_dir is not None:
-            console.print(f"log ({type(logger).__name__}): {getattr(logger, 'log_dir', logger.save_dir)}", soft_wrap=True)
+            console.print(
+                f"log ({type(logger).__name__}): {getattr(logger, 'log_dir', logger.save_dir)}", soft_wrap=True
+            )

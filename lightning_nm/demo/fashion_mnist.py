@@ -39,7 +39,7 @@ class FashionMNIST(ResumableDataModule):
     def __init__(
         self,
         data_dir: str = "/usr/share/datasets/fashion-mnist",
-        batch_size: int = 128,
+        batch_size: int = 64,
         train_size: int | None = None,
         val_size: int = 5_000,
         augment: bool = False,

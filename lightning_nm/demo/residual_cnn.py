@@ -67,7 +67,7 @@ class ResidualCNN(LightningModule):
         num_classes: int = 10,
         width: int = 32,
         depth: int = 1,
-        lr: float = 0.05,
+        lr: float = 0.1,
         weight_decay: float = 5e-4,
         momentum: float = 0.9,
     ) -> None:

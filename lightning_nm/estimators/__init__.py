@@ -9,7 +9,7 @@ from lightning_nm.estimators.base import GradientEstimator
 __all__ = ["GradientEstimator", "resolve_estimator"]
 
 
-def resolve_estimator(estimator: GradientEstimator | None | Any) -> GradientEstimator | None:
+def resolve_estimator(estimator: GradientEstimator | Any | None) -> GradientEstimator | None:
     """Return a gradient estimator object as it is, and ``None`` as ``None``.
 
     Raises:

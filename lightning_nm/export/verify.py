@@ -20,7 +20,7 @@ from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import check_schema
 
 _NEARLY = 0.5
-"""A weight with fewer violating blocks than this share was meant to be N:M; a dense weight violates nearly everywhere."""
+"""A weight with a smaller share of violating blocks was meant to be N:M; a dense one violates nearly everywhere."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         try:
             from safetensors.torch import load_file
         except ImportError:
-            raise ValueError("reading safetensors needs the package `safetensors`: pip install 'lightning-nm[cli]'") from None
+            raise ValueError(
+                "reading safetensors needs the package `safetensors`: pip install 'lightning-nm[cli]'"
+            ) from None
         try:
             return load_file(path), []
         except Exception as error:
@@ -78,7 +80,11 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     if not weights:
         raise ValueError(f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'")
     callbacks = content.get("callbacks", {})
-    states = [s for key, s in callbacks.items() if str(key).startswith("NMSparsityCallback") and isinstance(s, Mapping) and s]
+    states = [
+        dict(s)
+        for key, s in callbacks.items()
+        if str(key).startswith("NMSparsityCallback") and isinstance(s, Mapping) and s
+    ]
     if "schema" in content and "layers" in content:
         states.append(content)
     for state in states:
@@ -112,7 +118,9 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
             verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))
             continue
         weight = weights[key]
-        rows = {"flat": lambda w: w.flatten(1), "transposed": lambda w: w.t(), "plain": lambda w: w}[layer["layout"]](weight)
+        rows = {"flat": lambda w: w.flatten(1), "transposed": lambda w: w.t(), "plain": lambda w: w}[layer["layout"]](
+            weight
+        )
         verdicts.append(_judge(key, rows, pattern, 1, layer["layout"], dense_from=None))
     return verdicts
 
@@ -128,14 +136,20 @@ def classify(weights: Mapping[str, Tensor], pattern: NMPattern) -> list[Verdict]
         if weight.dim() < 2 or not weight.is_floating_point():
             continue
         views = [(weight, 1, "along dim 1")]
-        views.append((weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter"))
+        views.append(
+            (weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter")
+        )
         tried = [
-            _judge(key, rows, pattern, dim, note, dense_from=_NEARLY) for rows, dim, note in views if rows.shape[dim] % pattern.m == 0
+            _judge(key, rows, pattern, dim, note, dense_from=_NEARLY)
+            for rows, dim, note in views
+            if rows.shape[dim] % pattern.m == 0
         ]
         if tried:
             verdicts.append(min(tried, key=lambda verdict: verdict.violations / max(verdict.blocks, 1)))
         else:
-            verdicts.append(Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"))
+            verdicts.append(
+                Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+            )
     return verdicts
 
 
@@ -188,8 +202,8 @@ def main(args: Sequence[str]) -> int:
             verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
         else:
             raise ValueError(
-                f"'{options.checkpoint}' has no sparsifier state that names its masked layers: give --pattern, for example "
-                "--pattern 2:4"
+                f"'{options.checkpoint}' has no sparsifier state that names its masked layers: give --pattern, "
+                "for example --pattern 2:4"
             )
     except ValueError as error:
         console.print(f"lightning-nm verify: {error}", markup=False, soft_wrap=True)
@@ -206,7 +220,9 @@ def main(args: Sequence[str]) -> int:
 
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     problems = [
-        f"'{v.key}' is not {v.pattern}: {v.violations} of {v.blocks} blocks hold more" for v in verdicts if v.verdict == "broken"
+        f"'{v.key}' is not {v.pattern}: {v.violations} of {v.blocks} blocks hold more"
+        for v in verdicts
+        if v.verdict == "broken"
     ]
     if not any(verdict.verdict == "N:M" for verdict in verdicts):
         problems.append("no weight is N:M sparse")
@@ -224,5 +240,13 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
         table.add_column(column, overflow="fold")
     colours = {"N:M": "green", "broken": "red", "dense": "dim"}
     for v in verdicts:
-        table.add_row(v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", f"{v.density:.4f}", v.note, style=colours[v.verdict])
+        table.add_row(
+            v.key,
+            v.pattern,
+            v.verdict,
+            f"{v.violations} / {v.blocks}",
+            f"{v.density:.4f}",
+            v.note,
+            style=colours[v.verdict],
+        )
     return table

@@ -6,14 +6,14 @@ M rows after a permutation of the rows, and keeps at most N entries of every blo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
-from typing_extensions import TypeAlias
-
 from lightning_nm.functional.masks import nm_mask
+from torch import Tensor
+
 from lightning_nm.pattern import NMPattern
 
 Search: TypeAlias = Literal["swap", "random"]
@@ -23,7 +23,7 @@ Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 
 _LEVELS = 4  # thresholds that stand for the magnitudes in the directed search by "l1"
 _TILE = 256  # blocks that exchange rows in one assignment; the cost of a round is linear in it
-_CACHE = 2**18  # elements that one step of the scoring works on: its temporaries stay in the second-level cache
+_CACHE = 2**17  # elements that one step of the scoring works on: its temporaries stay in the second-level cache
 
 
 def backward_mask(
@@ -63,7 +63,7 @@ def backward_mask(
 
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
-    values = _magnitudes(weight, forward_mask, pattern, groups)
+    values = _table(weight, forward_mask, pattern, "l1", groups)
     if permutation is None:
         mask = nm_mask(values, pattern, dim=0)
     else:
@@ -112,8 +112,8 @@ def permutation_score(
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
     _choice("criterion", criterion, get_args(Criterion))
-    values = _magnitudes(weight, forward_mask, pattern, groups)
-    return float(_scores(values, _checked(permutation, weight, groups)[None], pattern, criterion)[0])
+    table = _table(weight, forward_mask, pattern, criterion, groups)
+    return float(_scores(table, _checked(permutation, weight, groups)[None], pattern, criterion)[0])
 
 
 @torch.no_grad()
@@ -172,14 +172,18 @@ def search_permutation(
     _choice("criterion", criterion, get_args(Criterion))
     if candidates < 1:
         raise ValueError(f"candidates={candidates}: the search needs at least one, for example candidates=100")
-    values = _magnitudes(weight, forward_mask, pattern, groups)
+    table = _table(weight, forward_mask, pattern, criterion, groups)
     start = _checked(initial, weight, groups)
-    if values.numel() == 0 or len(start) == groups * pattern.m:  # one block a group: every permutation scores the same
+    if table.numel() == 0 or len(start) == groups * pattern.m:  # one block a group: every permutation scores the same
         return start
     if search == "random":
-        return _random_search(values, pattern, start, candidates, criterion, groups, generator)
+        return _random_search(table, pattern, start, candidates, criterion, groups, generator)
     rounds = max(1, candidates * pattern.m // 160)  # measured: at 2:4 a round costs less time than 40 random candidates
-    return _swap_search(values, pattern, start, rounds, criterion, groups, generator)
+    found = _swap_search(table, pattern, start, rounds, criterion, groups, generator)
+    if criterion == "l1":  # searched on thresholds that only approximate the magnitudes
+        before, after = _scores(table, torch.stack([start, found]), pattern, criterion).tolist()
+        return found if after > before else start
+    return found
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -190,13 +194,17 @@ def _choice(name: str, value: str, options: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}")
 
 
-def _magnitudes(weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int) -> Tensor:
-    """``|V|`` as ``[out, K]``, after checking that blocks fit."""
+def _table(
+    weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, criterion: Criterion, groups: int
+) -> Tensor:
+    """What the criterion looks at, ``[out, K]``: ``|V|`` for "l1", else ``V != 0``; after checking that blocks fit."""
     if weight.ndim < 2:
         raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
     out = weight.shape[0]
     if groups < 1 or out % groups:
-        raise ValueError(f"groups={groups} does not divide the {out} output rows into equal runs: pass the layer's groups")
+        raise ValueError(
+            f"groups={groups} does not divide the {out} output rows into equal runs: pass the layer's groups"
+        )
     if out // groups % pattern.m:
         raise ValueError(
             f"{out} output rows in {groups} group(s) leave {out // groups} rows a group, not a multiple of M={pattern.m}: "
@@ -208,8 +216,11 @@ def _magnitudes(weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern,
                 f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the weight's "
                 f"shape {tuple(weight.shape)}, such as nm_mask(weight.abs(), pattern)"
             )
-        weight = torch.where(forward_mask, weight, 0)
-    return weight.detach().abs().flatten(1).contiguous()
+    if criterion == "l1":
+        table = weight.detach().abs() if forward_mask is None else torch.where(forward_mask, weight.detach().abs(), 0)
+    else:
+        table = weight.bool() if forward_mask is None else weight.bool() & forward_mask
+    return table.flatten(1).contiguous()
 
 
 def _checked(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
@@ -239,15 +250,13 @@ def _checked(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
 # Exact scores ---------------------------------------------------------------------------------------------------------
 
 
-def _scores(values: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
+def _scores(table: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
     """Criterion of ``[count, out]`` permutations, ``[count]``: int64, or float64 for "l1"."""
     if criterion == "l1":
-        return _l1_scores(values, permutations, pattern)
-    words = _pack(values != 0)
-    scores = torch.cat(
-        [_bit_scores(words, part, pattern, criterion) for part in permutations.split(_at_a_time(words))]
-    )
-    return values.numel() // pattern.m - scores if criterion == "eligible" else scores
+        return _l1_scores(table, permutations, pattern)
+    words = _pack(table)
+    scores = torch.cat([_bit_scores(words, part, pattern, criterion) for part in permutations.split(_at_a_time(words))])
+    return table.numel() // pattern.m - scores if criterion == "eligible" else scores
 
 
 def _at_a_time(table: Tensor) -> int:
@@ -273,10 +282,10 @@ def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
     return table.index_select(0, index).view(m, -1, table.shape[1]).unbind()
 
 
-def _l1_scores(values: Tensor, permutations: Tensor, pattern: NMPattern) -> Tensor:
-    values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    scores = values.new_zeros(len(permutations), dtype=torch.float64)
-    for part in values.split(max(1, _CACHE // len(values)), dim=1):
+def _l1_scores(table: Tensor, permutations: Tensor, pattern: NMPattern) -> Tensor:
+    table = table.float() if table.dtype in (torch.float16, torch.bfloat16) else table
+    scores = table.new_zeros(len(permutations), dtype=torch.float64)
+    for part in table.split(max(1, _CACHE // len(table)), dim=1):
         part = part.contiguous()
         step = _at_a_time(part)
         for i in range(0, len(permutations), step):
@@ -305,25 +314,25 @@ def _bit_scores(words: Tensor, permutations: Tensor, pattern: NMPattern, criteri
     n = pattern.n + (criterion == "eligible")
     planes = _top(_slots(words, permutations, pattern.m), n, torch.bitwise_or, torch.bitwise_and)
     planes = planes[-1:] if criterion == "eligible" else planes
-    scores = permutations.new_zeros(len(permutations))
-    for i in range(0, len(planes), 16):  # a byte of the sum holds at most 16 * 8
-        total = _byte_counts(planes[i])
-        for plane in planes[i + 1 : i + 16]:
-            total += _byte_counts(plane)
-        halves = (total & 0x00FF00FF00FF00FF).add_((total >> 8).bitwise_and_(0x00FF00FF00FF00FF))
-        words_sum = halves.mul_(0x0001000100010001).bitwise_right_shift_(48)  # the product's top 16 bits: all four added
-        scores += words_sum.view(len(permutations), -1).sum(1)
+    count, length = len(permutations), planes[0].numel() // len(permutations)
+    scores = permutations.new_zeros(count)
+    for i in range(
+        0, len(planes), 3
+    ):  # fields must not overflow: 3 planes of 4 ones fill a nibble with 12, 8 bytes of 24 make 192
+        total = sum((_nibble_counts(plane) for plane in planes[i + 1 : i + 3]), _nibble_counts(planes[i]))
+        total = (total & 0x0F0F0F0F0F0F0F0F).add_((total >> 4).bitwise_and_(0x0F0F0F0F0F0F0F0F))
+        total = total.view(count, math.gcd(length, 8), -1).sum(1)
+        total = (total & 0x00FF00FF00FF00FF).add_((total >> 8).bitwise_and_(0x00FF00FF00FF00FF))
+        scores += total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)  # top 16 bits: all four fields added
     return scores
 
 
-def _byte_counts(words: Tensor) -> Tensor:
-    """Ones in every byte of 64-bit words: neighbouring fields of 1, 2 and 4 bits are added up."""
+def _nibble_counts(words: Tensor) -> Tensor:
+    """Ones in every 4 bits of 64-bit words, in place: neighbouring bits are added up, then neighbouring pairs."""
     shifted = (words >> 1).bitwise_and_(0x5555555555555555)
-    words = words - shifted
+    words -= shifted
     torch.bitwise_right_shift(words, 2, out=shifted)
-    words = words.bitwise_and_(0x3333333333333333).add_(shifted.bitwise_and_(0x3333333333333333))
-    torch.bitwise_right_shift(words, 4, out=shifted)
-    return words.add_(shifted).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+    return words.bitwise_and_(0x3333333333333333).add_(shifted.bitwise_and_(0x3333333333333333))
 
 
 # Searches -------------------------------------------------------------------------------------------------------------
@@ -339,7 +348,7 @@ def _shuffles(count: int, size: int, generator: torch.Generator | None, device: 
 
 
 def _random_search(
-    values: Tensor,
+    table: Tensor,
     pattern: NMPattern,
     start: Tensor,
     candidates: int,
@@ -348,14 +357,14 @@ def _random_search(
     generator: torch.Generator | None,
 ) -> Tensor:
     size = len(start) // groups
-    drawn = _shuffles(candidates * groups, size, generator, values.device).view(candidates, groups, size)
-    drawn += torch.arange(0, len(start), size, device=values.device)[:, None]
+    drawn = _shuffles(candidates * groups, size, generator, table.device).view(candidates, groups, size)
+    drawn += torch.arange(0, len(start), size, device=table.device)[:, None]
     permutations = torch.cat([start[None], drawn.view(candidates, -1)])
-    return permutations[_scores(values, permutations, pattern, criterion).argmax()]
+    return permutations[_scores(table, permutations, pattern, criterion).argmax()]
 
 
 def _swap_search(
-    values: Tensor,
+    table: Tensor,
     pattern: NMPattern,
     start: Tensor,
     rounds: int,
@@ -366,39 +375,39 @@ def _swap_search(
     n, m = pattern.n, pattern.m
     if criterion == "l1":
         # sum of the N largest |v| = integral over u of min(#(|v| > u), N): "retained", summed over a few thresholds u
-        ones, column_weight = _thresholded(values)
-    else:
-        ones, column_weight = values != 0, None
-    ones = ones.to(torch.uint8 if m < 256 else torch.int32)
-    full = torch.eq if criterion == "eligible" else torch.ge  # one more nonzero loses the block, or is lost
+        table, column_weight = _thresholded(table)
+    ones = table.view(torch.uint8) if m < 256 else table.int()
+    columns = ones.shape[1]
 
     rows = start.view(-1, m).clone()  # [blocks, M]
-    count = ones[start].view(-1, m, ones.shape[1]).sum(1, dtype=ones.dtype)  # nonzeros of each block and column
+    count = ones.index_select(0, rows[:, 0])  # nonzeros of each block and column
+    for slot in range(1, m):
+        count += ones.index_select(0, rows[:, slot])
     per_group = len(rows) // groups
     tiles = -(-per_group // _TILE)
     tile = per_group // tiles  # blocks that do not fill a tile sit this round out
-    in_group = torch.arange(per_group, device=values.device).expand(groups, -1)
-    first = torch.arange(0, len(rows), per_group, device=values.device)[:, None]
-    at_once = max(1, 4 * _CACHE // (tile * ones.shape[1]))
+    in_group = torch.arange(per_group, device=table.device).expand(groups, -1)
+    first = torch.arange(0, len(rows), per_group, device=table.device)[:, None]
+    at_once = max(1, 8 * _CACHE // (tile * columns))
 
     idle = 0
     for step in range(rounds):
         slot = step % m
         if step and slot == 0:  # other rows meet
-            rows = rows.gather(1, _shuffles(len(rows), m, generator, values.device))
+            rows = rows.gather(1, _shuffles(len(rows), m, generator, table.device))
         if tiles > 1:
-            in_group = _shuffles(groups, per_group, generator, values.device)
+            in_group = _shuffles(groups, per_group, generator, table.device)
         gained = False
         for blocks in (in_group + first)[:, : tiles * tile].reshape(-1, tile).split(at_once):
             moving = rows[blocks, slot]
-            taken = ones[moving]
-            rest = count[blocks] - taken
-            blocked = full(rest, n).float()
-            if column_weight is not None:
-                blocked *= column_weight
+            taken = ones.index_select(0, moving.view(-1))
+            rest = count.index_select(0, blocks.reshape(-1)).sub_(taken)
+            # where one more nonzero costs: the block loses its eligibility, or the entry
+            full = rest.eq(n).view(torch.uint8) if criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
+            price = full.float() if criterion != "l1" else full * column_weight
             # whole numbers below 2**24, or their weighted sums: exact or nearly so in every matmul precision
-            with torch.autocast(values.device.type, enabled=False):
-                cost = torch.bmm(blocked, taken.float().transpose(1, 2))  # [tiles, blocks, rows]
+            with torch.autocast(table.device.type, enabled=False):
+                cost = price.view(-1, tile, columns) @ taken.float().view(-1, tile, columns).transpose(1, 2)
                 order = _assign(cost)
             before = cost.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
             after = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64)
@@ -409,15 +418,11 @@ def _swap_search(
             order = torch.where(better[:, None], order, torch.arange(tile, device=order.device))
             moving = moving.gather(1, order)
             rows[blocks, slot] = moving
-            count[blocks] = rest + ones[moving]
+            count.index_copy_(0, blocks.reshape(-1), rest.add_(ones.index_select(0, moving.view(-1))))
         idle = 0 if gained else idle + 1
         if idle >= 4 * m * m:  # all M * M ways in which two blocks give a row each were most likely tried
             break
-    found = rows.view(-1)
-    if column_weight is not None:  # the thresholds only approximate the magnitudes
-        old, new = _scores(values, torch.stack([start, found]), pattern, criterion).tolist()
-        found = found if new > old else start
-    return found
+    return rows.view(-1)
 
 
 def _thresholded(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
         return method
     if isinstance(method, str):
         if method not in _BY_NAME:
-            raise ValueError(f"method {method!r} does not exist: use one of {', '.join(map(repr, _BY_NAME))} or an object")
+            raise ValueError(
+                f"method {method!r} does not exist: use one of {', '.join(map(repr, _BY_NAME))} or an object"
+            )
         return _BY_NAME[method]()
     raise TypeError(f"method must be a short name or a Method, not {method!r}")

@@ -77,9 +77,9 @@ class BiMask(SRSTE):
                     rows,
                     forward,
                     layer.pattern,
-                    search=self.search,  # type: ignore[arg-type]
+                    search=self.search,
                     candidates=self.candidates,
-                    criterion=self.criterion,  # type: ignore[arg-type]
+                    criterion=self.criterion,
                     initial=layer.permutation,
                     groups=layer.groups,
                     generator=layer.generator(),

@@ -73,8 +73,8 @@ class Adapter(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The swapped class has no importable name: pickle and deepcopy make it again from the class it was made of.
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (type(self).nm_base,), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
 
 
 class NMLinear(Adapter):
@@ -142,7 +142,11 @@ class _NMConv(Adapter):
         x = input.unsqueeze(0) if unbatched else input
         padding = conv.padding
         if isinstance(padding, str):
-            extra = [0] * spatial if padding == "valid" else [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
+            extra = (
+                [0] * spatial
+                if padding == "valid"
+                else [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+            )
             sides = [(total // 2, total - total // 2) for total in extra]
         else:
             sides = [(p, p) for p in padding]
@@ -203,14 +207,18 @@ class NMMultiheadAttention(Adapter):
     @classmethod
     def macs(cls, module: Any, parameter: str, inputs: tuple[Any, ...], output: Any) -> int:
         """Multiply-adds of the projections of query, key and value that use this weight."""
-        sizes = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False))
+        sizes = dict(
+            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
+        )
         return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         mha: Any = self
         width = mha.embed_dim
         if mha.in_proj_weight is not None:
-            joint = partial(_linear, weight=mha.in_proj_weight, bias=mha.in_proj_bias, layer=self.nm_layers.get("in_proj_weight"))
+            joint = partial(
+                _linear, weight=mha.in_proj_weight, bias=mha.in_proj_bias, layer=self.nm_layers.get("in_proj_weight")
+            )
             if query is key and key is value:
                 return list(joint(query).chunk(3, dim=-1))
             return [joint(x, rows=(i * width, (i + 1) * width)) for i, x in enumerate((query, key, value))]
@@ -308,7 +316,7 @@ _ADAPTERS: tuple[type[Adapter], ...] = (NMLinear, NMConv1d, NMConv2d, NMConv3d, 
 
 
 def find_adapter(cls: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]] | None:
-    """The adapter for a module class and the class it handles, from which ``cls`` may be derived; ``None`` for others."""
+    """The adapter for a module class, and the class it handles, from which ``cls`` may be derived."""
     for adapter in _ADAPTERS:
         if issubclass(cls, adapter.handles):
             return adapter, adapter.handles

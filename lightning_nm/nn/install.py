@@ -41,8 +41,12 @@ def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
             layer.module.nm_layers.pop(layer.parameter, None)
     # Children come after their parents, and an attention stays adapted as long as its out_proj is.
     for module in reversed(list(model.modules())):
-        if isinstance(module, Adapter) and not module.nm_layers and not isinstance(getattr(module, "out_proj", None), Adapter):
-            module.__class__ = type(module).nm_base
+        if (
+            isinstance(module, Adapter)
+            and not module.nm_layers
+            and not isinstance(getattr(module, "out_proj", None), Adapter)
+        ):
+            module.__class__ = type(module).nm_base  # type: ignore[assignment]
             del module.nm_layers
     for module in model.modules():
         if _SAVED in vars(module) and not _is_masked(module):

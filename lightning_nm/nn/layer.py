@@ -62,8 +62,9 @@ class NMLayer:
         pattern: The N:M pattern.
         method: Decides the weights of the forward and the dgrad GEMM.
         estimator: Replaces dY in the wgrad GEMM; ``None`` uses dY itself.
-        layout: ``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
-            ``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight.
+        layout: ``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same
+            after ``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed
+            weight.
         groups: The output rows are split into this many equal groups that no dgrad block crosses.
         seed: Base of the layer's random choices.
         forward_reason: Why the forward GEMM cannot be N:M; empty when it can.

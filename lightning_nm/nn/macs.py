@@ -48,7 +48,9 @@ class _Hook:
         inputs = (*args, *(kwargs[key] for key in ("query", "key", "value") if key in kwargs))
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
-            self.counter.macs[key] = self.counter.macs.get(key, 0) + found[0].macs(module, spec.parameter, inputs, output)
+            self.counter.macs[key] = self.counter.macs.get(key, 0) + found[0].macs(
+                module, spec.parameter, inputs, output
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self  # a copied model must not carry a copy of the counter

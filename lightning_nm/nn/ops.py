@@ -23,7 +23,11 @@ from torch.nn import grad as nn_grad
 from lightning_nm.nn.layer import NMLayer
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_INPUT: dict[int, Callable[..., Tensor]] = {1: nn_grad.conv1d_input, 2: nn_grad.conv2d_input, 3: nn_grad.conv3d_input}
+_CONV_INPUT: dict[int, Callable[..., Tensor]] = {
+    1: nn_grad.conv1d_input,
+    2: nn_grad.conv2d_input,
+    3: nn_grad.conv3d_input,
+}
 _CONV_WEIGHT: dict[int, Callable[..., Tensor]] = {
     1: nn_grad.conv1d_weight,
     2: nn_grad.conv2d_weight,

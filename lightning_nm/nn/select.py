@@ -182,7 +182,7 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
     weight = candidate.module._parameters.get(candidate.spec.parameter)
     if weight is None:
         return "its weight is computed, not stored (weight norm, pruning hooks or the like)"
-    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(weight):
         return "lazy: its shape is not known before the first batch"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
@@ -232,7 +232,9 @@ def _check_globs(
         if glob in plan.skipped:
             raise ValueError(f"layer '{glob}' is named by `{option}` but cannot be masked: {plan.skipped[glob]}")
         if glob in modules and any(name.startswith(f"{glob}.") for name in names):
-            raise ValueError(f"`{option}` names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers")
+            raise ValueError(
+                f"`{option}` names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
+            )
         if glob in modules:
             raise ValueError(f"`{option}` names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
         raise ValueError(f"`{option}` '{glob}' matches no layer; {_closest(glob, names)}")

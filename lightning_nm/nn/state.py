@@ -103,4 +103,6 @@ def state_difference(layer: NMLayer, state: dict[str, Any]) -> str:
         "method": type(layer.method).__name__,
         "layout": layer.layout,
     }
-    return ", ".join(f"{key} {state[key]} in the checkpoint, {value} here" for key, value in own.items() if state[key] != value)
+    return ", ".join(
+        f"{key} {state[key]} in the checkpoint, {value} here" for key, value in own.items() if state[key] != value
+    )

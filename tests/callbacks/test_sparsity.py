@@ -75,7 +75,11 @@ def test_the_table_tells_what_each_gemm_does_and_why():
     model = Net()
     sparsifier = NMSparsifier(model).attach()
     text = render(lambda console: console.print(layer_table(sparsifier)))
-    rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in text.splitlines() if line.startswith("│")}
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("│")
+    }
     assert rows["net.3"][:5] == ["16x16x3x3", "2:4", "2:4", "2:4", "dense"]
     assert rows["net.0"][2:] == ["dense", "dense", "dense", "first convolution (skip_first_last)"]
     assert rows["net.8"][-1] == "last linear layer (skip_first_last)"
@@ -149,7 +153,7 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         callbacks=[NMSparsityCallback()], logger=False, enable_checkpointing=False, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path), max_epochs=1,
     )  # fmt: skip
-    with pytest.raises(TypeError, match="made for lightning.pytorch.*not from `pytorch_lightning`"):
+    with pytest.raises(TypeError, match=r"made for lightning\.pytorch.*not from `pytorch_lightning`"):
         trainer.fit(Other(), torch.utils.data.DataLoader(torch.randn(8, 8)))
 
 
@@ -172,7 +176,7 @@ def test_bad_options_fail_before_any_trainer(options, message):
 def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_path):
     model = Net()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="matches no layer|cannot be masked|no layer can be masked"):
+    with pytest.raises(ValueError, match=r"matches no layer|cannot be masked|no layer can be masked"):
         make_trainer(tmp_path, [NMSparsityCallback(**options)]).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

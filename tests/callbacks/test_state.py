@@ -5,11 +5,12 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_nm import ASP, BiMask, NMSparsityCallback, functional as nmf
+from lightning_nm import ASP, BiMask, NMSparsityCallback
+from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
 from tests.lightning_models import Data, Net, make_trainer, new_model
@@ -102,7 +103,9 @@ def test_last_validation_test_and_fresh_load_agree_exactly(tmp_path, method):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("method", ["dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask"])
-@pytest.mark.parametrize(("batch", "accumulate"), [(6, 1), (8, 1), (8, 3)], ids=["epoch-end", "mid-epoch", "mid-window"])
+@pytest.mark.parametrize(
+    ("batch", "accumulate"), [(6, 1), (8, 1), (8, 3)], ids=["epoch-end", "mid-epoch", "mid-window"]
+)
 def test_resume_is_bit_exact(tmp_path, method, optimizer, batch, accumulate):
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     straight = new_model(optimizer=optimizer)
@@ -153,7 +156,9 @@ def test_saving_after_fit_resumes_exactly(tmp_path):
     trainer.fit(first, Data())
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     resumed = new_model(5)
-    make_trainer(tmp_path, [callback(), ExactResume()], max_epochs=3).fit(resumed, Data(), ckpt_path=tmp_path / "after.ckpt")
+    make_trainer(tmp_path, [callback(), ExactResume()], max_epochs=3).fit(
+        resumed, Data(), ckpt_path=tmp_path / "after.ckpt"
+    )
     assert_equal_models(straight, resumed)
 
 
@@ -211,7 +216,11 @@ def test_learning_rate_finder_in_between(tmp_path, placed):
 
 def test_deepcopy_while_training(tmp_path):
     copies = []
-    look = Inspect(lambda trainer, module: copies.append((copy.deepcopy(module.net), {k: v.clone() for k, v in module.net.state_dict().items()})))
+    look = Inspect(
+        lambda trainer, module: copies.append(
+            (copy.deepcopy(module.net), {k: v.clone() for k, v in module.net.state_dict().items()})
+        )
+    )
     make_trainer(tmp_path, [callback(), look], max_epochs=1).fit(new_model(), Data())
     for net, state in copies:
         assert all(torch.equal(net.state_dict()[key], value) for key, value in state.items())
@@ -261,7 +270,12 @@ def test_sr_ste_decay_enters_once_per_step_before_clipping(tmp_path):
 
         nm = NMSparsityCallback("2:4", SRSTE(decay), show_tables=False)
         make_trainer(
-            tmp_path, [nm, Spy()], max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=0.5, limit_train_batches=4
+            tmp_path,
+            [nm, Spy()],
+            max_epochs=1,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=0.5,
+            limit_train_batches=4,
         ).fit(new_model(dropout=0.0), Data())
         return seen["grads"][0]
 

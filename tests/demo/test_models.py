@@ -41,7 +41,7 @@ def trained_cnn():
 def trained_transformer():
     """A transformer after 150 steps of help text, and its trainer."""
     seed_everything(0, verbose=False)
-    model = TinyTransformer(depth=1, dim=32)
+    model = TinyTransformer(depth=1, dim=32, lr=0.01)
     return model, fit(model, HelpTopics(train_size=4800), max_epochs=1)
 
 
@@ -125,9 +125,18 @@ def test_schedule():
 
 
 @pytest.mark.parametrize(("model", "data"), [(ResidualCNN, Digits), (TinyTransformer, HelpTopics)])
-def test_command_line_reads_the_signatures(model, data):
-    args = ["--model.lr=0.01", "--data.batch_size=16", "--data.seed=3"]
-    cli = LightningCLI(model, data, run=False, args=args, save_config_callback=None, trainer_defaults={"logger": False})
+def test_command_line_reads_the_signatures(model, data, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["demo"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's own call
+    cli = LightningCLI(
+        model,
+        data,
+        run=False,
+        args=["--model.lr=0.01", "--data.batch_size=16", "--data.seed=3"],
+        save_config_callback=None,
+        seed_everything_default=False,
+        trainer_defaults={"logger": False, "accelerator": "cpu"},
+    )
     assert cli.model.lr == 0.01
     assert cli.datamodule.batch_size == 16
 

@@ -167,7 +167,7 @@ def test_digits_and_cnn_resume_from_model_checkpoint(tmp_path):
 
     def fit(ckpt_path=None):
         seed_everything(0, verbose=False)
-        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False)
+        keep = ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=4, save_top_k=-1)
         trainer = Trainer(
             max_epochs=3,
             limit_train_batches=6,
@@ -182,5 +182,6 @@ def test_digits_and_cnn_resume_from_model_checkpoint(tmp_path):
         return model.state_dict()
 
     expected = fit()
-    found = fit(tmp_path / "step=8.ckpt")
+    (tmp_path / "run").rename(tmp_path / "kept")
+    found = fit(ckpt_path=tmp_path / "kept" / "step=8.ckpt")
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -35,7 +35,11 @@ def test_equals_the_stock_module(options, need_weights, masks, self_attention):
     torch.manual_seed(0)
     mha = nn.MultiheadAttention(16, 4, dtype=torch.float64, **options)
     batch, targets, sources = 3, 5, 5 if self_attention else 7
-    shape = (lambda length, width: (batch, length, width)) if options.get("batch_first") else (lambda length, width: (length, batch, width))
+    shape = (
+        (lambda length, width: (batch, length, width))
+        if options.get("batch_first")
+        else (lambda length, width: (length, batch, width))
+    )
     query = torch.randn(shape(targets, 16), dtype=torch.float64)
     key = query if self_attention else torch.randn(shape(sources, mha.kdim), dtype=torch.float64)
     value = query if self_attention else torch.randn(shape(sources, mha.vdim), dtype=torch.float64)
@@ -159,4 +163,6 @@ def test_transformer_layers_run_masked_everywhere(kind, training, grad):
         one.marks.copy_(marks)
     sparsifier.detach()
     for name, module in model.named_modules():
-        assert {k: v for k, v in vars(module).items() if k[0] != "_"} == {k: v for k, v in options[name].items() if k[0] != "_"}
+        assert {k: v for k, v in vars(module).items() if k[0] != "_"} == {
+            k: v for k, v in options[name].items() if k[0] != "_"
+        }

@@ -1,0 +1,21 @@
+"""Tensor to tensor."""
+
+from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops_ratio
+from lightning_nm.functional.masks import count_violations, is_nm, nm_mask, nm_prune
+from lightning_nm.functional.packing import pack_mask, unpack_mask
+from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
+
+__all__ = [
+    "FlopsKind",
+    "GemmDensity",
+    "backward_mask",
+    "count_violations",
+    "is_nm",
+    "nm_mask",
+    "nm_prune",
+    "pack_mask",
+    "permutation_score",
+    "search_permutation",
+    "train_flops_ratio",
+    "unpack_mask",
+]

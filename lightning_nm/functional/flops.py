@@ -1,0 +1,97 @@
+"""The one rule by which the multiply-adds of N:M training are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+FlopsKind = Literal["arithmetic", "paper", "eligible"]
+"""How the density of a GEMM is counted; the rule is the same, the :class:`GemmDensity` of a layer differs.
+
+``"arithmetic"``: multiply-adds whose operand is nonzero and whose output is needed. ``"paper"``: the accounting of the N:M
+papers. ``"eligible"``: GEMMs whose operand is N:M along the contraction axis, which is what sparse tensor cores can use.
+"""
+
+
+@dataclass(frozen=True)
+class GemmDensity:
+    """Share of a layer's dense multiply-adds that each of its three training GEMMs still does; the default is dense.
+
+    Args:
+        forward: ``c_F`` of ``Y = X W^T``, in [0, 1].
+        dgrad: ``c_D`` of ``dX = dY W``, in [0, 1].
+        wgrad: ``c_G`` of ``dW = dY^T X``, in [0, 1].
+
+    Raises:
+        ValueError: If a share is not within [0, 1].
+
+    Example::
+
+        >>> GemmDensity(forward=0.5)
+        GemmDensity(forward=0.5, dgrad=1.0, wgrad=1.0)
+    """
+
+    forward: float = 1.0
+    dgrad: float = 1.0
+    wgrad: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            share = getattr(self, field.name)
+            if not 0 <= share <= 1:
+                raise ValueError(f"{field.name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1")
+
+
+def train_flops(dense_forward: float, density: GemmDensity) -> float:
+    """Count the multiply-adds of one training step of one linear or convolutional layer.
+
+    ``F (c_F + c_D + c_G)``; dense training is ``3 F``. Mask updates, sorts and permutations are not counted, as in the papers.
+
+    Args:
+        dense_forward: ``F``, the multiply-adds of the layer's dense forward GEMM.
+        density: The shares ``c_F``, ``c_D`` and ``c_G`` of its three GEMMs.
+
+    Raises:
+        ValueError: If ``dense_forward`` is negative or not finite.
+
+    Example::
+
+        >>> train_flops(1000, GemmDensity(forward=0.5, dgrad=0.5))
+        2000.0
+    """
+    if not 0 <= dense_forward < float("inf"):
+        raise ValueError(
+            f"dense_forward={dense_forward!r} is not a number of multiply-adds: pass a finite number, at least 0"
+        )
+    return dense_forward * (density.forward + density.dgrad + density.wgrad)
+
+
+def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
+    """Compare the multiply-adds of one training step of a model with those of dense training.
+
+    ``sum_l F_l (c_F + c_D + c_G) / sum_l 3 F_l``; a layer that stays dense belongs into the sum.
+
+    Args:
+        layers: For each layer the multiply-adds of its dense forward GEMM and the shares of its GEMMs.
+
+    Raises:
+        ValueError: If the layers have no multiply-adds at all.
+
+    Example:
+        The published factors for 2:4, 1:4 and 1:16, of SR-STE (Zhou et al., arXiv 2102.04010), which makes only the forward
+        GEMM sparse, and of Bi-Mask (Zhang et al., arXiv 2302.06058), which adds dgrad::
+
+        >>> densities = (2 / 4, 1 / 4, 1 / 16)
+        >>> [f"{train_flops_ratio([(1.0, GemmDensity(r, 1, 1))]):.3f}" for r in densities]
+        ['0.833', '0.750', '0.688']
+        >>> [f"{train_flops_ratio([(1.0, GemmDensity(r, r, 1))]):.3f}" for r in densities]
+        ['0.667', '0.500', '0.375']
+    """
+    sparse = dense = 0.0
+    for dense_forward, density in layers:
+        sparse += train_flops(dense_forward, density)
+        dense += 3 * dense_forward
+    if dense == 0:
+        raise ValueError("no multiply-adds to compare: pass at least one layer whose dense forward GEMM is not empty")
+    return sparse / dense

@@ -1,0 +1,75 @@
+"""Bool masks in one bit an entry, the form in which checkpoints hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Pack a bool mask into bytes, eight entries each, in row-major order with the first entry in the lowest bit.
+
+    ``packed[i] = sum_j mask.flatten()[8 i + j] << j``, the bits past the end being 0: what
+    ``numpy.packbits(mask, bitorder="little")`` of the flattened mask gives.
+
+    Args:
+        mask: A bool tensor of any shape, on any device.
+
+    Returns:
+        A uint8 tensor ``[ceil(mask.numel() / 8)]`` on the device of ``mask``.
+
+    Raises:
+        TypeError: If ``mask`` is not a bool tensor.
+
+    Example::
+
+        >>> import torch
+        >>> pack_mask(torch.tensor([[True, False, False], [True, True, False], [False, False, True]])).tolist()
+        [25, 1]
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept")
+    bits = torch.nn.functional.pad(mask.reshape(-1).to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+    packed = torch.zeros(bits.shape[0], dtype=torch.uint8, device=mask.device)
+    for j, bit in enumerate(bits.unbind(1)):
+        packed |= bit << j
+    return packed
+
+
+def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Unpack what :func:`pack_mask` made of a mask of the given shape.
+
+    ``mask.flatten()[8 i + j] = (packed[i] >> j) & 1``.
+
+    Args:
+        packed: A uint8 tensor ``[ceil(numel / 8)]``, on any device.
+        shape: The shape of the mask.
+
+    Returns:
+        A bool tensor of that shape on the device of ``packed``.
+
+    Raises:
+        TypeError: If ``packed`` is not a uint8 tensor.
+        ValueError: If ``packed`` has not exactly the bytes that a mask of that shape takes.
+
+    Example::
+
+        >>> import torch
+        >>> unpack_mask(torch.tensor([25, 1], dtype=torch.uint8), (3, 3)).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
+    numel = math.prod(shape)
+    expected = (numel + 7) // 8
+    if tuple(packed.shape) != (expected,):
+        raise ValueError(
+            f"a packed mask of shape {tuple(shape)} is {expected} bytes along one axis, but a tensor of shape "
+            f"{tuple(packed.shape)} was given: pass the shape of the mask that was packed"
+        )
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(1) >> shifts) & 1
+    return bits.bool().view(-1)[:numel].reshape(tuple(shape))
