@@ -73,7 +73,10 @@ def main() -> None:
 
     methods = ["dense", *options.methods]
     found: dict[str, list[float]] = {method: [] for method in methods}
-    print(f"{options.data}, {options.train_size} training images, {options.epochs} epochs, width {options.width}, ", end="")
+    print(
+        f"{options.data}, {options.train_size} training images, {options.epochs} epochs, width {options.width}, ",
+        end="",
+    )
     print(f"{options.pattern}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| seed | " + " | ".join(methods) + " | seconds |\n|" + "---|" * (len(methods) + 2))
     for seed in range(options.seeds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from lightning_nm.export.verify import main as verify
@@ -24,12 +25,16 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     if words and words[0] in _OWN:
         return _OWN[words[0]][0](words[1:])
+    # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
+    warnings.filterwarnings(
+        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
+    )
     if not words or words[0] in ("-h", "--help"):
         print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
         for name, (_, text) in _OWN.items():
             print(f"    {name:10} {text}")
         print()
-        words = ["--help"]
+        args = words = ["--help"]
     try:
         from lightning.pytorch.cli import LightningCLI
 
@@ -41,6 +46,6 @@ def main(args: Sequence[str] | None = None) -> int:
     LightningCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-nm"},
-        args=words,
+        args=args if args is None else words,
     )
     return 0

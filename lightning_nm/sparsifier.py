@@ -320,6 +320,12 @@ class NMSparsifier:
                 )
         return counts
 
+    def mean_flip_rate(self) -> float:
+        """:meth:`stats`' ``flip_rate`` averaged over all steps so far."""
+        totals = [0 if layer.total_flips is None else int(layer.total_flips) for layer in self.plan.layers]
+        sizes = [layer.weight.numel() * max(layer.step, 1) for layer in self.plan.layers]
+        return sum(totals) / sum(sizes)
+
     def violations(self) -> int:
         """Blocks of forward weights that hold more than N nonzeros; 0 unless a method is broken."""
         return sum(

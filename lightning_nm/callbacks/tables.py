@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,18 +18,23 @@ if TYPE_CHECKING:
 
 def layer_table(sparsifier: NMSparsifier) -> Table:
     """One row per weight: what each of its three GEMMs does and why."""
-    table = Table(title="N:M layers", title_justify="left")
-    for column in ("layer", "shape", "pattern", "forward", "dgrad", "wgrad", "why"):
-        table.add_column(column, overflow="fold")
+    table = Table(title="N:M layers", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("layer", "shape", "pattern", "fwd", "dgrad", "wgrad"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1, min_width=15)
+    shapes = {name: tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
-        table.add_row(name, _shape(layer), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer))
+        table.add_row(
+            name, _shape(layer.weight.shape), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer)
+        )
     for name, reason in sparsifier.skipped.items():
-        table.add_row(name, "", "-", "dense", "dense", "dense", reason, style="dim")
+        shape = shapes.get(f"{name}.weight") or shapes.get(name)
+        table.add_row(name, _shape(shape or ()), "-", "dense", "dense", "dense", reason, style="dim")
     return table
 
 
-def _shape(layer: NMLayer) -> str:
-    return "x".join(str(size) for size in layer.weight.shape)
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
 
 
 def _why(layer: NMLayer) -> str:
@@ -51,7 +58,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     """The figures of a finished fit."""
-    table = Table(title="N:M summary", title_justify="left", show_header=False)
+    table = Table(title="N:M summary", title_justify="left", show_header=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
@@ -61,12 +68,13 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     stats = sparsifier.stats()
     table.add_row("density", f"{stats['density']:.4f}", "share of masked weights that the forward keeps")
     table.add_row("N:M violations", str(sparsifier.violations()), "blocks with more than N nonzeros")
-    table.add_row("flip rate", f"{stats['flip_rate']:.2e}", "share of forward mask bits that the last step changed")
+    flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
+    table.add_row("flip rate, last step", flips, "share of forward mask bits that a step changed")
     table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     ratios = sparsifier.mean_flops_ratios()
     table.add_row(
-        "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands, needed outputs; dense is 1"
+        "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands and needed outputs; dense is 1"
     )
     table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
     table.add_row(

@@ -17,21 +17,21 @@ class ExactResume(Callback):
     machine and deterministic kernels. For one process only: Lightning saves what rank 0 has.
 
     Raises:
-        ValueError: In `setup`, if there is more than one process.
+        ValueError: If training is distributed.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse distributed runs."""
-        if trainer.world_size > 1:
+        """Refuse distributed training."""
+        if stage == "fit" and trainer.world_size > 1:
             raise ValueError("ExactResume works in one process: a checkpoint holds the state of rank 0 only")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random state and, inside a window, the gradients."""
         state: dict[str, Any] = {"cpu": torch.get_rng_state(), "gradients": {}}
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
         done = trainer.fit_loop.batch_idx + 1
         if trainer.training and done % trainer.accumulate_grad_batches and not trainer.is_last_batch:

@@ -9,8 +9,9 @@ from typing import Literal
 FlopsKind = Literal["arithmetic", "paper", "eligible"]
 """How the density of a GEMM is counted; the rule is the same, the :class:`GemmDensity` of a layer differs.
 
-``"arithmetic"``: multiply-adds whose operand is nonzero and whose output is needed. ``"paper"``: the accounting of the N:M
-papers. ``"eligible"``: GEMMs whose operand is N:M along the contraction axis, which is what sparse tensor cores can use.
+``"arithmetic"``: multiply-adds whose operand is nonzero and whose output is needed. ``"paper"``: the accounting of
+the N:M papers. ``"eligible"``: GEMMs with an operand that is N:M along the contraction axis, which is what sparse
+tensor cores need.
 """
 
 
@@ -46,7 +47,7 @@ class GemmDensity:
 def train_flops(dense_forward: float, density: GemmDensity) -> float:
     """Count the multiply-adds of one training step of one linear or convolutional layer.
 
-    ``F (c_F + c_D + c_G)``; dense training is ``3 F``. Mask updates, sorts and permutations are not counted, as in the papers.
+    ``F (c_F + c_D + c_G)``; dense training is ``3 F``. As in the papers, mask updates and permutations cost nothing.
 
     Args:
         dense_forward: ``F``, the multiply-adds of the layer's dense forward GEMM.
@@ -62,7 +63,7 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
     """
     if not 0 <= dense_forward < float("inf"):
         raise ValueError(
-            f"dense_forward={dense_forward!r} is not a number of multiply-adds: pass a finite number, at least 0"
+            f"dense_forward={dense_forward!r} is not a count of multiply-adds: pass a finite number from 0"
         )
     return dense_forward * (density.forward + density.dgrad + density.wgrad)
 
@@ -79,8 +80,8 @@ def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
         ValueError: If the layers have no multiply-adds at all.
 
     Example:
-        The published factors for 2:4, 1:4 and 1:16, of SR-STE (Zhou et al., arXiv 2102.04010), which makes only the forward
-        GEMM sparse, and of Bi-Mask (Zhang et al., arXiv 2302.06058), which adds dgrad::
+        The factors of the papers' accounting at 2:4, 1:4 and 1:16, of SR-STE (Zhou et al., arXiv 2102.04010), which
+        makes only the forward GEMM sparse, and of Bi-Mask (Zhang et al., arXiv 2302.06058), which adds dgrad::
 
         >>> densities = (2 / 4, 1 / 4, 1 / 16)
         >>> [f"{train_flops_ratio([(1.0, GemmDensity(r, 1, 1))]):.3f}" for r in densities]

@@ -1,8 +1,8 @@
 """N:M masks by magnitude or any other score, and checks that a tensor is N:M.
 
-One rule, four executions of it. An entry is kept if fewer than N entries of its block beat it; the larger score beats the
-smaller one, the lower index wins a tie, and a NaN loses to everything that is not NaN. Comparing all pairs of a block needs no
-sort: for a distance ``d`` one elementwise comparison settles every pair ``(j, j + d)`` of every block at once.
+One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
+the lower index wins a tie, and a NaN loses to every number. Comparing all pairs of a block needs no sort: for a
+distance ``d`` one elementwise comparison settles the pairs ``(j, j + d)`` of all blocks at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_nm.pattern import NMPattern, PatternLike
 
-# Entries handled at a time. On a CPU the temporaries of a chunk must fit the cache; on an accelerator launches cost more than
-# memory traffic, and the limit only bounds the temporaries.
+# Entries handled at a time. On a CPU the temporaries of a chunk must fit the cache; on an accelerator launches cost
+# more than memory traffic, and the limit only bounds the temporaries.
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 25
 
@@ -29,8 +29,8 @@ _WORDS = {2: torch.int16, 4: torch.int32} if sys.byteorder == "little" else {}
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Keep the N largest scores of every block of M consecutive entries along one axis.
 
-    ``mask[j] = #{k in block(j) : s[k] > s[j], or s[k] = s[j] and k < j} < N``, with NaN below everything, -inf included:
-    a block always keeps exactly N entries and a NaN never displaces a number.
+    ``mask[j] = #{k in block(j) : s[k] > s[j], or s[k] = s[j] and k < j} < N``, with NaN below everything, even -inf:
+    a block always keeps exactly N entries, and a NaN never displaces a number.
 
     Args:
         scores: Any shape, any real dtype, any strides. Pass ``weight.abs()`` for a mask by magnitude.
@@ -65,7 +65,7 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Zero all but the N entries of largest magnitude of every block of M.
 
-    ``y = x where nm_mask(|x|), else 0``; a select and not a product, so that pruned entries are ``+0``, never ``-0`` or NaN.
+    ``y = x where nm_mask(|x|), else 0``; a select and not a product: a pruned entry is ``+0``, never ``-0`` or NaN.
 
     Args:
         x: Any shape and real dtype. Gradients reach the entries that are kept.
@@ -145,15 +145,14 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
     shape = tuple(tensor.shape)
     if not shape:
         raise ValueError(f"a tensor without axes has no blocks of {pattern}: pass a tensor of at least one axis")
-    if not -len(shape) <= dim < len(shape):
-        raise IndexError(
-            f"dim={dim} is not an axis of a tensor of shape {shape}: pass -{len(shape)} to {len(shape) - 1}"
-        )
+    last = len(shape) - 1
+    if not ~last <= dim <= last:
+        raise IndexError(f"dim={dim} is not an axis of a tensor of shape {shape}: pass {~last} to {last}")
     if shape[dim] % pattern.m:
         raise ValueError(
-            f"shape {shape} cannot be cut into blocks of {pattern}: its size along dim={dim} is {shape[dim]}, which M={pattern.m} "
-            "does not divide; choose another pattern or dim, keep this tensor dense (for a layer: name it in `exclude`), "
-            "or pad that axis with -inf scores"
+            f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide the size "
+            f"{shape[dim]} of dim={dim}; choose another pattern or dim, keep the tensor dense (a layer: name it in "
+            "`exclude`), or pad that axis with scores of -inf"
         )
     return dim % len(shape)
 
@@ -166,7 +165,7 @@ def _comparable(scores: Tensor) -> Tensor:
 def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Run the all-pairs comparison over chunks of whole blocks, in the memory order of ``scores``."""
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
-    order = sorted(range(scores.dim()), key=lambda axis: -scores.stride(axis))
+    order = sorted(range(scores.dim()), key=lambda axis: scores.stride()[axis], reverse=True)
     dense = scores.permute(order)
     inner = dense.shape[order.index(dim) + 1 :].numel()
     blocks = dense.reshape(-1, pattern.m, inner)
@@ -181,11 +180,11 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
 
 
 def _keep_words(blocks: Tensor, out: Tensor, pattern: NMPattern) -> None:
-    """Write the mask of ``blocks`` [B, M, 1] to ``out`` (uint8), with the ranks of a block in the bytes of one integer.
+    """Write the mask of ``blocks`` [B, M, 1] to ``out`` (uint8), the ranks of a block being the bytes of an integer.
 
-    Neighbours at distance d are compared across the whole flat chunk; a bit mask then drops the pairs that straddle blocks, and
-    adding ``won << 8 d`` and subtracting ``won`` moves the ranks of all winners and losers at once. No byte ever carries into
-    the next: a rank stays in 0..M-1.
+    Neighbours at distance d are compared across the whole flat chunk, and a bit mask drops the pairs that straddle
+    blocks. Adding ``won << 8 d`` and subtracting ``won`` then moves the ranks of all losers and winners at once; no
+    byte carries into the next, as a rank stays in 0..M-1.
     """
     n, m = pattern.n, pattern.m
     scores = _wide(blocks.flatten())
@@ -218,7 +217,7 @@ def _keep_rows(blocks: Tensor, out: Tensor, pattern: NMPattern) -> None:
             ranks[d:] += won[d:]
             ranks[:-d] -= won[d:]
         kept = ranks.lt_(n)
-    for entry, row in zip(out.unbind(1), kept.unbind(0)):
+    for entry, row in zip(out.unbind(1), kept.unbind(0), strict=True):
         entry.copy_(row)
 
 
@@ -234,7 +233,7 @@ def _first_largest(scores: Tensor) -> Tensor:
 
 
 def _beats(first: Tensor, second: Tensor, verdict: Tensor, won: Tensor, second_is_nan: Tensor | None) -> None:
-    """Write to ``won`` (uint8) whether the earlier entry of each pair beats the later one: ``first >= second``, or it is NaN.
+    """Write to ``won`` (uint8) whether the earlier entry of each pair beats the later one.
 
     A comparison into its own dtype followed by a narrowing copy is several times faster on a CPU than one into bool.
     """

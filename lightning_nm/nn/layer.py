@@ -110,6 +110,8 @@ class NMLayer:
         """The step at which the masks last moved."""
         self.flips: Tensor | None = None
         """Forward mask bits that the last update changed."""
+        self.total_flips: Tensor | None = None
+        """Forward mask bits that all updates together changed."""
         self.backward_density: float | None = None
         """Share of W that the backward mask keeps, when last measured."""
 
@@ -168,8 +170,10 @@ class NMLayer:
             # Row-major like the weight's own values: one elementwise pass reads both.
             self.marks = torch.empty_like(self.weight, dtype=torch.uint8).copy_(marks)
             self.flips = torch.zeros((), dtype=torch.int64, device=marks.device)
+            self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
         else:
             self.flips = torch.count_nonzero((self.marks ^ marks) & FORWARD)
+            self.total_flips = self.flips if self.total_flips is None else self.total_flips + self.flips
             self.marks.copy_(marks)  # in place: a compiled graph sees the new masks without recompiling
 
     def forward_weight(self) -> Tensor:
@@ -202,7 +206,7 @@ class NMLayer:
     def follow(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.weight.device
-        for name in ("marks", "permutation", "flips"):
+        for name in ("marks", "permutation", "flips", "total_flips"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
                 setattr(self, name, tensor.to(device))

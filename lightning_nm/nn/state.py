@@ -29,6 +29,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "masked": forward is not None,
         "step": layer.step,
         "updated_at": layer.updated_at,
+        "total_flips": 0 if layer.total_flips is None else int(layer.total_flips),
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
         "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
@@ -56,10 +57,10 @@ def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
     weight, mask, latent = layer.weight.detach(), _mask(layer, state["forward_mask"]), state["latent"]
     if latent is None or latent.shape != weight.shape:
         return mask is None or not bool(weight[~mask].any())
-    kept = (layer.marks, layer.own_backward, layer.flips, layer.permutation, layer.parameters)
+    kept = (layer.marks, layer.own_backward, layer.flips, layer.total_flips, layer.permutation, layer.parameters)
     _restore_around(layer, state)
     forward = layer.method.forward_weight(layer, latent.to(weight.device, weight.dtype))
-    layer.marks, layer.own_backward, layer.flips, layer.permutation, layer.parameters = kept
+    layer.marks, layer.own_backward, layer.flips, layer.total_flips, layer.permutation, layer.parameters = kept
     return _same(forward, weight)
 
 
@@ -79,6 +80,7 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
         parameter.copy_(layer.parameters[name])
     layer.parameters = parameters
     layer.step, layer.updated_at = state["step"], state["updated_at"]
+    layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
 
 
 def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:

@@ -86,21 +86,25 @@ def run(folder, hook=None, ckpt_path=None, dropout=0.5, exact=True, num_workers=
     return watch, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("hook", ["batch", "validation", "epoch"])
+SETTINGS = {
+    "plain": {},
+    "accumulate": {"accumulate_grad_batches": 4},
+    "validate-inside": {"val_check_interval": 2},
+    "limit": {"limit_train_batches": 5},
+    "no-validation": {"limit_val_batches": 0},
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "kwargs",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"accumulate_grad_batches": 4}, id="accumulate"),
-        pytest.param({"val_check_interval": 2}, id="validate-inside"),
-        pytest.param({"limit_train_batches": 5, "limit_val_batches": 0}, id="limit"),
-    ],
+    ("setting", "hook"),
+    [(s, h) for s in SETTINGS for h in ("batch", "validation", "epoch") if (s, h) != ("no-validation", "validation")],
 )
-def test_every_checkpoint_resumes_exactly(tmp_path, hook, kwargs):
-    if hook == "validation" and kwargs.get("limit_val_batches") == 0:
-        pytest.skip("no validation")
+def test_every_checkpoint_resumes_exactly(tmp_path, setting, hook):
+    kwargs = SETTINGS[setting]
     whole, weights = run(tmp_path, hook, max_epochs=2, **kwargs)
     assert len(whole.seen) == 2 * kwargs.get("limit_train_batches", 6)
+    assert whole.saved
     for path, done in whole.saved:
         resumed, resumed_weights = run(tmp_path, ckpt_path=path, max_epochs=2, **kwargs)
         assert resumed.seen == whole.seen[done:]

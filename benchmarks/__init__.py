@@ -1,0 +1,1 @@
+"""Timings; each module is a command, for example ``python -m benchmarks.masks``."""

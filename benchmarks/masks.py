@@ -1,0 +1,87 @@
+"""Time `nm_mask` against `abs -> topk -> scatter_`, interleaved in one process; the abs is part of both.
+
+``python -m benchmarks.masks`` prints medians and their ratios; noise hits both sides of an interleaved ratio alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional.masks import nm_mask
+from lightning_nm.pattern import NMPattern
+
+PATTERNS = ("2:4", "1:2", "1:4", "2:8", "4:8", "1:16", "2:16", "4:16", "8:16", "16:32", "3:5")
+
+
+def topk_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Make the mask as one would by hand: `topk` in blocks, then `scatter_`."""
+    blocks = weight.abs().unflatten(dim, (-1, pattern.m))
+    axis = dim if dim < 0 else dim + 1
+    kept = blocks.topk(pattern.n, dim=axis, sorted=False).indices
+    return torch.zeros(blocks.shape, dtype=torch.bool).scatter_(axis, kept, True).view(weight.shape)
+
+
+def magnitude_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Make the mask with `nm_mask`."""
+    return nm_mask(weight.abs(), pattern, dim)
+
+
+def interleaved(functions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Return the seconds of each function, called in turn after one call each to warm up."""
+    for function in functions:
+        function()
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for times, function in zip(seconds, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+    return seconds
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser.add_argument("--dim", type=int, default=-1, choices=[-1, 0])
+    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    args = parser.parse_args(argv)
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+        print(f"run with {args.threads} threads")
+    print(f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n")
+    print("| pattern | topk ms | nm_mask ms | topk / nm_mask | nm_mask / topk (lowest, highest) | load |")
+    print("|---|---|---|---|---|---|")
+    torch.manual_seed(0)
+    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
+    for pattern in map(NMPattern.parse, args.patterns):
+        size = args.size // pattern.m * pattern.m
+        weight = full.narrow(args.dim, 0, size).contiguous()
+        makers = [partial(make, weight, pattern, args.dim) for make in (topk_mask, magnitude_mask)]
+        # Which of several equal entries topk keeps is open; what it keeps of the magnitude is not.
+        kept = [torch.where(mask, weight.abs(), 0).double().sum() for mask in (make() for make in makers)]
+        assert torch.equal(*kept), f"{pattern}: the masks keep {kept} of the magnitude"
+        slow, fast = interleaved(makers, args.repeats)
+        base, own = statistics.median(slow), statistics.median(fast)
+        ratios = sorted(ours / theirs for ours, theirs in zip(fast, slow, strict=True))
+        print(
+            f"| {pattern} | {1e3 * base:.1f} | {1e3 * own:.1f} | {base / own:.2f} | {own / base:.2f} "
+            f"({ratios[0]:.2f}, {ratios[-1]:.2f}) | {os.getloadavg()[0]:.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
