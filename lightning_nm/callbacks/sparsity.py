@@ -30,8 +30,8 @@ class NMSparsityCallback(pl.Callback):
 
     Masks are installed when fit starts and move after each batch whose optimizer made a real step. While they
     are installed, ``state_dict()`` yields the sparse weights under the model's own keys, so every checkpoint holds
-    the sparse model and loads without this callback; what training needs beyond that is in the callback's own state, so a run
-    resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
+    the sparse model and loads without this callback; what training needs beyond that is in the callback's own state,
+    so a run resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
 
     Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
     ``nm/overlap`` and ``nm/train_flops_ratio``; see :meth:`NMSparsifier.stats` for their definitions.

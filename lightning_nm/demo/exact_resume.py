@@ -34,7 +34,7 @@ class ExactResume(Callback):
         if torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
         done = trainer.fit_loop.batch_idx + 1
-        if trainer.training and done % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        if trainer.state.fn == "fit" and done % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             state["gradients"] = {
                 name: parameter.grad.detach().clone()
                 for name, parameter in pl_module.named_parameters()

@@ -1,6 +1,6 @@
-"""Tensor to tensor."""
+"""Tensor to tensor: no module state, no Lightning."""
 
-from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops_ratio
+from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.masks import count_violations, is_nm, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
@@ -16,6 +16,7 @@ __all__ = [
     "pack_mask",
     "permutation_score",
     "search_permutation",
+    "train_flops",
     "train_flops_ratio",
     "unpack_mask",
 ]

@@ -412,10 +412,9 @@ def _swap_search(
             before = cost.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
             after = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64)
             better = after < before
-            if not better.any():
-                continue
-            gained = True
-            order = torch.where(better[:, None], order, torch.arange(tile, device=order.device))
+            if not better.all():
+                order = torch.where(better[:, None], order, _exchange(cost))
+            gained = gained or bool((order != torch.arange(tile, device=order.device)).any())
             moving = moving.gather(1, order)
             rows[blocks, slot] = moving
             count.index_copy_(0, blocks.reshape(-1), rest.add_(ones.index_select(0, moving.view(-1))))
@@ -472,3 +471,16 @@ def _assign(cost: Tensor) -> Tensor:
     free_columns = torch.argsort(owner, dim=1, descending=True, stable=True)
     filled = torch.empty_like(index).scatter_(1, free_rows, free_columns)
     return torch.where(matched == size, filled, matched)
+
+
+def _exchange(cost: Tensor, passes: int = 4) -> Tensor:
+    """Like :func:`_assign`, but never worse than staying: pairs that gain most from each other exchange columns."""
+    index = torch.arange(cost.shape[1], device=cost.device).expand(cost.shape[:2])
+    order = index
+    for _ in range(passes):
+        moved = cost.gather(2, order[:, None].expand_as(cost))
+        moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]  # what row i pays for the column of row j
+        gain, partner = (moved + moved.transpose(1, 2)).min(2)
+        mutual = (gain < 0) & (partner.gather(1, partner) == index)
+        order = order.gather(1, torch.where(mutual, partner, index))
+    return order

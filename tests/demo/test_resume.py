@@ -90,6 +90,7 @@ SETTINGS = {
     "plain": {},
     "accumulate": {"accumulate_grad_batches": 4},
     "validate-inside": {"val_check_interval": 2},
+    "validate-inside-a-window": {"val_check_interval": 3, "accumulate_grad_batches": 4},
     "limit": {"limit_train_batches": 5},
     "no-validation": {"limit_val_batches": 0},
     "reload": {"reload_dataloaders_every_n_epochs": 1},
