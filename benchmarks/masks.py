@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         makers = [partial(make, weight, pattern, args.dim) for make in (topk_mask, magnitude_mask)]
         # Which of several equal entries topk keeps is open; what it keeps of the magnitude is not.
         kept = [torch.where(mask, weight.abs(), 0).double().sum() for mask in (make() for make in makers)]
-        assert torch.allclose(*kept, rtol=1e-12, atol=0), f"{pattern}: the masks keep {kept} of the magnitude"
+        assert torch.allclose(kept[0], kept[1], rtol=1e-12, atol=0), f"{pattern}: the masks keep {kept} of the magnitude"
         slow, fast = interleaved(makers, args.repeats)
         base, own = statistics.median(slow), statistics.median(fast)
         ratios = sorted(ours / theirs for ours, theirs in zip(fast, slow, strict=True))

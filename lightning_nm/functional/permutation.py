@@ -1,75 +1,73 @@
 """Backward masks that follow the forward mask, and the search for the row permutation that lets them keep the most.
 
-The input gradient ``dX = dY W`` contracts the output axis, so its weight must be N:M along ``out``. Bi-Mask takes blocks of
-M rows after a permutation of the rows, and keeps at most N entries of every block and column of the forward-masked weight.
+The input gradient ``dX = dY W`` contracts the output axis, so its weight must be N:M along ``out``. Bi-Mask permutes
+the rows, takes blocks of M rows, and keeps at most N entries per block and column of the forward-masked weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.pattern import NMPattern
+from lightning_nm.pattern import NMPattern, PatternLike
 
 Search: TypeAlias = Literal["swap", "random"]
 """How :func:`search_permutation` searches."""
 Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 """What :func:`search_permutation` maximises."""
 
-_LEVELS = 4  # thresholds that stand for the magnitudes in the directed search by "l1"
-_TILE = 256  # blocks that exchange rows in one assignment; the cost of a round is linear in it
-_CACHE = 2**17  # elements that one step of the scoring works on: its temporaries stay in the second-level cache
+_LEVELS = 4  # thresholds that stand for the magnitudes while "swap" searches by "l1"
+_TILE = 256  # blocks that exchange rows in one assignment: the cost of a round is linear in it, the gain grows slowly
+_CACHE = 2**17  # elements that one step of the scoring works on, so that its temporaries stay in the cache
 
 
 def backward_mask(
     weight: Tensor,
     forward_mask: Tensor | None,
-    pattern: NMPattern,
+    pattern: PatternLike,
     permutation: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    r"""Mask of the weight for the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
+    r"""Mask of the weight in the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
 
-    .. math:: B = F \wedge P^{-1} \, \mathrm{top}_{N:M}(|P (F \odot W)|)
-
-    where :math:`P` permutes the rows and ``top`` keeps the N largest of every M consecutive rows per column, ties to the
-    lower row position.
+    ``B = F & P^-1 top(|P (F * W)|)``: P permutes the rows, and top keeps the N largest of every M consecutive rows per
+    column, ties to the lower row position.
 
     Args:
-        weight: ``[out, ...]``, floating point; every column of ``weight.flatten(1)`` is treated alone.
+        weight: ``[out, ...]``, real; read as ``[out, K]``, every column alone.
         forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
-        pattern: The N:M pattern.
-        permutation: ``[out]`` int64, the original row at every position. None is the identity.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        permutation: Integers ``[out]``, the original row at every position. None is the identity.
         groups: Equal runs of output rows that blocks and permutation must not cross (grouped convolutions).
 
     Returns:
         Boolean, the shape of ``weight``.
 
     Raises:
-        ValueError: If ``out / groups`` is not a multiple of M, or the permutation is none or crosses groups.
+        ValueError: If M does not divide ``out / groups``, or ``permutation`` is not one or crosses groups.
 
     Example::
 
         >>> weight = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
-        >>> backward_mask(weight, None, NMPattern(1, 2)).flatten().tolist()
+        >>> backward_mask(weight, None, "1:2").flatten().tolist()
         [True, False, True, False]
-        >>> backward_mask(weight, None, NMPattern(1, 2), torch.tensor([0, 3, 1, 2])).flatten().tolist()
+        >>> backward_mask(weight, None, "1:2", torch.tensor([0, 3, 1, 2])).flatten().tolist()
         [True, True, False, False]
 
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
-    values = _table(weight, forward_mask, pattern, "l1", groups)
+    magnitudes, pattern, _, _ = _problem(weight, forward_mask, pattern, "l1", groups)
     if permutation is None:
-        mask = nm_mask(values, pattern, dim=0)
+        mask = nm_mask(magnitudes, pattern, dim=0)
     else:
         permutation = _checked(permutation, weight, groups)
-        mask = torch.empty_like(values, dtype=torch.bool)
-        mask[permutation] = nm_mask(values[permutation], pattern, dim=0)
+        mask = torch.empty_like(magnitudes, dtype=torch.bool)
+        mask[permutation] = nm_mask(magnitudes[permutation], pattern, dim=0)
     mask = mask.view(weight.shape)
     return mask if forward_mask is None else mask & forward_mask
 
@@ -78,116 +76,116 @@ def backward_mask(
 def permutation_score(
     weight: Tensor,
     forward_mask: Tensor | None,
-    pattern: NMPattern,
+    pattern: PatternLike,
     permutation: Tensor | None,
     *,
     criterion: Criterion = "retained",
     groups: int = 1,
 ) -> float:
-    r"""What the backward mask keeps of the forward-masked weight ``V`` under a permutation of the rows.
+    r"""What the backward mask keeps of the forward-masked weight V under a permutation of the rows.
 
-    A block is M consecutive permuted rows of one column. Summed over blocks: ``"retained"`` is
-    :math:`\min(\mathrm{nnz}, N)`, ``"eligible"`` is :math:`[\mathrm{nnz} \le N]`, ``"l1"`` is the sum of the N largest
-    :math:`|V|`.
+    The sum over blocks (M consecutive permuted rows of one column) of ``min(nnz, N)`` for ``"retained"``, of
+    ``nnz <= N`` for ``"eligible"``, and of the N largest ``|V|`` for ``"l1"``.
 
     Args:
-        weight: ``[out, ...]``, floating point.
+        weight: ``[out, ...]``, real.
         forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
-        pattern: The N:M pattern.
-        permutation: ``[out]`` int64, the original row at every position. None is the identity.
-        criterion: What is summed.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        permutation: Integers ``[out]``, the original row at every position. None is the identity.
+        criterion: What is summed. ``"l1"`` is summed in float32 within a block, in float64 over blocks.
         groups: Equal runs of output rows that the permutation must not cross.
 
     Raises:
-        ValueError: If the criterion is unknown, ``out / groups`` is not a multiple of M, or the permutation is none.
+        ValueError: As :func:`search_permutation`.
 
     Example::
 
         >>> weight = torch.tensor([[4.0], [3.0], [0.0], [1.0]])
-        >>> permutation_score(weight, None, NMPattern(1, 2), None)
-        2.0
-        >>> permutation_score(weight, None, NMPattern(1, 2), None, criterion="l1")
-        5.0
+        >>> [permutation_score(weight, None, "1:2", None, criterion=c) for c in ("retained", "eligible", "l1")]
+        [2.0, 1.0, 5.0]
 
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
-    _choice("criterion", criterion, get_args(Criterion))
-    table = _table(weight, forward_mask, pattern, criterion, groups)
-    return float(_scores(table, _checked(permutation, weight, groups)[None], pattern, criterion)[0])
+    problem = _problem(weight, forward_mask, pattern, criterion, groups)
+    return float(_scores(problem, _checked(permutation, weight, groups)[None])[0])
 
 
 @torch.no_grad()
 def search_permutation(
     weight: Tensor,
     forward_mask: Tensor | None,
-    pattern: NMPattern,
+    pattern: PatternLike,
     *,
     search: Search = "swap",
     candidates: int = 100,
     criterion: Criterion = "retained",
     initial: Tensor | None = None,
     groups: int = 1,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
 ) -> Tensor:
-    r"""Permutation of the output rows under which the backward mask keeps most; never worse than the initial one.
+    r"""Permutation of the output rows under which the backward mask keeps most, never worse than the initial one.
 
-    .. math:: p^* = \arg\max_p \sum_{\text{blocks}} \min(\mathrm{nnz}(V_p), N), \qquad V = F \odot W
-
-    for ``criterion="retained"``; :func:`permutation_score` gives the others. ``"random"`` is the paper's: the best of
-    random permutations (and of the initial one). ``"swap"`` exchanges rows between blocks. It takes one row out of every
-    block. What a row costs in a block is then linear in the row: the number of its nonzeros in columns where the rest of
-    the block holds N already. One GEMM gives the cost of every row in every block, and an assignment of rows to blocks
-    that costs less than the present one is taken. For ``"l1"`` the same is done on thresholded magnitudes.
+    ``argmax_p sum over blocks of min(nnz(V[p]), N)``, or another criterion of :func:`permutation_score`.
+    ``"random"`` is the paper's: the best of random permutations (and of the initial one). ``"swap"`` takes one row out
+    of every block. What a row then costs in a block is linear in the row: its nonzeros in columns where the rest of the
+    block has N already. So one GEMM tells the cost of every row in every block, and rows change places if that lowers
+    the sum.
 
     Args:
-        weight: ``[out, ...]``, floating point; conv weights are flattened to ``[out, K]``.
+        weight: ``[out, ...]``, real; read as ``[out, K]``.
         forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
-        pattern: The N:M pattern.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
         search: ``"swap"`` or ``"random"``.
-        candidates: Effort: the number of random permutations, or as many swap rounds as cost about the same time.
-            ``"swap"`` stops earlier when rounds stop to help.
+        candidates: Effort: how many random permutations, or as many rounds of swaps as take about the same time on
+            layers of 512 rows and more. ``"swap"`` stops when rounds no longer help.
         criterion: ``"retained"`` (the authors' code), ``"eligible"`` (the paper's wording) or ``"l1"`` (magnitude).
-        initial: ``[out]`` int64, where the search starts, such as the permutation now in use. None is the identity.
+        initial: Integers ``[out]``, where the search starts, such as the permutation in use. None is the identity.
         groups: Equal runs of output rows that the permutation does not cross.
         generator: Source of randomness. None is torch's global CPU generator.
 
     Returns:
-        ``[out]`` int64 on the device of ``weight``: the original row at every position.
+        int64 ``[out]`` on the device of ``weight``: the original row at every position.
 
     Raises:
-        ValueError: If an option is unknown, ``candidates < 1``, ``out / groups`` is not a multiple of M, or ``initial``
-            is not a permutation or crosses groups.
+        ValueError: If an option is unknown, ``candidates < 1``, M does not divide ``out / groups``, or ``initial`` is
+            not a permutation or crosses groups.
 
     Example::
 
         >>> weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 4.0]])
-        >>> permutation = search_permutation(weight, None, NMPattern(1, 2))
-        >>> permutation_score(weight, None, NMPattern(1, 2), permutation)  # 2.0 before
-        4.0
+        >>> permutation = search_permutation(weight, None, "1:2")
+        >>> [permutation_score(weight, None, "1:2", p) for p in (None, permutation)]
+        [2.0, 4.0]
 
     Source: ``"random"`` is Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023,
-    arXiv:2302.06058. ``"swap"`` is this package's.
+    arXiv:2302.06058; ``"swap"`` is this package's.
     """
     _choice("search", search, get_args(Search))
-    _choice("criterion", criterion, get_args(Criterion))
     if candidates < 1:
         raise ValueError(f"candidates={candidates}: the search needs at least one, for example candidates=100")
-    table = _table(weight, forward_mask, pattern, criterion, groups)
+    problem = _problem(weight, forward_mask, pattern, criterion, groups)
     start = _checked(initial, weight, groups)
-    if table.numel() == 0 or len(start) == groups * pattern.m:  # one block a group: every permutation scores the same
+    if problem.table.numel() == 0 or len(start) == groups * problem.pattern.m:  # one block a group: all score the same
         return start
     if search == "random":
-        return _random_search(table, pattern, start, candidates, criterion, groups, generator)
-    rounds = max(1, candidates * (pattern.m + 4) // 260)  # measured: about the time of the random candidates, or less
-    with torch.autocast(table.device.type, enabled=False):
-        found = _swap_search(table, pattern, start, rounds, criterion, groups, generator)
+        return _best_of(problem, start, candidates, generator)
+    rounds = max(1, candidates * (problem.pattern.m + 4) // 260)  # measured
+    with torch.autocast(start.device.type, enabled=False):
+        found = _swap(problem, start, rounds, generator)
     if criterion == "l1":  # searched on thresholds that only approximate the magnitudes
-        before, after = _scores(table, torch.stack([start, found]), pattern, criterion).tolist()
+        before, after = _scores(problem, torch.stack([start, found])).tolist()
         return found if after > before else start
     return found
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Input ----------------------------------------------------------------------------------------------------------------
+
+
+class _Problem(NamedTuple):
+    table: Tensor  # contiguous [out, K]: |V| for "l1", else whether V is nonzero
+    pattern: NMPattern
+    criterion: Criterion
+    groups: int
 
 
 def _choice(name: str, value: str, options: Sequence[str]) -> None:
@@ -195,77 +193,111 @@ def _choice(name: str, value: str, options: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}")
 
 
-def _table(
-    weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, criterion: Criterion, groups: int
-) -> Tensor:
-    """What the criterion looks at, ``[out, K]``: ``|V|`` for "l1", else ``V != 0``; after checking that blocks fit."""
+def _problem(
+    weight: Tensor, forward_mask: Tensor | None, pattern: PatternLike, criterion: Criterion, groups: int
+) -> _Problem:
+    pattern = NMPattern.parse(pattern)
+    _choice("criterion", criterion, get_args(Criterion))
     if weight.ndim < 2:
         raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
     out = weight.shape[0]
     if groups < 1 or out % groups:
-        raise ValueError(
-            f"groups={groups} does not divide the {out} output rows into equal runs: pass the layer's groups"
-        )
+        raise ValueError(f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups")
     if out // groups % pattern.m:
         raise ValueError(
-            f"{out} output rows in {groups} group(s) leave {out // groups} rows a group, not a multiple of M={pattern.m}: "
-            f"leave the input gradient of this layer dense or choose a pattern whose M divides {out // groups}"
+            f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}: "
+            f"keep this layer's input gradient dense, or choose a pattern whose M divides {out // groups}"
         )
+    weight = weight.detach()
+    table = weight.abs() if criterion == "l1" else weight.bool()
     if forward_mask is not None:
         if forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool:
             raise ValueError(
-                f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the weight's "
-                f"shape {tuple(weight.shape)}, such as nm_mask(weight.abs(), pattern)"
+                f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the "
+                f"shape of the weight, {tuple(weight.shape)}"
             )
-    if criterion == "l1":
-        table = weight.detach().abs() if forward_mask is None else torch.where(forward_mask, weight.detach().abs(), 0)
-    else:
-        table = weight.bool() if forward_mask is None else weight.bool() & forward_mask
-    return table.flatten(1).contiguous()
+        table = table.where(forward_mask, 0) if criterion == "l1" else table & forward_mask
+    return _Problem(table.flatten(1).contiguous(), pattern, criterion, groups)
 
 
 def _checked(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
-    """The permutation (identity for None) as a fresh tensor on the weight's device, after checking it."""
-    out = weight.shape[0]
-    rows = torch.arange(out, device=weight.device)
+    """A copy of the permutation (None: the identity) as int64 on the weight's device."""
+    rows = torch.arange(len(weight), device=weight.device)
     if permutation is None:
         return rows
-    if permutation.shape != (out,) or permutation.is_floating_point() or permutation.dtype == torch.bool:
+    held = permutation.to(weight.device, torch.int64, copy=True)
+    if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
         raise ValueError(
-            f"permutation is {permutation.dtype} {tuple(permutation.shape)}: pass {out} row numbers, int64 [{out}]"
+            f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once: "
+            f"pass integers such as torch.randperm({len(rows)}), or None for the identity"
         )
-    permutation = permutation.to(weight.device, torch.int64, copy=True)
-    if not torch.equal(permutation.sort().values, rows):
-        raise ValueError(f"permutation does not hold every row 0..{out - 1} once: pass torch.randperm({out}) or None")
-    size = out // groups
-    crossing = permutation.div(size, rounding_mode="floor") != rows.div(size, rounding_mode="floor")
-    if crossing.any():
-        position = int(crossing.nonzero()[0])
+    size = len(rows) // groups
+    crossing = (held // size != rows // size).nonzero()
+    if len(crossing):
+        at = int(crossing[0])
         raise ValueError(
-            f"permutation moves row {int(permutation[position])} to position {position}, out of its group of {size} rows: "
-            f"permute within each of the {groups} groups, or pass groups=1 for an ungrouped layer"
+            f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows: permute within "
+            f"each of the {groups} groups, or pass groups=1 if the layer is not grouped"
         )
-    return permutation
+    return held
 
 
-# Exact scores ---------------------------------------------------------------------------------------------------------
+def _first_rows(rows: Tensor, groups: int) -> Tensor:
+    return torch.arange(0, len(rows), len(rows) // groups, device=rows.device)[:, None]
 
 
-def _scores(table: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
+def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
+    """``[count, size]`` random permutations, drawn on the generator's device (CPU if None): alike on every device."""
+    source = generator.device if generator is not None else torch.device("cpu")
+    if size > 256:  # one by one is faster than sorting
+        drawn = [torch.randperm(size, generator=generator, device=source) for _ in range(count)]
+        return torch.stack(drawn).to(device)
+    return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
+
+
+# The paper's search, by exact scores ----------------------------------------------------------------------------------
+
+
+def _best_of(problem: _Problem, best: Tensor, candidates: int, generator: Generator | None) -> Tensor:
+    size = len(best) // problem.groups
+    for done in range(0, candidates, 1000):  # bounds memory
+        count = min(1000, candidates - done)
+        drawn = _shuffles(count * problem.groups, size, generator, best.device).view(count, -1, size)
+        drawn += _first_rows(best, problem.groups)
+        permutations = torch.cat([best[None], drawn.view(count, -1)])
+        best = permutations[_scores(problem, permutations).argmax()]
+    return best
+
+
+def _scores(problem: _Problem, permutations: Tensor) -> Tensor:
     """Criterion of ``[count, out]`` permutations, ``[count]``: int64, or float64 for "l1"."""
-    if criterion == "l1":
-        return _l1_scores(table, permutations, pattern)
-    words = _pack(table)
-    scores = torch.cat([_bit_scores(words, part, pattern, criterion) for part in permutations.split(_at_a_time(words))])
-    return table.numel() // pattern.m - scores if criterion == "eligible" else scores
+    table, pattern, criterion, _ = problem
+    if table.numel() == 0:
+        return permutations.new_zeros(len(permutations))
+    if criterion != "l1":
+        words = _pack(table)
+        parts = permutations.split(max(1, _CACHE // words.numel()))
+        counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
+        return counts if criterion == "retained" else table.numel() // pattern.m - counts
+    table = table if table.dtype == torch.float64 else table.float()
+    scores = torch.zeros(len(permutations), dtype=torch.float64, device=table.device)
+    for columns in table.split(max(1, _CACHE // len(table)), dim=1):
+        columns = columns.contiguous()
+        step = max(1, _CACHE // columns.numel())
+        for part, score in zip(permutations.split(step), scores.split(step), strict=True):
+            kept = _top(_slots(columns, part, pattern.m), pattern.n, torch.maximum, torch.minimum)
+            score += sum(kept[1:], kept[0]).view(len(part), -1).sum(1, dtype=torch.float64)
+    return scores
 
 
-def _at_a_time(table: Tensor) -> int:
-    return max(1, _CACHE // max(table.numel(), 1))
+def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
+    """M tensors ``[count * blocks, columns]``: the first rows of all blocks, the second rows, ..."""
+    rows = permutations.reshape(-1, m).t().reshape(-1)
+    return table.index_select(0, rows).view(m, -1, table.shape[1]).unbind()
 
 
 def _top(rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Callable[..., Tensor]) -> list[Tensor]:
-    """The n largest of the rows, elementwise and in order, by insertion: maximum and minimum, or OR and AND of bits."""
+    """The n largest of the rows, elementwise, in order, by insertion: maximum and minimum, or OR and AND for bits."""
     top: list[Tensor] = []
     for row in rows:
         for k, held in enumerate(top):
@@ -277,28 +309,8 @@ def _top(rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Calla
     return top
 
 
-def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
-    """M tensors ``[count * blocks, columns]``: the first rows of all blocks, the second rows, ..."""
-    index = permutations.reshape(-1, m).t().reshape(-1)
-    return table.index_select(0, index).view(m, -1, table.shape[1]).unbind()
-
-
-def _l1_scores(table: Tensor, permutations: Tensor, pattern: NMPattern) -> Tensor:
-    table = table.float() if table.dtype in (torch.float16, torch.bfloat16) else table
-    scores = table.new_zeros(len(permutations), dtype=torch.float64)
-    for part in table.split(max(1, _CACHE // len(table)), dim=1):
-        part = part.contiguous()
-        step = _at_a_time(part)
-        for i in range(0, len(permutations), step):
-            some = permutations[i : i + step]
-            top = _top(_slots(part, some, pattern.m), pattern.n, torch.maximum, torch.minimum)
-            for kept in top:
-                scores[i : i + step] += kept.view(len(some), -1).sum(1, dtype=torch.float64)
-    return scores
-
-
 def _pack(bits: Tensor) -> Tensor:
-    """Boolean ``[out, K]`` as ``[out, ceil(K / 64)]`` words of 64 bits; the order of the bits is of no concern here."""
+    """Boolean ``[out, K]`` as ``[out, ceil(K / 64)]`` words of 64 bits; which bit is where is of no concern."""
     octets = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 64)).view(torch.uint8).view(len(bits), -1, 8)
     packed = octets[..., 0].clone()
     for k in range(1, 8):
@@ -307,24 +319,18 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _bit_scores(words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
-    """Retained entries, or blocks that are not eligible, of each permutation.
-
-    The k-th largest bit of a block and column says whether it has at least k nonzeros: "retained" counts the first N of
-    these planes, "eligible" looks at plane N + 1.
-    """
-    n = pattern.n + (criterion == "eligible")
-    planes = _top(_slots(words, permutations, pattern.m), n, torch.bitwise_or, torch.bitwise_and)
-    planes = planes[-1:] if criterion == "eligible" else planes
+    """Retained entries, or blocks not eligible, of each permutation: a block's k-th largest bit says nnz >= k."""
+    eligible = criterion == "eligible"
+    planes = _top(_slots(words, permutations, pattern.m), pattern.n + eligible, torch.bitwise_or, torch.bitwise_and)
+    planes = planes[-1:] if eligible else planes
     count, length = len(permutations), planes[0].numel() // len(permutations)
     scores = permutations.new_zeros(count)
-    for i in range(
-        0, len(planes), 3
-    ):  # fields must not overflow: 3 planes of 4 ones fill a nibble with 12, 8 bytes of 24 make 192
+    for i in range(0, len(planes), 3):  # no field overflows: 3 planes of 4 ones fill a nibble with 12, 8 bytes make 192
         total = sum((_nibble_counts(plane) for plane in planes[i + 1 : i + 3]), _nibble_counts(planes[i]))
         total = (total & 0x0F0F0F0F0F0F0F0F).add_((total >> 4).bitwise_and_(0x0F0F0F0F0F0F0F0F))
         total = total.view(count, math.gcd(length, 8), -1).sum(1)
         total = (total & 0x00FF00FF00FF00FF).add_((total >> 8).bitwise_and_(0x00FF00FF00FF00FF))
-        scores += total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)  # top 16 bits: all four fields added
+        scores += total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)  # top 16 bits: the four fields' sum
     return scores
 
 
@@ -336,111 +342,84 @@ def _nibble_counts(words: Tensor) -> Tensor:
     return words.bitwise_and_(0x3333333333333333).add_(shifted.bitwise_and_(0x3333333333333333))
 
 
-# Searches -------------------------------------------------------------------------------------------------------------
+# The directed search --------------------------------------------------------------------------------------------------
 
 
-def _shuffles(count: int, size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """``[count, size]`` random permutations. Drawn where the generator lives, by default the CPU: alike on all devices."""
-    source = generator.device if generator is not None else torch.device("cpu")
-    if size > 256:  # one by one is faster than sorting
-        rows = [torch.randperm(size, generator=generator, device=source) for _ in range(count)]
-        return torch.stack(rows).to(device)
-    return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
-
-
-def _random_search(
-    table: Tensor,
-    pattern: NMPattern,
-    start: Tensor,
-    candidates: int,
-    criterion: Criterion,
-    groups: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    size = len(start) // groups
-    drawn = _shuffles(candidates * groups, size, generator, table.device).view(candidates, groups, size)
-    drawn += torch.arange(0, len(start), size, device=table.device)[:, None]
-    permutations = torch.cat([start[None], drawn.view(candidates, -1)])
-    return permutations[_scores(table, permutations, pattern, criterion).argmax()]
-
-
-def _swap_search(
-    table: Tensor,
-    pattern: NMPattern,
-    start: Tensor,
-    rounds: int,
-    criterion: Criterion,
-    groups: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    n, m = pattern.n, pattern.m
-    if criterion == "l1":
-        # sum of the N largest |v| = integral over u of min(#(|v| > u), N): "retained", summed over a few thresholds u
-        table, column_weight = _thresholded(table)
+def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:
+    """Rounds that take the row in one slot out of every block and put these rows back where they cost less."""
+    table, (n, m), device = problem.table, (problem.pattern.n, problem.pattern.m), start.device
+    if problem.criterion == "l1":
+        # the N largest |v| add up to the integral over u of min(#(|v| > u), N): "retained", at a few thresholds u
+        table, worth = _thresholded(table)
     ones = table.view(torch.uint8) if m < 256 else table.int()
     columns = ones.shape[1]
-
     rows = start.view(-1, m).clone()  # [blocks, M]
-    count = ones.index_select(0, rows[:, 0])  # nonzeros of each block and column
+    count = ones.index_select(0, rows[:, 0])  # nonzeros of every block and column
     for slot in range(1, m):
         count += ones.index_select(0, rows[:, slot])
-    per_group = len(rows) // groups
-    tiles = -(-per_group // _TILE)
-    tile = per_group // tiles  # blocks that do not fill a tile sit this round out
-    in_group = torch.arange(per_group, device=table.device).expand(groups, -1)
-    first = torch.arange(0, len(rows), per_group, device=table.device)[:, None]
-    at_once = max(1, 8 * _CACHE // (tile * columns))
 
+    per_group = len(rows) // problem.groups
+    tiles = -(-per_group // _TILE)
+    tile = per_group // tiles
+    used = tile * tiles  # of every group; the blocks after them sit the round out
+    stay = torch.arange(tile, device=device)
+    run = len(rows) if used == per_group else per_group
+    at_once = tile * max(1, 8 * _CACHE // (tile * columns))
+    spans = [
+        (first, min(first + at_once, begin + run - per_group + used))
+        for begin in range(0, len(rows), run)
+        for first in range(begin, begin + run - per_group + used, at_once)
+    ]
     idle = 0
     for step in range(rounds):
         slot = step % m
-        if step and slot == 0:  # other rows meet
-            rows = rows.gather(1, _shuffles(len(rows), m, generator, table.device))
-        if tiles > 1:
-            in_group = _shuffles(groups, per_group, generator, table.device)
+        if step and slot == 0:  # let other rows meet
+            rows = rows.gather(1, _shuffles(len(rows), m, generator, device))
+        if tiles > 1:  # let other blocks meet
+            order = _shuffles(problem.groups, per_group, generator, device) + _first_rows(rows, problem.groups)
+            rows, count = rows[order.view(-1)], count.index_select(0, order.view(-1))
         gained = False
-        for blocks in (in_group + first)[:, : tiles * tile].reshape(-1, tile).split(at_once):
-            moving = rows[blocks, slot]
-            taken = ones.index_select(0, moving.view(-1))
-            rest = count.index_select(0, blocks.reshape(-1)).sub_(taken)
-            # where one more nonzero costs: the block loses its eligibility, or the entry
-            full = rest.eq(n).view(torch.uint8) if criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
-            price = full.float() if criterion != "l1" else full * column_weight
-            # 0/1 operands and whole sums: exact in every float32 matmul precision. With the weights of "l1", nearly so
+        for first, last in spans:
+            moving = rows[first:last, slot]
+            taken = ones.index_select(0, moving)
+            rest = count[first:last].sub_(taken)  # in place: the count of the others
+            # where one nonzero more is lost, or makes the block ineligible
+            full = rest == n if problem.criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
+            price = full * worth if problem.criterion == "l1" else full.float()
+            # of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so
             cost = price.view(-1, tile, columns) @ taken.float().view(-1, tile, columns).transpose(1, 2)
             order = _assign(cost)
             before = cost.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
-            after = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64)
-            better = after < before
+            better = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64) < before
             if not better.all():
                 order = torch.where(better[:, None], order, _exchange(cost))
-            gained = gained or bool((order != torch.arange(tile, device=order.device)).any())
-            moving = moving.gather(1, order)
-            rows[blocks, slot] = moving
-            count.index_copy_(0, blocks.reshape(-1), rest.add_(ones.index_select(0, moving.view(-1))))
+            gained = gained or not torch.equal(order, stay.expand_as(order))
+            moving = moving.reshape(-1, tile).gather(1, order).view(-1)
+            rows[first:last, slot] = moving
+            rest += ones.index_select(0, moving)
         idle = 0 if gained else idle + 1
-        if idle >= 4 * m * m:  # all M * M ways in which two blocks give a row each were most likely tried
+        if idle == 4 * m * m:  # most likely all M * M pairs of rows of any two blocks have met
             break
     return rows.view(-1)
 
 
-def _thresholded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Boolean ``[out, levels * K]`` and float32 ``[levels * K]``: ``|v|`` is about the weighted sum over its columns."""
-    sample = values.flatten()[:: values.numel() // 2**16 + 1].float()
+def _thresholded(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+    """Boolean ``[out, levels * K]`` and its columns' worth: |v| is about the sum of the worth of its true entries."""
+    magnitudes = magnitudes.float()  # comparing in half would round the thresholds
+    sample = magnitudes.flatten()[:: magnitudes.numel() // 2**16 + 1]
     sample = sample[sample > 0]
-    if len(sample) == 0:
-        return values > 0, values.new_ones(values.shape[1], dtype=torch.float32)
-    quantiles = sample.quantile(torch.arange(2 * _LEVELS, device=values.device) / (2 * _LEVELS))
-    edges = [torch.zeros_like(quantiles[0]), *quantiles[2::2]]
-    weights = quantiles[1::2].diff(prepend=edges[0][None])
-    return torch.cat([values > edge for edge in edges], dim=1), weights.repeat_interleave(values.shape[1])
+    probabilities = torch.arange(2 * _LEVELS, device=sample.device) / (2 * _LEVELS)
+    marks = sample.quantile(probabilities) if len(sample) else torch.zeros_like(probabilities)
+    marks[0] = 0  # threshold, value, threshold, value, ...
+    worth = marks[1::2].diff(prepend=marks[:1]).repeat_interleave(magnitudes.shape[1])
+    return torch.cat([magnitudes > threshold for threshold in marks[::2]], dim=1), worth
 
 
 def _assign(cost: Tensor) -> Tensor:
-    """Assignments of low cost, close to the lowest: ``[tiles, n, n]`` to the column of every row, ``[tiles, n]``.
+    """Assignments of low, almost lowest cost: for ``[tiles, size, size]`` the column of every row, ``[tiles, size]``.
 
-    Two Sinkhorn steps price rows and columns so that few rows want the same column; then each pair that is best in its
-    row and in its column is matched, three times over; what is left is matched in order.
+    Two Sinkhorn steps price rows and columns so that few rows want the same column. Pairs that are best in their row
+    and in their column are matched, three times over, and what is left in order.
     """
     count, size = cost.shape[:2]
     cost = cost - cost.mean(2, keepdim=True)
@@ -449,37 +428,34 @@ def _assign(cost: Tensor) -> Tensor:
     plan = cost.mul_(-4 / scale.clamp(min=1e-30)).clamp_(-30, 30).exp_()
     columns = plan.new_ones(count, size, 1)
     for _ in range(2):
-        lines = torch.bmm(plan, columns).reciprocal_()
-        columns = torch.bmm(plan.transpose(1, 2), lines).reciprocal_()
+        lines = (plan @ columns).reciprocal_()
+        columns = (plan.transpose(1, 2) @ lines).reciprocal_()
     plan *= lines
     plan *= columns.transpose(1, 2)
 
     index = torch.arange(size, device=cost.device).expand(count, size)
     none = torch.full_like(index, size)
-    matched, owner = none, none  # column of every row, row of every column; size: none yet
+    column, row = none, none  # of every row, of every column; size while it has none
     for _ in range(3):
         best, choice = plan.max(2)
         mutual = (best >= plan.amax(1).gather(1, choice)) & (best > 0)
-        # equal values may leave a column with two suitors: the first wins
-        winner = none.scatter_reduce(1, choice, torch.where(mutual, index, size), "amin")
-        matched = torch.where(winner.gather(1, choice) == index, choice, matched)
-        owner = torch.minimum(owner, winner)
-        plan *= (matched == size).float()[..., None]
-        plan *= (owner == size).float()[:, None]
-    # both sorts put what is free first, and as many are free on either side
-    free_rows = torch.argsort(matched, dim=1, descending=True, stable=True)
-    free_columns = torch.argsort(owner, dim=1, descending=True, stable=True)
-    filled = torch.empty_like(index).scatter_(1, free_rows, free_columns)
-    return torch.where(matched == size, filled, matched)
+        winner = none.scatter_reduce(1, choice, torch.where(mutual, index, none), "amin")  # one of equals
+        column = torch.where(winner.gather(1, choice) == index, choice, column)
+        row = torch.minimum(row, winner)
+        plan *= (column == size).float()[..., None]
+        plan *= (row == size).float()[:, None]
+    # sorting puts the free ones first, as many rows as columns
+    free_rows, free_columns = (torch.argsort(side, dim=1, descending=True, stable=True) for side in (column, row))
+    return torch.where(column == size, torch.empty_like(index).scatter_(1, free_rows, free_columns), column)
 
 
-def _exchange(cost: Tensor, passes: int = 4) -> Tensor:
-    """Like :func:`_assign`, but never worse than staying: pairs that gain most from each other exchange columns."""
+def _exchange(cost: Tensor) -> Tensor:
+    """Like :func:`_assign`, but never worse than staying: rows that gain most from each other change places."""
     index = torch.arange(cost.shape[1], device=cost.device).expand(cost.shape[:2])
     order = index
-    for _ in range(passes):
+    for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))
-        moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]  # what row i pays for the column of row j
+        moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]
         gain, partner = (moved + moved.transpose(1, 2)).min(2)
         mutual = (gain < 0) & (partner.gather(1, partner) == index)
         order = order.gather(1, torch.where(mutual, partner, index))
