@@ -1,4 +1,4 @@
-"""Time `nm_mask` against `abs -> topk -> scatter_`, interleaved in one process; the abs is part of both.
+"""Time `magnitude_mask` against `abs -> topk -> scatter_`, interleaved in one process.
 
 ``python -m benchmarks.masks`` prints medians and their ratios; noise hits both sides of an interleaved ratio alike.
 """
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.pattern import NMPattern
 
 PATTERNS = ("2:4", "1:2", "1:4", "2:8", "4:8", "1:16", "2:16", "4:16", "8:16", "16:32", "3:5")
@@ -29,9 +29,9 @@ def topk_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     return torch.zeros(blocks.shape, dtype=torch.bool).scatter_(axis, kept, True).view(weight.shape)
 
 
-def magnitude_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Make the mask with `nm_mask`."""
-    return nm_mask(weight.abs(), pattern, dim)
+def fast_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Make the mask with `magnitude_mask`."""
+    return magnitude_mask(weight, pattern, dim)
 
 
 def interleaved(functions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
@@ -62,17 +62,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
         print(f"run with {args.threads} threads")
     print(f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n")
-    print("| pattern | topk ms | nm_mask ms | topk / nm_mask | nm_mask / topk (lowest, highest) | load |")
+    print("| pattern | topk ms | ours ms | topk / ours | ours / topk (lowest, highest) | load |")
     print("|---|---|---|---|---|---|")
     torch.manual_seed(0)
     full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full.narrow(args.dim, 0, size).contiguous()
-        makers = [partial(make, weight, pattern, args.dim) for make in (topk_mask, magnitude_mask)]
+        makers = [partial(make, weight, pattern, args.dim) for make in (topk_mask, fast_mask)]
         # Which of several equal entries topk keeps is open; what it keeps of the magnitude is not.
         kept = [torch.where(mask, weight.abs(), 0).double().sum() for mask in (make() for make in makers)]
-        assert torch.allclose(kept[0], kept[1], rtol=1e-12, atol=0), f"{pattern}: the masks keep {kept} of the magnitude"
+        assert torch.allclose(kept[0], kept[1], rtol=1e-12, atol=0), (
+            f"{pattern}: the masks keep {kept} of the magnitude"
+        )
         slow, fast = interleaved(makers, args.repeats)
         base, own = statistics.median(slow), statistics.median(fast)
         ratios = sorted(ours / theirs for ours, theirs in zip(fast, slow, strict=True))

@@ -1,7 +1,7 @@
 """Tensor to tensor: no module state, no Lightning."""
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
-from lightning_nm.functional.masks import count_violations, is_nm, nm_mask, nm_prune
+from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
 
@@ -11,6 +11,7 @@ __all__ = [
     "backward_mask",
     "count_violations",
     "is_nm",
+    "magnitude_mask",
     "nm_mask",
     "nm_prune",
     "pack_mask",

@@ -7,23 +7,24 @@ distance ``d`` one elementwise comparison settles the pairs ``(j, j + d)`` of al
 
 from __future__ import annotations
 
-import sys
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from lightning_nm.pattern import NMPattern, PatternLike
 
-# Entries handled at a time. On a CPU the temporaries of a chunk must fit the cache; on an accelerator launches cost
-# more than memory traffic, and the limit only bounds the temporaries.
-_CPU_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 25
+# Up to this many entries a block, comparing each pair where it lies in memory beats gathering the entries first.
+_MAX_STRIDED_M = 8
 
 # All pairs are quadratic in M, so that a sort wins in the end.
 _MAX_PAIRWISE_M = 64
 
-# Blocks whose ranks, one byte an entry, fill one integer. The shifts below take the first entry for the lowest byte.
-_WORDS = {2: torch.int16, 4: torch.int32} if sys.byteorder == "little" else {}
+# Entries handled at a time. On a CPU, per thread: the temporaries fit its cache, and an operation gives it work enough.
+# On an accelerator launches cost more than memory traffic, and the limit only bounds the temporaries.
+_STRIDED_CHUNK = 1 << 18
+_GATHERED_CHUNK = 1 << 17
+_DEVICE_CHUNK = 1 << 25
 
 
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -50,16 +51,31 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
         >>> nm_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]), "2:4").int().tolist()
         [1, 0, 1, 0, 1, 1, 0, 0]
     """
-    pattern = NMPattern.parse(pattern)
-    dim = _check_blocks(scores, pattern, dim)
-    scores = _comparable(scores.detach())
-    if scores.numel() == 0:
-        return torch.empty_like(scores, dtype=torch.bool)
-    if pattern.m > _MAX_PAIRWISE_M:
-        return _sorted_mask(scores, pattern, dim)
-    if torch.compiler.is_compiling():
-        return _broadcast_mask(scores, pattern, dim)
-    return _chunked_mask(scores, pattern, dim)
+    return _mask(scores, pattern, dim, magnitude=False)
+
+
+def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
+    """Keep the N largest magnitudes of every block of M: :func:`nm_mask` of ``|weight|``, which is never stored whole.
+
+    Args:
+        weight: Any shape, any real dtype, any strides.
+        pattern: What :meth:`NMPattern.parse` reads.
+        dim: The axis along which the blocks lie; its size must be a multiple of M.
+
+    Returns:
+        A bool tensor of the shape of ``weight``, in its memory order, without autograd history.
+
+    Raises:
+        ValueError: If ``weight`` has no axes or M does not divide ``weight.shape[dim]``.
+        IndexError: If ``weight`` has no axis ``dim``.
+
+    Example::
+
+        >>> import torch
+        >>> magnitude_mask(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").int().tolist()
+        [0, 1, 0, 1]
+    """
+    return _mask(weight, pattern, dim, magnitude=True)
 
 
 def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -85,7 +101,7 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
         >>> nm_prune(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").tolist()
         [0.0, -2.0, 0.0, 1.0]
     """
-    return torch.where(nm_mask(x.detach().abs(), pattern, dim), x, 0)
+    return torch.where(magnitude_mask(x, pattern, dim), x, 0)
 
 
 def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
@@ -162,6 +178,19 @@ def _comparable(scores: Tensor) -> Tensor:
     return scores.float() if scores.is_floating_point() and scores.itemsize < 2 else scores
 
 
+def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
+    pattern = NMPattern.parse(pattern)
+    dim = _check_blocks(scores, pattern, dim)
+    scores = _comparable(scores.detach())
+    if scores.numel() == 0:
+        return torch.empty_like(scores, dtype=torch.bool)
+    if pattern.m > _MAX_PAIRWISE_M:
+        return _sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
+    if torch.compiler.is_compiling():
+        return _broadcast_mask(scores.abs() if magnitude else scores, pattern, dim)
+    return _chunked_mask(scores, pattern, dim, magnitude)
+
+
 def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Run the all-pairs comparison over chunks of whole blocks, in the memory order of ``scores``."""
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
@@ -170,55 +199,79 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     inner = dense.shape[order.index(dim) + 1 :].numel()
     blocks = dense.reshape(-1, pattern.m, inner)
     mask = torch.empty(blocks.shape, dtype=torch.bool, device=scores.device)
-    ranks = mask.view(torch.uint8)
-    chunk = _CPU_CHUNK if scores.device.type == "cpu" else _DEVICE_CHUNK
-    step = max(1, chunk // (pattern.m * inner))
-    keep = _keep_words if inner == 1 and pattern.m in _WORDS else _keep_rows
-    for start in range(0, blocks.shape[0], step):
-        keep(blocks[start : start + step], ranks[start : start + step], pattern)
+    make, chunk = (
+        (_Strided, _STRIDED_CHUNK) if inner == 1 and pattern.m <= _MAX_STRIDED_M else (_Gathered, _GATHERED_CHUNK)
+    )
+    chunk = chunk * torch.get_num_threads() if scores.device.type == "cpu" else _DEVICE_CHUNK
+    keep: _Strided | _Gathered | None = None
+    for part, kept in zip(
+        *(tensor.split(max(1, chunk // (pattern.m * inner))) for tensor in (blocks, mask)), strict=True
+    ):
+        if keep is None or keep.size != len(part):  # the first and the last chunk
+            keep = make(part, pattern)
+        for entry, row in zip(kept.view(torch.uint8).unbind(1), keep(part).unbind(0), strict=True):
+            entry.copy_(row)
     return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
 
 
-def _keep_words(blocks: Tensor, out: Tensor, pattern: NMPattern) -> None:
-    """Write the mask of ``blocks`` [B, M, 1] to ``out`` (uint8), the ranks of a block being the bytes of an integer.
+class _Strided:
+    """Compare the entries of blocks [B, M, I] pair by pair, where they lie."""
 
-    Neighbours at distance d are compared across the whole flat chunk, and a bit mask drops the pairs that straddle
-    blocks. Adding ``won << 8 d`` and subtracting ``won`` then moves the ranks of all losers and winners at once; no
-    byte carries into the next, as a rank stays in 0..M-1.
-    """
-    n, m = pattern.n, pattern.m
-    scores = _wide(blocks.flatten())
-    verdict = torch.empty_like(scores)
-    won = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-    nan = _nan_bytes(scores)
-    ranks = out.view(-1).view(_WORDS[m])
-    ranks.fill_(_word(range(m - 1, -1, -1)))
-    for d in range(1, m):
-        _beats(scores[:-d], scores[d:], verdict[:-d], won[:-d], None if nan is None else nan[d:])
-        ranks.add_(won.view(_WORDS[m]) & _word([1] * (m - d) + [0] * d), alpha=256**d - 1)
-    out.lt_(n)
+    def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
+        self.pattern, self.size = pattern, len(blocks)
+        self.start, self.ranks = _start_ranks(blocks)
+        self.won = torch.empty_like(self.ranks[0], dtype=torch.bool)
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        """Return the mask, as uint8 [M, B, I]."""
+        blocks = _wide(blocks)
+        nan = _find_nan(blocks)
+        entries, ranks = blocks.unbind(1), self.ranks.copy_(self.start).unbind(0)
+        for i, j in combinations(range(self.pattern.m), 2):
+            torch.ge(entries[i], entries[j], out=self.won)
+            if nan is not None:
+                self.won |= nan[:, j]
+            won = self.won.view(torch.uint8)
+            ranks[i].sub_(won)
+            ranks[j].add_(won)
+        return self.ranks.lt_(self.pattern.n)
 
 
-def _keep_rows(blocks: Tensor, out: Tensor, pattern: NMPattern) -> None:
-    """Write the mask of ``blocks`` [B, M, I] to ``out`` (uint8), with the M entries of a block in M contiguous rows."""
-    n, m = pattern.n, pattern.m
-    scores = _wide(torch.stack(blocks.unbind(1)))
-    nan = _nan_bytes(scores)
-    if n == 1 and nan is None:
-        kept = _first_largest(scores)
-    else:
-        verdict = torch.empty_like(scores)
-        won = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-        # Whoever comes first is taken to lose to all that follow, until it is seen to win.
-        ranks = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=scores.device)
-        ranks = ranks.view(m, 1, 1).repeat(1, *scores.shape[1:])
-        for d in range(1, m):
-            _beats(scores[:-d], scores[d:], verdict[d:], won[d:], None if nan is None else nan[d:])
-            ranks[d:] += won[d:]
-            ranks[:-d] -= won[d:]
-        kept = ranks.lt_(n)
-    for entry, row in zip(out.unbind(1), kept.unbind(0), strict=True):
-        entry.copy_(row)
+class _Gathered:
+    """Gather the M entries of blocks [B, M, I] into M rows, and compare all rows at a distance d at once."""
+
+    def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
+        self.pattern, self.size = pattern, len(blocks)
+        self.start, self.ranks = _start_ranks(blocks)
+        self.scores = torch.empty_like(self.ranks, dtype=_wide(blocks[:0]).dtype)
+        # On a CPU a comparison into its own dtype and a narrowing copy are several times faster than one into bool.
+        self.verdict = torch.empty_like(self.scores)
+        self.won = torch.empty_like(self.ranks)
+        # Many views of small tensors: making them once for all chunks is worth it.
+        rows = (self.scores, self.verdict, self.won, self.ranks)
+        self.steps = [(d, *(row[:-d] for row in rows), *(row[d:] for row in rows)) for d in range(1, pattern.m)]
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        """Return the mask, as uint8 [M, B, I]."""
+        torch.stack(blocks.unbind(1), out=self.scores)
+        nan = _find_nan(self.scores)
+        if self.pattern.n == 1 and nan is None:
+            return _first_largest(self.scores)
+        self.ranks.copy_(self.start)
+        for d, first, _, _, first_rank, second, verdict, won, second_rank in self.steps:
+            won.copy_(torch.ge(first, second, out=verdict))
+            if nan is not None:
+                won |= nan[d:]
+            first_rank.sub_(won)
+            second_rank.add_(won)
+        return self.ranks.lt_(self.pattern.n)
+
+
+def _start_ranks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the ranks of blocks [B, M, I], uint8 [M, B, I], and what they start from: each loses to all that follow it."""
+    size, m, inner = blocks.shape
+    start = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=blocks.device)
+    return start.view(m, 1, 1), torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)
 
 
 def _first_largest(scores: Tensor) -> Tensor:
@@ -232,36 +285,19 @@ def _first_largest(scores: Tensor) -> Tensor:
     return hits
 
 
-def _beats(first: Tensor, second: Tensor, verdict: Tensor, won: Tensor, second_is_nan: Tensor | None) -> None:
-    """Write to ``won`` (uint8) whether the earlier entry of each pair beats the later one.
-
-    A comparison into its own dtype followed by a narrowing copy is several times faster on a CPU than one into bool.
-    """
-    won.copy_(torch.ge(first, second, out=verdict))
-    if second_is_nan is not None:
-        won |= second_is_nan
-
-
-def _nan_bytes(scores: Tensor) -> Tensor | None:
-    """Mark the NaNs, as uint8, or return None if a cheap test shows that there are none."""
+def _find_nan(scores: Tensor) -> Tensor | None:
+    """Mark the NaNs, or return None if a cheap test shows that there are none."""
     if not scores.is_floating_point():
         return None
     # Reading a value would stall an accelerator, and a fake tensor has none. A sum of inf and -inf only costs time.
     plain = type(scores) is Tensor and scores.device.type == "cpu"
-    if plain and not scores.sum().isnan():
-        return None
-    return scores.isnan().view(torch.uint8)
+    return None if plain and not scores.sum().isnan() else scores.isnan()
 
 
 def _wide(scores: Tensor) -> Tensor:
     """Widen half dtypes, whose comparisons are slow on a CPU; the cast keeps order and ties."""
     half = scores.is_floating_point() and scores.itemsize < 4
     return scores.float() if half and scores.device.type == "cpu" else scores
-
-
-def _word(entries: range | list[int]) -> int:
-    """Pack one byte per entry into an integer, the first entry in the lowest byte."""
-    return int.from_bytes(bytes(entries), "little")
 
 
 def _broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_nm.functional import is_nm, nm_mask
+from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn.layer import Gemms, NMLayer
 
@@ -60,7 +60,7 @@ class ASP(MaskMethod):
                 )
             mask = rows != 0
         else:
-            mask = nm_mask(rows.abs(), layer.pattern, dim=1)
+            mask = magnitude_mask(rows, layer.pattern, dim=1)
         layer.set_masks(layer.unrows(mask))
         self.after_step(layer)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from lightning_nm.functional import backward_mask, nm_mask, search_permutation
+from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import NMLayer
 
@@ -69,7 +69,7 @@ class BiMask(SRSTE):
     def update(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         rows = layer.rows(layer.weight.detach())
-        forward = None if layer.forward_reason else nm_mask(rows.abs(), layer.pattern, dim=1)
+        forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)
         backward = None
         if not layer.dgrad_reason:
             if layer.permutation is None or layer.crossed(self.permute_every):

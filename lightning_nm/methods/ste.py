@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_nm.functional import nm_mask
+from lightning_nm.functional import magnitude_mask
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 
@@ -23,7 +23,7 @@ class STE(MaskMethod):
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Select the mask from the weight as it is now."""
-        layer.set_masks(layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)))
+        layer.set_masks(layer.unrows(magnitude_mask(layer.rows(layer.weight.detach()), layer.pattern, dim=1)))
 
 
 class SRSTE(STE):

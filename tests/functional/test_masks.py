@@ -118,15 +118,10 @@ def test_chunks_meet(monkeypatch, text, dim):
     with_nan = torch.where(torch.rand(48, 80) < 0.01, torch.nan, scores)
     expected_with_nan = _nm_mask_reference(with_nan, text, dim)
     for chunk in (1, 7 * 16, 1000):
-        monkeypatch.setattr(masks, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(masks, "_STRIDED_CHUNK", chunk)
+        monkeypatch.setattr(masks, "_GATHERED_CHUNK", chunk)
         assert torch.equal(nm_mask(scores, text, dim), expected)
         assert torch.equal(nm_mask(with_nan, text, dim), expected_with_nan)
-
-
-def test_without_the_words_of_little_endian_machines(monkeypatch):
-    scores = awkward((4, 16), torch.float32)
-    monkeypatch.setattr(masks, "_WORDS", {})
-    assert torch.equal(nm_mask(scores, "2:4"), _nm_mask_reference(scores, "2:4"))
 
 
 def test_expanded_scores():
@@ -225,3 +220,22 @@ def test_empty(shape):
     assert nm_mask(x, "2:4").shape == shape
     assert nm_prune(x, "2:4").shape == shape
     assert is_nm(x, "2:4")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("text", ["2:4", "1:16", "3:8", "5:70"])
+def test_the_mask_of_magnitudes_is_the_mask_of_the_absolute_values(text, dtype, dim):
+    m = NMPattern.parse(text).m
+    weight = awkward((2 * m, 2 * m, 2 * m) if m < 16 else (2 * m, 2 * m), dtype)
+    assert torch.equal(masks.magnitude_mask(weight, text, dim), nm_mask(weight.abs(), text, dim))
+    before = weight.clone()
+    masks.magnitude_mask(weight, text, dim)
+    assert torch.equal(weight.nan_to_num(), before.nan_to_num())
+
+
+def test_the_mask_of_magnitudes_compiles():
+    torch._dynamo.reset()
+    weight = torch.randn(8, 16)
+    compiled = torch.compile(masks.magnitude_mask, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(weight, "2:4"), nm_mask(weight.abs(), "2:4"))
