@@ -191,7 +191,7 @@ def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Te
     return _chunked_mask(scores, pattern, dim, magnitude)
 
 
-def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool) -> Tensor:
     """Run the all-pairs comparison over chunks of whole blocks, in the memory order of ``scores``."""
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
     order = sorted(range(scores.dim()), key=lambda axis: scores.stride()[axis], reverse=True)
@@ -199,17 +199,17 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     inner = dense.shape[order.index(dim) + 1 :].numel()
     blocks = dense.reshape(-1, pattern.m, inner)
     mask = torch.empty(blocks.shape, dtype=torch.bool, device=scores.device)
-    make, chunk = (
-        (_Strided, _STRIDED_CHUNK) if inner == 1 and pattern.m <= _MAX_STRIDED_M else (_Gathered, _GATHERED_CHUNK)
-    )
-    chunk = chunk * torch.get_num_threads() if scores.device.type == "cpu" else _DEVICE_CHUNK
+    strided = inner == 1 and pattern.m <= _MAX_STRIDED_M
+    if scores.device.type == "cpu":
+        chunk = (_STRIDED_CHUNK if strided else _GATHERED_CHUNK) * torch.get_num_threads()
+    else:
+        chunk = _DEVICE_CHUNK
+    step = max(1, chunk // (pattern.m * inner))
     keep: _Strided | _Gathered | None = None
-    for part, kept in zip(
-        *(tensor.split(max(1, chunk // (pattern.m * inner))) for tensor in (blocks, mask)), strict=True
-    ):
-        if keep is None or keep.size != len(part):  # the first and the last chunk
-            keep = make(part, pattern)
-        for entry, row in zip(kept.view(torch.uint8).unbind(1), keep(part).unbind(0), strict=True):
+    for part, kept in zip(blocks.split(step), mask.view(torch.uint8).split(step), strict=True):
+        if keep is None or keep.size != len(part):  # the first chunk, and a shorter last one
+            keep = (_Strided if strided else _Gathered)(part, pattern)
+        for entry, row in zip(kept.unbind(1), keep(part.abs() if magnitude else part).unbind(0), strict=True):
             entry.copy_(row)
     return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
 
@@ -248,8 +248,10 @@ class _Gathered:
         self.verdict = torch.empty_like(self.scores)
         self.won = torch.empty_like(self.ranks)
         # Many views of small tensors: making them once for all chunks is worth it.
-        rows = (self.scores, self.verdict, self.won, self.ranks)
-        self.steps = [(d, *(row[:-d] for row in rows), *(row[d:] for row in rows)) for d in range(1, pattern.m)]
+        self.steps = [
+            (self.scores[:-d], self.scores[d:], self.verdict[d:], self.won[d:], self.ranks[:-d], self.ranks[d:])
+            for d in range(1, pattern.m)
+        ]
 
     def __call__(self, blocks: Tensor) -> Tensor:
         """Return the mask, as uint8 [M, B, I]."""
@@ -258,7 +260,7 @@ class _Gathered:
         if self.pattern.n == 1 and nan is None:
             return _first_largest(self.scores)
         self.ranks.copy_(self.start)
-        for d, first, _, _, first_rank, second, verdict, won, second_rank in self.steps:
+        for d, (first, second, verdict, won, first_rank, second_rank) in enumerate(self.steps, start=1):
             won.copy_(torch.ge(first, second, out=verdict))
             if nan is not None:
                 won |= nan[d:]
@@ -268,7 +270,7 @@ class _Gathered:
 
 
 def _start_ranks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the ranks of blocks [B, M, I], uint8 [M, B, I], and what they start from: each loses to all that follow it."""
+    """Return what ranks start from, each entry losing to all that follow it, and room for those of blocks [B, M, I]."""
     size, m, inner = blocks.shape
     start = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=blocks.device)
     return start.view(m, 1, 1), torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)
