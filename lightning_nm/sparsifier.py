@@ -88,7 +88,8 @@ class NMSparsifier:
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
         self._handles: list[RemovableHandle] = []
-        self._optimizers: dict[int, tuple[Optimizer, list[str]]] = {}
+        self._optimizers: dict[int, Optimizer] = {}  # held, so that an id stays its own
+        self._owners: dict[int, tuple[int, list[NMLayer]]] = {}
         self._flops = {"steps": 0, "arithmetic": 0.0, "paper": 0.0, "eligible": 0.0}
 
     # --------------------------------------------------------------------------------------------- in and out
@@ -133,7 +134,15 @@ class NMSparsifier:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        own = {id(parameter) for layer in self.plan.layers for parameter in layer.parameters.values()}
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                kept = [k for k, parameter in enumerate(group["params"]) if id(parameter) not in own]
+                for key in ("params", "param_names"):
+                    if key in group:
+                        group[key] = [group[key][k] for k in kept]
         self._optimizers.clear()
+        self._owners.clear()
         self._close_counter()
         if self.attached:
             uninstall(self.model, self.plan.layers)
@@ -162,28 +171,32 @@ class NMSparsifier:
             )
         if id(optimizer) in self._optimizers:
             return
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        owned = []
-        for layer in self.plan.layers:
-            group = groups.get(id(layer.weight))
-            if group is None:
-                continue
-            owned.append(layer.name)
-            for parameter in layer.parameters.values():
-                if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-                    raise ValueError(
-                        f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
-                        f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-                    )
-                if id(parameter) not in groups:  # in the weight's own group: its schedule and its decay apply
-                    group["params"].append(parameter)
-        self._optimizers[id(optimizer)] = (optimizer, owned)  # held, so that the id stays its own
+        self._optimizers[id(optimizer)] = optimizer
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._owned(optimizer)
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Shape the complete gradients, unscaled and not yet clipped, just before ``optimizer.step()``."""
+    @property
+    def unowned(self) -> list[str]:
+        """Masked layers that no registered optimizer trains: their clocks and masks stand still."""
+        owned = {layer.name for optimizer in self._optimizers.values() for layer in self._owned(optimizer)}
+        return [layer.name for layer in self.plan.layers if layer.name not in owned]
+
+    def before_step(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
+        """Shape the complete gradients just before ``optimizer.step()``, before clipping.
+
+        Args:
+            optimizer: A registered optimizer.
+            loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
+        """
         for layer in self._owned(optimizer):
+            grads = [p.grad for p in (layer.weight, *layer.parameters.values()) if p.grad is not None]
+            if loss_scale != 1:
+                for grad in grads:
+                    grad.div_(loss_scale)
             layer.method.before_step(layer)
+            if loss_scale != 1:
+                for grad in grads:
+                    grad.mul_(loss_scale)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
@@ -211,6 +224,7 @@ class NMSparsifier:
             if layer.step > layer.updated_at:
                 layer.method.update(layer)
                 layer.updated_at = layer.step
+                layer.parked = None
                 moved = True
         if moved:
             self._flops["steps"] += 1
@@ -223,11 +237,30 @@ class NMSparsifier:
             self._counter.close()
             self._counter = None
 
+    @property
+    def unseen(self) -> list[str]:
+        """Masked layers whose module was not called in the batches so far, though others were.
+
+        Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches.
+        """
+        return [layer.name for layer in self.plan.layers if layer.name not in self.macs] if self.macs else []
+
     def _owned(self, optimizer: Optimizer) -> list[NMLayer]:
+        """The layers whose weight the optimizer holds now: parameters may join while training."""
         if id(optimizer) not in self._optimizers:
             raise RuntimeError("this optimizer is not registered: call sparsifier.register(optimizer) before training")
-        layers = self.layers
-        return [layers[name] for name in self._optimizers[id(optimizer)][1]]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._owners.get(id(optimizer))
+        if known is None or known[0] != count:
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            layers = [layer for layer in self.plan.layers if id(layer.weight) in groups]
+            for layer in layers:
+                for name, parameter in layer.parameters.items():
+                    if id(parameter) not in groups:
+                        _join(groups[id(layer.weight)], optimizer, layer, name, parameter)
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            self._owners[id(optimizer)] = (count, layers)
+        return self._owners[id(optimizer)][1]
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
@@ -248,10 +281,11 @@ class NMSparsifier:
         """Multiply-adds of a training step relative to the dense step, by counting: arithmetic, paper, eligible.
 
         Taken over every linear, convolution and attention weight of the model, masked or not, weighted by the
-        multiply-adds that the first batches showed; before any batch, by the number of parameters of masked layers.
+        multiply-adds that the first batches showed. Before any batch, and for a compiled model, whose batches are not
+        seen, by the number of weights.
         """
         layers = self.layers
-        weights = self.macs or {name: layer.weight.numel() for name, layer in layers.items()}
+        weights = self.macs or self.plan.sizes
         gemms = {name: layer.gemms() for name, layer in layers.items()}
         kinds: tuple[FlopsKind, ...] = get_args(FlopsKind)
         return {
@@ -446,3 +480,15 @@ def _ratios(counts: Sequence[float]) -> dict[str, float]:
         "kept_magnitude": used / magnitude if magnitude else 1.0,
         "overlap": both / kept if kept else 1.0,
     }
+
+
+def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:
+    """Add a method's parameter to the group of the layer's weight, whose schedule and decay then apply to it."""
+    if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
+        raise ValueError(
+            f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
+            f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+        )
+    group["params"].append(parameter)
+    if "param_names" in group:
+        group["param_names"].append(f"{layer.name}.{name}")

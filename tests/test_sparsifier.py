@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, BiMask, GradientEstimator, NMSparsifier
+from lightning_nm import ASP, SRSTE, BiMask, GradientEstimator, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.nn.layer import Gemm
+from tests.plugins import ScaledMask
 
 
 def data():
@@ -283,3 +284,146 @@ def test_bi_mask_searches_its_permutation_every_so_often(monkeypatch):
         optimizer.step()
     sparsifier.step()
     assert len(calls) == 4
+
+
+def one_step(model, sparsifier, optimizer, seed=0):
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    sparsifier.step()
+
+
+def test_swapping_weights_out_and_in_again_loses_nothing():
+    """What averaging for validation does: no latent value is in a state dict."""
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    one_step(model, sparsifier, optimizer)
+    layer = sparsifier.layers["2"]
+    latent, marks, permutation = (t.detach().clone() for t in (layer.weight, layer.marks, layer.permutation))
+    backup = {key: value.clone() for key, value in model.state_dict().items()}
+    for factor in (0.5, 0.25):
+        model.load_state_dict({key: factor * value + 0.01 for key, value in backup.items()})
+        assert torch.equal(model.state_dict()["2.weight"], nmf.nm_prune(layer.weight.detach(), "2:4"))
+    model.load_state_dict(backup)
+    assert torch.equal(layer.weight, latent)
+    assert torch.equal(layer.marks, marks)
+    assert torch.equal(layer.permutation, permutation)
+    assert layer.step == 1
+    one_step(model, sparsifier, optimizer, seed=1)
+    assert layer.parked is None, "a copy of the weights is not kept for good"
+
+
+def test_parameters_that_join_an_optimizer_are_followed():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    optimizer = torch.optim.SGD(model[0].parameters(), 1.0)
+    sparsifier.register(optimizer)
+    one_step(model, sparsifier, optimizer)
+    assert sparsifier.unowned == ["2"]
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    one_step(model, sparsifier, optimizer, seed=1)
+    assert sparsifier.unowned == []
+    assert [layer.step for layer in sparsifier.layers.values()] == [2, 1]
+    for layer in sparsifier.layers.values():
+        assert torch.equal(layer.forward_mask, nmf.nm_mask(layer.weight.detach().abs(), "2:4"))
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_decay_means_the_same_on_scaled_gradients(loss_scale):
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.5)).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    layer = sparsifier.layers["2"]
+    layer.weight.grad = loss_scale * torch.ones_like(layer.weight)
+    sparsifier.before_step(optimizer, loss_scale)
+    expected = 1 + 0.5 * torch.where(layer.forward_mask, 0, layer.weight.detach())
+    torch.testing.assert_close(layer.weight.grad / loss_scale, expected)
+
+
+def test_a_penalty_adds_its_gradient():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", ScaledMask(strength=0.1)).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    scale = sparsifier.layers["2"].parameters["scale"]
+    scale.grad = torch.tensor(3.0)
+    sparsifier.before_step(optimizer)
+    assert scale.grad.item() == pytest.approx(3 + 0.1 * 2 * (1.5 - 1))
+
+
+def test_own_parameters_leave_the_optimizer_again():
+    model = network()
+    optimizer = torch.optim.SGD(model.named_parameters(), 0.1)
+    for _ in range(2):
+        sparsifier = NMSparsifier(model, "2:4", ScaledMask()).attach()
+        sparsifier.register(optimizer)
+        (group,) = optimizer.param_groups
+        assert len(group["params"]) == len(group["param_names"]) == 8
+        sparsifier.detach()
+        assert len(group["params"]) == len(group["param_names"]) == 6
+
+
+def test_random_choices_depend_on_seed_layer_and_step():
+    sparsifier = NMSparsifier(network(), seed=3).attach()
+    first, second = sparsifier.layers.values()
+    draws = {torch.rand(1, generator=layer.generator()).item() for layer in (first, second, first)}
+    assert len(draws) == 2
+    first.step = 1
+    draws.add(torch.rand(1, generator=first.generator()).item())
+    first.seed = 4
+    draws.add(torch.rand(1, generator=first.generator()).item())
+    assert len(draws) == 4
+
+
+def test_a_state_brings_its_seed_and_its_sums():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", seed=3).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    model(data()[0])
+    one_step(model, sparsifier, optimizer)
+    other_model = network()
+    other = NMSparsifier(other_model, "2:4", "sr-ste", seed=9).attach()
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(sparsifier.state_dict())
+    assert other.seed == other.layers["2"].seed == 3
+    assert other.macs == sparsifier.macs
+    assert other.mean_flip_rate() == sparsifier.mean_flip_rate() > 0
+    assert other.mean_flops_ratios() == sparsifier.mean_flops_ratios()
+
+
+def test_a_state_of_other_weights_or_another_layout_is_refused():
+    def sparse(scale=1.0, layout="channels"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(16, 16, 3))
+        with torch.no_grad():
+            model[0].weight.mul_(scale)
+        options = {"skip_first_last": False, "conv_layout": layout}
+        return NMSparsifier(model, "2:4", ASP(start=5), **options).attach()  # no mask yet to compare by
+
+    state = sparse().state_dict()
+    sparse().load_state_dict(state)
+    with pytest.raises(ValueError, match="do not belong to the weights of layer '0'"):
+        sparse(scale=1.01).load_state_dict(state)
+    with pytest.raises(ValueError, match="layout plain in the checkpoint, flat here"):
+        sparse(layout="flat").load_state_dict(state)
+
+
+def test_flops_of_a_model_whose_batches_are_not_seen():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", "ste", include="2").attach()
+    share = 32 * 32 / (16 * 32 + 32 * 32 + 32)
+    assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - share / 6)
+
+
+def test_masks_move_to_the_weights_device():
+    model = network()
+    sparsifier = NMSparsifier(model).attach()
+    model.to("meta")
+    for layer in sparsifier.layers.values():
+        assert {tensor.device.type for tensor in layer.tensors()} == {"meta"}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Required
 
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.names import key_of_layer
 from lightning_nm.pattern import PatternLike
-from lightning_nm.sparsifier import NMSparsifier, check_schema, make_rules
+from lightning_nm.sparsifier import NMSparsifier, check_schema
 
 
 class RuleSpec(TypedDict, total=False):
@@ -78,7 +81,6 @@ class NMSparsityCallback(pl.Callback):
         show_tables: bool = True,
         name: str | None = None,
     ) -> None:
-        make_rules(pattern, method, grad_estimator, include, rules)  # for its errors, before any Trainer exists
         self.options: dict[str, Any] = {
             "pattern": pattern,
             "method": method,
@@ -90,6 +92,7 @@ class NMSparsityCallback(pl.Callback):
             "conv_layout": conv_layout,
             "seed": seed,
         }
+        NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
         self.log_layers = log_layers
         self.show_tables = show_tables
         self.name = name
@@ -97,10 +100,13 @@ class NMSparsityCallback(pl.Callback):
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._state: dict[str, Any] | None = None
         self._from_checkpoint = False
+        self._fresh = True
+        self._checked = False
+        self._evaluating = False
 
     @property
     def state_key(self) -> str:
-        """The class name, so that a changed option is found and refused on resume instead of being ignored."""
+        """The class name: a changed pattern, method or layer set is then found and refused on resume, not ignored."""
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
 
     # ------------------------------------------------------------------------------------------- install, remove
@@ -116,7 +122,11 @@ class NMSparsityCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, fresh or as they were saved."""
         if self.sparsifier is not None:
-            return
+            if self.sparsifier.model is pl_module:
+                return
+            self._finish()  # another callback's failure kept the last fit from ending
+        _refuse_later_averaging(self, trainer)
+        self._fresh = self._state is None
         sparsifier = NMSparsifier(pl_module, **self.options).attach()
         try:
             self._restore(sparsifier)
@@ -125,7 +135,7 @@ class NMSparsityCallback(pl.Callback):
         except BaseException:
             sparsifier.detach()
             raise
-        self.sparsifier = sparsifier
+        self.sparsifier, self._checked = sparsifier, False
 
     def _restore(self, sparsifier: NMSparsifier) -> None:
         if self._state is None:
@@ -137,6 +147,7 @@ class NMSparsityCallback(pl.Callback):
                 raise
             # State that this callback kept from an earlier fit, but the model is another one by now.
             rank_zero_warn(f"NMSparsityCallback starts anew instead of continuing its last fit: {error}")
+            self._fresh = True
         self._state, self._from_checkpoint = None, False
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -151,6 +162,9 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is None:
             return
         sparsifier, self.sparsifier = self.sparsifier, None
+        if self._fresh and not any(layer.step for layer in sparsifier.layers.values()):
+            sparsifier.detach()  # nothing was trained: leave the weights as they came
+            return
         self._state, self._from_checkpoint = sparsifier.state_dict(), False
         sparsifier.bake()
         sparsifier.detach()
@@ -162,6 +176,9 @@ class NMSparsityCallback(pl.Callback):
         sparsifier = self._installed()
         for optimizer in trainer.optimizers:
             sparsifier.register(optimizer)
+        sparsifier.step()  # a checkpoint may lie between an optimizer step and the move of the masks
+        if sparsifier.unowned:
+            rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
@@ -169,13 +186,27 @@ class NMSparsityCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let the methods shape the complete gradients, before clipping."""
-        self._installed().before_step(optimizer)
+        sparsifier = self._installed()
+        sparsifier.register(optimizer)  # if it was replaced while training
+        # A GradScaler leaves it to fused optimizers to unscale, within their step.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            sparsifier.before_step(optimizer, scaler.get_scale())
+        else:
+            sparsifier.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move the masks after a real step and log their statistics when the Trainer logs."""
         sparsifier = self._installed()
+        if not self._checked:
+            self._checked = True
+            if sparsifier.unseen:
+                rank_zero_warn(
+                    f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
+                    "their weights directly, it reads dense ones: name the layers in `exclude`"
+                )
         if sparsifier.step() and self._logs_now(trainer, pl_module):
             for statistic, value in sparsifier.stats().items():
                 pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
@@ -210,6 +241,25 @@ class NMSparsityCallback(pl.Callback):
             return self.sparsifier.state_dict()
         return self._state or {}
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Mask averaged weights, which WeightAveraging puts in the place of the model's."""
+        if self.sparsifier is None or "current_model_state" not in checkpoint:
+            return
+        weights = checkpoint["state_dict"]
+        for name, layer in self.sparsifier.layers.items():
+            key = key_of_layer(name, layer.parameter)
+            if key in weights:
+                average = weights[key].to(layer.weight.device)
+                weights[key] = layer.method.forward_weight(layer, average).detach().to(weights[key].device)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether the state that follows is of the run to continue, or of weights to evaluate."""
+        self._evaluating = trainer.state.fn != "fit"
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore at once if installed, else when fit starts; strategies differ in which comes first."""
         if not state_dict:
@@ -218,4 +268,20 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is not None:
             self.sparsifier.load_state_dict(state_dict)
         else:
-            self._state, self._from_checkpoint = state_dict, True
+            self._state, self._from_checkpoint = state_dict, not self._evaluating
+
+
+def _refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Averaged weights can only be masked after they were put into the checkpoint.
+
+    Raises:
+        ValueError: If a WeightAveraging callback follows this one.
+    """
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    later = callbacks[callbacks.index(callback) + 1 :]
+    for other in later:
+        if isinstance(other, WeightAveraging):
+            raise ValueError(
+                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
+                "would hold dense weights: put it before NMSparsityCallback"
+            )

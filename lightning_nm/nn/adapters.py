@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_nm.nn.layer import Layout, NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
+from lightning_nm.nn.state import fits, layer_state, load_layer_state
 
 
 class WeightSpec(NamedTuple):
@@ -60,9 +61,16 @@ class Adapter(nn.Module):
             destination[prefix + parameter] = layer.forward_weight()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
+        for layer in loaded:
+            # The state dict holds no latent values. Swapping weights out and in again, as averaging for validation
+            # does, must not lose them.
+            layer.parked = layer.parked or layer_state(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for parameter, layer in self.nm_layers.items():
-            if prefix + parameter in state_dict:
+        for layer in loaded:
+            if fits(layer, layer.parked):  # type: ignore[arg-type]
+                load_layer_state(layer, layer.parked)  # type: ignore[arg-type]
+            else:
                 layer.method.init(layer)  # other weights: the old masks say nothing about them
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -138,6 +146,10 @@ class _NMConv(Adapter):
         """Convolve with W_F."""
         conv: Any = self
         spatial = self.weight.dim() - 2
+        if input.dim() not in (spatial + 1, spatial + 2):
+            raise RuntimeError(
+                f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}"
+            )
         unbatched = input.dim() == spatial + 1
         x = input.unsqueeze(0) if unbatched else input
         padding = conv.padding

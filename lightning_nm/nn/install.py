@@ -25,7 +25,7 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
         _nm_layers(layer.module)[layer.parameter] = layer
     for module in model.modules():
         # A masked out_proj alone needs the attention around it to call it.
-        if type(module) is nn.MultiheadAttention and isinstance(module.out_proj, Adapter):
+        if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, Adapter):
             _adapt(module)
     for module in model.modules():
         for kind, attribute, off in _FAST_PATH:

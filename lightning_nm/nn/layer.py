@@ -112,6 +112,8 @@ class NMLayer:
         """Forward mask bits that the last update changed."""
         self.total_flips: Tensor | None = None
         """Forward mask bits that all updates together changed."""
+        self.parked: dict[str, Any] | None = None
+        """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
         self.backward_density: float | None = None
         """Share of W that the backward mask keeps, when last measured."""
 

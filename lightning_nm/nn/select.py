@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
@@ -49,6 +49,8 @@ class Plan:
 
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Number of weights of every known layer kind, masked or not."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,13 @@ def select(
     _check_globs(model, rules, exclude, candidates, plan)
     ends = _first_and_last(candidates) if skip_first_last else {}
     owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(parameter_key(module_name, name))
 
     for candidate in candidates:
+        plan.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
         names = (candidate.module_name, candidate.name)
         rule = next((rule for rule in rules if rule.matches(*names)), None)
         is_named = not named.isdisjoint(names)
@@ -154,6 +159,7 @@ def select(
 def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Candidate]:
     """Every weight of a known layer kind; modules of other kinds that own a matrix are noted as skipped."""
     wrapped: tuple[str, ...] = ()
+    readers: dict[str, str] = {}  # projections that an attention reads without calling, unless it is adapted itself
     for name, module in model.named_modules():
         if any(child.startswith("lora_") for child, _ in module.named_children()):
             wrapped += (f"{name}." if name else "",)
@@ -167,15 +173,23 @@ def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Can
         reason = ""
         if kind.forward is not handled.forward or "forward" in vars(module):
             reason = f"{kind.__name__} has a forward of its own"
+        elif name in readers:
+            reason = f"read, not called, by {readers[name]}"
         elif name.startswith(wrapped):
             reason = "inside a low-rank adapter: the merged weight would not be N:M"
         elif parametrize.is_parametrized(module):
             reason = "parametrized: its weight is computed, not stored"
         if reason:
             plan.skipped[name] = reason
+            if handled is nn.MultiheadAttention:
+                readers[f"{name}.out_proj" if name else "out_proj"] = kind.__name__
             continue
         for spec in adapter.specs(module, conv_layout):
             yield _Candidate(layer_name(name, spec.parameter), name, module, spec)
+
+
+def _size(weight: Tensor) -> int:
+    return 0 if nn.parameter.is_lazy(weight) else weight.numel()
 
 
 def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
@@ -266,7 +280,7 @@ def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
     """
     if value is None:
         return None
-    globs = (value,) if isinstance(value, str) else tuple(value)
+    globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
     return globs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
     """
     weight = layer.weight.detach()
     forward = layer.forward_mask
+    forward_weight = layer.forward_weight()
     return {
         "parameter": layer.parameter,
         "pattern": str(layer.pattern),
@@ -34,8 +36,14 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
         "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
-        "latent": _latent(weight, layer.forward_weight(), forward),
+        "latent": _latent(weight, forward_weight, forward),
+        "checksum": _checksum(forward_weight),
     }
+
+
+def _checksum(weight: Tensor) -> list[float]:
+    """Sum and sum of magnitudes: enough to notice that weights are others."""
+    return torch.stack([weight.sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64)]).tolist()
 
 
 def _latent(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -55,6 +63,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
     """Whether W_F made of the saved state equals what the module holds; nothing is changed."""
     weight, mask, latent = layer.weight.detach(), _mask(layer, state["forward_mask"]), state["latent"]
+    (total, magnitude), (total_here, magnitude_here) = state["checksum"], _checksum(weight)
+    tolerance = 1e-4 * max(magnitude, magnitude_here)  # another device or precision may sum a little differently
+    if not (abs(total - total_here) <= tolerance and abs(magnitude - magnitude_here) <= tolerance):
+        return math.isnan(magnitude) and math.isnan(magnitude_here)
     if latent is None or latent.shape != weight.shape:
         return mask is None or not bool(weight[~mask].any())
     kept = (layer.marks, layer.own_backward, layer.flips, layer.total_flips, layer.permutation, layer.parameters)

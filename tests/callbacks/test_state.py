@@ -5,7 +5,7 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
@@ -327,3 +327,134 @@ def test_ordinary_checkpoint_size(tmp_path):
     size = sum(t.numel() * t.element_size() for t in layer.values() if isinstance(t, torch.Tensor))
     dense = 256 * 256 * 4
     assert size < 0.6 * dense  # half of the weights, two bits each, and a permutation
+
+
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp-late"])
+def test_a_checkpoint_between_a_step_and_the_move_of_the_masks_resumes_exactly(tmp_path, method):
+    straight = new_model()
+    save = SaveAt(tmp_path / "early.ckpt", 4)  # before our callback
+    make_trainer(tmp_path, [save, callback(method), ExactResume()], max_epochs=3).fit(straight, Data())
+    resumed = new_model(7)
+    trainer = make_trainer(tmp_path, [callback(method), ExactResume()], max_epochs=3)
+    trainer.fit(resumed, Data(), ckpt_path=tmp_path / "early.ckpt")
+    assert_equal_models(straight, resumed)
+
+
+@pytest.mark.parametrize("every", [0, 50])
+def test_masks_follow_the_weights_whether_or_not_anything_is_logged(tmp_path, every):
+    def look(trainer, module):
+        for layer in nm.sparsifier.layers.values():
+            weight = layer.weight.detach()
+            assert torch.equal(layer.forward_mask, nmf.nm_mask(weight.abs(), "2:4", dim=1))
+
+    nm = callback("ste")
+    inspect = Inspect(look)
+    make_trainer(tmp_path, [nm, inspect], max_epochs=1, log_every_n_steps=every).fit(new_model(), Data())
+    assert inspect.calls == 6
+
+
+def test_evaluating_a_checkpoint_between_fits_does_not_break_the_next(tmp_path):
+    nm = callback()
+    for fold in range(2):
+        model = new_model(fold)
+        trainer = make_trainer(tmp_path, [nm], max_epochs=1)
+        if fold:
+            with pytest.warns(UserWarning, match="starts anew"):
+                trainer.fit(model, Data())
+        else:
+            trainer.fit(model, Data())
+        assert model.net[6].weight.count_nonzero() == 256 * 32 // 2
+        trainer.save_checkpoint(tmp_path / "fold.ckpt")
+        trainer.test(model, Data(), ckpt_path=tmp_path / "fold.ckpt", verbose=False, weights_only=True)
+
+
+class Fails(pl.Callback):
+    def __init__(self, hook):
+        setattr(self, hook, self.fail)
+
+    def fail(self, *args):
+        raise RuntimeError("a typo")
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_batch_start"])
+def test_a_crash_before_the_first_step_leaves_the_model_as_it_came(tmp_path, hook):
+    model = new_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="a typo"):
+        make_trainer(tmp_path, [callback(), Fails(hook)]).fit(model, Data())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(isinstance(m, Adapter) for m in model.modules())
+
+
+def test_a_fit_that_could_not_end_does_not_make_the_next_one_dense(tmp_path):
+    class Rude(pl.Callback):
+        def on_train_batch_start(self, *args):
+            raise RuntimeError("first")
+
+        def on_exception(self, *args):
+            raise RuntimeError("second")
+
+    nm, first, second = callback(), new_model(), new_model(1)
+    with pytest.raises(RuntimeError, match="second"):
+        make_trainer(tmp_path, [Rude(), nm]).fit(first, Data())
+    make_trainer(tmp_path, [nm], max_epochs=1).fit(second, Data())
+    assert all(nmf.is_nm(second.state_dict()[key], "2:4", dim=1) for key in MASKED)
+    assert not any(isinstance(m, Adapter) for m in first.modules())
+
+
+def test_folds_before_pruning_do_not_share_a_clock(tmp_path):
+    nm = callback("asp-late")
+    for fold in range(2):
+        model = new_model(fold)
+        trainer = make_trainer(tmp_path, [nm], max_epochs=1, limit_train_batches=3)
+        if fold:
+            with pytest.warns(UserWarning, match="starts anew"):
+                trainer.fit(model, Data())
+        else:
+            trainer.fit(model, Data())
+        assert not nmf.is_nm(model.net[6].weight, "2:4"), "pruned before its time"
+
+
+def test_averaged_checkpoints_are_sparse(tmp_path):
+    average = EMAWeightAveraging(decay=0.5)
+    model = new_model()
+    save = ModelCheckpoint(tmp_path / "ema", every_n_train_steps=4)
+    trainer = make_trainer(tmp_path, [average, callback(), save], max_epochs=1)
+    trainer.fit(model, Data())
+    weights = torch.load(save.best_model_path, weights_only=True)["state_dict"]
+    assert all(nmf.is_nm(weights[key], "2:4", dim=1) for key in MASKED)
+    assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
+    with pytest.raises(ValueError, match="EMAWeightAveraging comes after NMSparsityCallback"):
+        make_trainer(tmp_path, [callback(), EMAWeightAveraging()]).fit(new_model(), Data())
+
+
+def test_an_optimizer_that_is_replaced_while_training_is_followed(tmp_path):
+    class Replace(pl.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            trainer.strategy.optimizers = [module.configure_optimizers()]
+
+    nm = callback("sr-ste")
+    counts = []
+    look = Inspect(lambda trainer, module: counts.append(nm.sparsifier.layers["net.6"].step))
+    make_trainer(tmp_path, [nm, Replace(), look], max_epochs=2).fit(new_model(), Data())
+    assert counts[-1] == 12
+
+
+def test_a_masked_layer_that_no_optimizer_trains_is_named(tmp_path):
+    class Partly(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[3].parameters(), 0.05)
+
+    with pytest.warns(UserWarning, match=r"no optimizer trains these masked layers.*\['net.6'\]"):
+        make_trainer(tmp_path, [callback("ste")], max_epochs=1).fit(Partly(), Data())
+
+
+def test_a_masked_layer_that_is_read_instead_of_called_is_named(tmp_path):
+    class Reads(Net):
+        def forward(self, x):
+            for k, module in enumerate(self.net):
+                x = nn.functional.linear(x, module.weight, module.bias) if k == 6 else module(x)
+            return x
+
+    with pytest.warns(UserWarning, match=r"not called in the first batch: \['net.6'\]"):
+        make_trainer(tmp_path, [callback("ste")], max_epochs=1).fit(Reads(), Data())

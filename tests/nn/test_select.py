@@ -207,3 +207,44 @@ def test_dense_masks_nothing_but_counts_everything():
     sparsifier = attach(method="dense")
     assert "odd" in sparsifier.layers
     assert sparsifier.stats()["train_flops_ratio"] == 1
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class DerivedAttention(nn.MultiheadAttention):
+    """A subclass that computes what its base computes."""
+
+
+def test_an_attention_with_its_own_forward_reads_its_projection():
+    model = nn.ModuleDict({"a": OwnAttention(16, 4), "b": DerivedAttention(16, 4), "c": nn.Linear(16, 16)})
+    sparsifier = attach(model, skip_first_last=False)
+    assert list(sparsifier.layers) == ["b.in_proj_weight", "b.out_proj", "c"]
+    assert sparsifier.skipped["a.out_proj"] == "read, not called, by OwnAttention"
+    sparsifier.detach()
+    attach(model, include="b.out_proj")
+    assert isinstance(model["b"], Adapter), "a masked out_proj needs an attention that calls it"
+
+
+def test_one_module_under_two_names_is_masked_once():
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    sparsifier = attach(model, method="ste", skip_first_last=False)
+    assert list(sparsifier.layers) == ["0"]
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], sparsifier.layers["0"].forward_weight())
+    assert torch.equal(state["2.weight"], state["0.weight"])
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_globs_are_strings(option):
+    with pytest.raises(TypeError, match=f"`{option}` takes globs over module names.*not 3"):
+        attach(**{option: 3})
+
+
+def test_input_of_the_wrong_rank_gets_an_error_that_says_so():
+    attach(model := nn.Sequential(nn.Conv2d(16, 16, 3)), skip_first_last=False)
+    with pytest.raises(RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"):
+        model(torch.randn(4, 16))
