@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -235,9 +236,10 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="N:M verification", title_justify="left")
-    for column in ("weight", "pattern", "verdict", "violating blocks", "density", "note"):
-        table.add_column(column, overflow="fold")
+    table = Table(title="N:M verification", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("weight", "pattern", "verdict", "violating", "density"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("note", overflow="fold")
     colours = {"N:M": "green", "broken": "red", "dense": "dim"}
     for v in verdicts:
         table.add_row(

@@ -363,13 +363,10 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     tile = per_group // tiles
     used = tile * tiles  # of every group; the blocks after them sit the round out
     stay = torch.arange(tile, device=device)
-    run = len(rows) if used == per_group else per_group
-    at_once = tile * max(1, 8 * _CACHE // (tile * columns))
-    spans = [
-        (first, min(first + at_once, begin + run - per_group + used))
-        for begin in range(0, len(rows), run)
-        for first in range(begin, begin + run - per_group + used, at_once)
-    ]
+    # tiles are contiguous: over all groups, or within one group if blocks are left over
+    runs = [(0, len(rows))] if used == per_group else [(g, g + used) for g in range(0, len(rows), per_group)]
+    at_once = tile * max(1, 8 * _CACHE // (tile * columns))  # bounds memory
+    spans = [(first, min(first + at_once, end)) for begin, end in runs for first in range(begin, end, at_once)]
     idle = 0
     for step in range(rounds):
         slot = step % m

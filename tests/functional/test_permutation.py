@@ -364,3 +364,21 @@ def test_backward_mask_and_score_check_their_input():
         backward_mask(weight, torch.ones(8, 5, dtype=torch.bool), "2:4")
     with pytest.raises(ValueError, match="criterion='l0'"):
         permutation_score(weight, None, "2:4", None, criterion="l0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_device_scores_like_the_cpu(criterion):
+    weight = weights(256, 300)
+    mask = nm_mask(weight.abs(), "2:4")
+    for search in SEARCHES:
+        found = search_permutation(
+            weight.cuda(), mask.cuda(), "2:4", search=search, criterion=criterion, generator=_seeded()
+        )
+        assert found.device.type == "cuda"
+        there = permutation_score(weight.cuda(), mask.cuda(), "2:4", found, criterion=criterion)
+        here = permutation_score(weight, mask, "2:4", found.cpu(), criterion=criterion)
+        assert there == pytest.approx(here, rel=1e-9)
+        assert here > permutation_score(weight, mask, "2:4", None, criterion=criterion)
+        kept = backward_mask(weight.cuda(), mask.cuda(), "2:4", found).cpu()
+        assert torch.equal(kept, backward_mask(weight, mask, "2:4", found.cpu()))
