@@ -46,6 +46,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     """Print the layer table and the shares of the model that are masked; warn when they are small."""
     console = console or Console()
     console.print(layer_table(sparsifier))
+    if sparsifier.skip_first_last:
+        console.print("first convolution and last linear layer: skip_first_last=False masks them, too", style="dim")
     shares = sparsifier.shares()
     flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
     console.print(f"masked: {shares['parameters']:.1%} of the model's parameters, {flops}")

@@ -226,9 +226,9 @@ def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:
     linears = [c for c in candidates if isinstance(c.module, nn.Linear) and not c.module_name.endswith(".out_proj")]
     ends = {}
     if convolutions:
-        ends[convolutions[0].module_name] = "first convolution: skip_first_last"
+        ends[convolutions[0].module_name] = "first convolution"
     if linears:
-        ends[linears[-1].module_name] = "last linear layer: skip_first_last"
+        ends[linears[-1].module_name] = "last linear layer"
     return ends
 
 

@@ -77,8 +77,8 @@ def test_the_table_tells_what_each_gemm_does_and_why():
     lines = render(lambda console: console.print(layer_table(sparsifier))).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip().startswith("net.")}
     assert rows["net.3"] == ["16x16x3x3", "2:4", "2:4", "2:4", "dense"]
-    assert rows["net.0"] == ["16x1x3x3", "-", "dense", "dense", "dense", "first", "convolution:", "skip_first_last"]
-    assert rows["net.8"] == ["4x32", "-", "dense", "dense", "dense", "last", "linear", "layer:", "skip_first_last"]
+    assert rows["net.0"] == ["16x1x3x3", "-", "dense", "dense", "dense", "first", "convolution"]
+    assert rows["net.8"] == ["4x32", "-", "dense", "dense", "dense", "last", "linear", "layer"]
     text = render(lambda console: print_layers(sparsifier, console))
     assert "FLOPs not known before a batch" in text
     model(torch.randn(2, 1, 8, 8))
