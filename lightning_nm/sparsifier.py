@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,8 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.estimators import GradientEstimator, resolve_estimator
-from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
+from lightning_nm.functional import FlopsKind
 from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.nn import figures
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
@@ -284,22 +284,7 @@ class NMSparsifier:
         multiply-adds that the first batches showed. Before any batch, and for a compiled model, whose batches are not
         seen, by the number of weights.
         """
-        layers = self.layers
-        weights = self.macs or self.plan.sizes
-        gemms = {name: layer.gemms() for name, layer in layers.items()}
-        kinds: tuple[FlopsKind, ...] = get_args(FlopsKind)
-        return {
-            kind: train_flops_ratio(
-                (
-                    float(macs),
-                    GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name]))
-                    if name in gemms
-                    else GemmDensity(1, 1, 1),
-                )
-                for name, macs in weights.items()
-            )
-            for kind in kinds
-        }
+        return figures.flops_ratios(self.layers, self.macs or self.plan.sizes)
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """:meth:`flops_ratios` averaged over the steps so far, so that dense phases count as dense."""
@@ -308,9 +293,8 @@ class NMSparsifier:
             return self.flops_ratios()
         return {kind: self._flops[kind] / steps for kind in get_args(FlopsKind)}
 
-    @torch.no_grad()
     def layer_stats(self) -> dict[str, dict[str, float]]:
-        """Statistics of every masked layer; one device synchronisation.
+        """Statistics of every masked layer.
 
         Per layer: ``density`` (share of the forward mask's bits that are set), ``flip_rate`` (share of the forward
         mask's bits that the last update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap``
@@ -319,40 +303,14 @@ class NMSparsifier:
         Raises:
             ValueError: If a weight holds NaN, naming the layer.
         """
-        return {name: _ratios(counts) for name, counts in self._counts().items()}
+        self._require_attached("layer_stats")
+        return {layer.name: figures.statistics([figures.count(layer)]) for layer in self.plan.layers}
 
     def stats(self) -> dict[str, float]:
         """The same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
-        counts = self._counts()
-        return {
-            **_ratios([sum(column) for column in zip(*counts.values(), strict=True)]),
-            "train_flops_ratio": self.flops_ratios()["eligible"],
-        }
-
-    @torch.no_grad()
-    def _counts(self) -> dict[str, list[float]]:
-        """Per layer: weights, forward bits, backward bits, flips, sum of |W_F|, sum of |W|."""
         self._require_attached("stats")
-        columns = []
-        for layer in self.plan.layers:
-            weight = layer.weight.detach()
-            forward, backward = layer.forward_mask, layer.backward_mask
-            size = torch.tensor(weight.numel(), device=weight.device)
-            kept = size if forward is None else torch.count_nonzero(forward)
-            both = kept if backward is None else torch.count_nonzero(backward)
-            flips = torch.zeros_like(size) if layer.flips is None else layer.flips
-            magnitudes = (layer.forward_weight().abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
-            columns.append(torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).cpu())
-        counts = {layer.name: column.tolist() for layer, column in zip(self.plan.layers, columns, strict=True)}
-        for layer in self.plan.layers:
-            size, _, both, *_, magnitude = counts[layer.name]
-            layer.backward_density = both / size
-            if math.isnan(magnitude):
-                raise ValueError(
-                    f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
-                    "clip gradients, or resume from an earlier checkpoint"
-                )
-        return counts
+        together = figures.statistics([figures.count(layer) for layer in self.plan.layers])
+        return {**together, "train_flops_ratio": self.flops_ratios()["eligible"]}
 
     def mean_flip_rate(self) -> float:
         """:meth:`stats`' ``flip_rate`` averaged over all steps so far."""
@@ -362,11 +320,7 @@ class NMSparsifier:
 
     def violations(self) -> int:
         """Blocks of forward weights that hold more than N nonzeros; 0 unless a method is broken."""
-        return sum(
-            int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
-            for layer in self.plan.layers
-            if layer.forward_mask is not None
-        )
+        return sum(figures.violations(layer) for layer in self.plan.layers)
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -470,16 +424,6 @@ def make_rules(
             )
         )
     return [*made, general]
-
-
-def _ratios(counts: Sequence[float]) -> dict[str, float]:
-    size, kept, both, flips, used, magnitude = counts
-    return {
-        "density": kept / size,
-        "flip_rate": flips / size,
-        "kept_magnitude": used / magnitude if magnitude else 1.0,
-        "overlap": both / kept if kept else 1.0,
-    }
 
 
 def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:

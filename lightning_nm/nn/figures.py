@@ -1,0 +1,95 @@
+"""The figures of masked layers: statistics of their masks, and multiply-adds relative to dense training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, get_args
+
+import torch
+
+from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
+from lightning_nm.nn.layer import NMLayer
+
+
+class Counts(NamedTuple):
+    """What the statistics of a layer are made of; counts of several layers add up.
+
+    Args:
+        weights: Number of weights.
+        forward: Bits of the forward mask that are set.
+        backward: Bits of the backward mask that are set; the forward mask's where there is no other.
+        flips: Bits of the forward mask that the last update changed.
+        used: Sum of |W_F|.
+        magnitude: Sum of |W|.
+    """
+
+    weights: float
+    forward: float
+    backward: float
+    flips: float
+    used: float
+    magnitude: float
+
+
+@torch.no_grad()
+def count(layer: NMLayer) -> Counts:
+    """Count a layer, with one device synchronisation, and note the density of its backward mask.
+
+    Raises:
+        ValueError: If the weight holds NaN, naming the layer.
+    """
+    weight = layer.weight.detach()
+    forward, backward = layer.forward_mask, layer.backward_mask
+    size = torch.tensor(weight.numel(), device=weight.device)
+    kept = size if forward is None else torch.count_nonzero(forward)
+    both = kept if backward is None else torch.count_nonzero(backward)
+    flips = torch.zeros_like(size) if layer.flips is None else layer.flips
+    magnitudes = (layer.forward_weight().abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
+    counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
+    layer.backward_density = counts.backward / counts.weights
+    if math.isnan(counts.magnitude):
+        raise ValueError(
+            f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
+            "clip gradients, or resume from an earlier checkpoint"
+        )
+    return counts
+
+
+def statistics(counts: Sequence[Counts]) -> dict[str, float]:
+    """The statistics of all these layers together."""
+    total = Counts(*(sum(column) for column in zip(*counts, strict=True)))
+    return {
+        "density": total.forward / total.weights,
+        "flip_rate": total.flips / total.weights,
+        "kept_magnitude": total.used / total.magnitude if total.magnitude else 1.0,
+        "overlap": total.backward / total.forward if total.forward else 1.0,
+    }
+
+
+def violations(layer: NMLayer) -> int:
+    """Blocks of W_F that hold more than N nonzeros; 0 where the forward weight is not masked."""
+    if layer.forward_mask is None:
+        return 0
+    return int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
+
+
+def flops_ratios(layers: Mapping[str, NMLayer], macs: Mapping[str, int]) -> dict[str, float]:
+    """Multiply-adds of a training step over those of the dense step, in the three countings.
+
+    Args:
+        layers: The masked layers by name.
+        macs: Multiply-adds of the dense forward GEMM of every weight by name, masked or not; only shares matter.
+    """
+    gemms = {name: layer.gemms() for name, layer in layers.items()}
+    kinds: tuple[FlopsKind, ...] = get_args(FlopsKind)
+    return {
+        kind: train_flops_ratio(
+            (
+                float(cost),
+                GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name])) if name in gemms else GemmDensity(1, 1, 1),
+            )
+            for name, cost in macs.items()
+        )
+        for kind in kinds
+    }
