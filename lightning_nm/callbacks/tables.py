@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def layer_table(sparsifier: NMSparsifier) -> Table:
     """One row per weight: what each of its three GEMMs does and why."""
     table = Table(title="N:M layers", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("layer", "shape", "pattern", "fwd", "dgrad", "wgrad"):
+    table.add_column("layer", overflow="fold", min_width=20)
+    for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
         table.add_column(column, no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1, min_width=15)
     shapes = {name: tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}

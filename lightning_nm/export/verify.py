@@ -237,9 +237,10 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
     table = Table(title="N:M verification", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("weight", "pattern", "verdict", "violating", "density"):
+    table.add_column("weight", overflow="fold", min_width=20)
+    for column in ("pattern", "verdict", "violating", "density"):
         table.add_column(column, no_wrap=True)
-    table.add_column("note", overflow="fold")
+    table.add_column("note", overflow="fold", min_width=12)
     colours = {"N:M": "green", "broken": "red", "dense": "dim"}
     for v in verdicts:
         table.add_row(
