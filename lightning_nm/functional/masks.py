@@ -187,7 +187,8 @@ def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Te
     if pattern.m > _MAX_PAIRWISE_M:
         return _sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
     if torch.compiler.is_compiling():
-        return _broadcast_mask(scores.abs() if magnitude else scores, pattern, dim)
+        traced = _unrolled_mask if pattern.m <= _MAX_STRIDED_M else _broadcast_mask
+        return traced(scores.abs() if magnitude else scores, pattern, dim)
     return _chunked_mask(scores, pattern, dim, magnitude)
 
 
@@ -302,18 +303,25 @@ def _wide(scores: Tensor) -> Tensor:
     return scores.float() if half and scores.device.type == "cpu" else scores
 
 
+def _unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Compare pair by pair without side effects: a compiler fuses this into one pass without a reduction."""
+    entries = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).unbind(-1)
+    ranks = [torch.zeros_like(entry, dtype=torch.int32) for entry in entries]
+    for i, j in combinations(range(pattern.m), 2):
+        won = (entries[i] >= entries[j]) | entries[j].isnan()
+        ranks[i] = ranks[i] + ~won
+        ranks[j] = ranks[j] + won
+    return torch.stack([rank < pattern.n for rank in ranks], -1).flatten(-2).movedim(-1, dim)
+
+
 def _broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Compare all pairs in one expression: a compiler fuses it into a single kernel."""
+    """Compare all pairs in one expression without side effects: a compiler need not store them."""
     blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
     mine, other = blocks.unsqueeze(-1), blocks.unsqueeze(-2)
     index = torch.arange(pattern.m, device=scores.device)
-    other_first = index < index.unsqueeze(-1)
-    if scores.is_floating_point():
-        beaten_late = (other > mine) | (mine.isnan() & ~other.isnan())
-        beaten_early = (other >= mine) | mine.isnan()
-    else:
-        beaten_late, beaten_early = other > mine, other >= mine
-    rank = torch.where(other_first, beaten_early, beaten_late).sum(-1)
+    beaten_by_earlier = (other >= mine) | mine.isnan()
+    beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
+    rank = torch.where(index < index.unsqueeze(-1), beaten_by_earlier, beaten_by_later).sum(-1)
     return (rank < pattern.n).flatten(-2).movedim(-1, dim)
 
 
