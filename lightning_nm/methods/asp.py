@@ -15,8 +15,8 @@ from lightning_nm.nn.layer import Gemms, NMLayer
 class ASP(MaskMethod):
     """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
 
-    From the pruning step on there is no latent weight: pruned entries are zero in the parameter, their gradient is
-    masked, and they are set to zero after every optimizer step, so that no momentum or decay revives them.
+    After pruning there is no latent weight: the gradient of pruned entries is masked, and they are set to zero in the
+    parameter after every optimizer step, so that no momentum or decay revives them.
 
     Args:
         start: Optimizer step at which to prune; 0 prunes before the first step (fine-tuning of a trained model).
@@ -61,8 +61,8 @@ class ASP(MaskMethod):
             mask = rows != 0
         else:
             mask = magnitude_mask(rows, layer.pattern, dim=1)
+        # The parameter is zeroed after the next step: a fit that fails before it has cost the user no weight.
         layer.set_masks(layer.unrows(mask))
-        self.after_step(layer)
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""

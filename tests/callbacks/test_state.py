@@ -377,11 +377,12 @@ class Fails(pl.Callback):
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_batch_start"])
-def test_a_crash_before_the_first_step_leaves_the_model_as_it_came(tmp_path, hook):
+@pytest.mark.parametrize("method", ["bi-mask", "asp"])
+def test_a_crash_before_the_first_step_leaves_the_model_as_it_came(tmp_path, hook, method):
     model = new_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(RuntimeError, match="a typo"):
-        make_trainer(tmp_path, [callback(), Fails(hook)]).fit(model, Data())
+        make_trainer(tmp_path, [callback(method), Fails(hook)]).fit(model, Data())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any(isinstance(m, Adapter) for m in model.modules())
 
