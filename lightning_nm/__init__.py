@@ -2,12 +2,13 @@
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import ASP, SRSTE, STE, BiMask, Dense, Method
+from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
 
 __all__ = [
     "ASP",
+    "BAME",
     "SRSTE",
     "STE",
     "BiMask",

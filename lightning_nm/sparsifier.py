@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.estimators import GradientEstimator, resolve_estimator
-from lightning_nm.functional import FlopsKind
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn import figures
 from lightning_nm.nn.install import install, uninstall
@@ -41,6 +41,7 @@ class NMSparsifier:
         conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, the hardware's order.
             ``"flat"``: along the flattened ``(in, *kernel)``, the papers' order.
         seed: Base of all random choices; equal on all ranks.
+        planned_steps: Optimizer steps that the whole training will take, for schedules given as shares of it.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or a bad rule, naming it.
@@ -74,6 +75,7 @@ class NMSparsifier:
         *,
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
+        planned_steps: int | None = None,
     ) -> None:
         if conv_layout not in ("channels", "flat"):
             raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
@@ -83,6 +85,7 @@ class NMSparsifier:
         self.skip_first_last = skip_first_last
         self.conv_layout = conv_layout
         self.seed = seed
+        self.planned_steps = planned_steps
         self.plan = Plan()
         self.attached = False
         self.macs: dict[str, int] = {}
@@ -90,7 +93,6 @@ class NMSparsifier:
         self._handles: list[RemovableHandle] = []
         self._optimizers: dict[int, Optimizer] = {}  # held, so that an id stays its own
         self._owners: dict[int, tuple[int, list[NMLayer]]] = {}
-        self._flops = {"steps": 0, "arithmetic": 0.0, "paper": 0.0, "eligible": 0.0}
 
     # --------------------------------------------------------------------------------------------- in and out
 
@@ -110,7 +112,8 @@ class NMSparsifier:
         Everything is checked and every mask is made before the model is touched.
 
         Raises:
-            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`.
+            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`, or a method's schedule does
+                not go with ``planned_steps``.
         """
         if not self.attached:
             self.plan = select(
@@ -121,7 +124,10 @@ class NMSparsifier:
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
+            for method in {layer.method for layer in self.plan.layers}:
+                method.check(self.planned_steps)
             for layer in self.plan.layers:
+                layer.planned_steps = self.planned_steps
                 layer.method.init(layer)
             install(self.model, self.plan.layers)
             self._counter = MacsCounter(self.model)
@@ -161,7 +167,7 @@ class NMSparsifier:
 
         Raises:
             TypeError: If this is not a ``torch.optim.Optimizer``, whose hooks tell when a step was made.
-            ValueError: If the optimizer cannot train a parameter that the method owns.
+            ValueError: If the method cannot work with the optimizer, naming it and the layer.
         """
         self._require_attached("register")
         if not isinstance(optimizer, Optimizer):
@@ -171,6 +177,9 @@ class NMSparsifier:
             )
         if id(optimizer) in self._optimizers:
             return
+        for layer in self.plan.layers:
+            if any(p is layer.weight for group in optimizer.param_groups for p in group["params"]):
+                layer.method.check_optimizer(layer, optimizer)
         self._optimizers[id(optimizer)] = optimizer
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         self._owned(optimizer)
@@ -193,7 +202,7 @@ class NMSparsifier:
             if loss_scale != 1:
                 for grad in grads:
                     grad.div_(loss_scale)
-            layer.method.before_step(layer)
+            layer.method.before_step(layer, optimizer)
             if loss_scale != 1:
                 for grad in grads:
                     grad.mul_(loss_scale)
@@ -203,8 +212,8 @@ class NMSparsifier:
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
         for layer in self._owned(optimizer):
-            layer.step += 1
-            layer.method.after_step(layer)
+            layer.count_step()
+            layer.method.after_step(layer, optimizer)
 
     def step(self) -> bool:
         """Move the masks of every layer whose optimizer has stepped since the last call.
@@ -226,10 +235,6 @@ class NMSparsifier:
                 layer.updated_at = layer.step
                 layer.parked = None
                 moved = True
-        if moved:
-            self._flops["steps"] += 1
-            for kind, ratio in self.flops_ratios().items():
-                self._flops[kind] += ratio
         return moved
 
     def _close_counter(self) -> None:
@@ -284,32 +289,41 @@ class NMSparsifier:
         multiply-adds that the first batches showed. Before any batch, and for a compiled model, whose batches are not
         seen, by the number of weights.
         """
-        return figures.flops_ratios(self.layers, self.macs or self.plan.sizes)
+        return figures.flops_ratios(
+            {name: layer.densities() for name, layer in self.layers.items()}, self.macs or self.plan.sizes
+        )
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """:meth:`flops_ratios` averaged over the steps so far, so that dense phases count as dense."""
-        steps = self._flops["steps"]
-        if not steps:
-            return self.flops_ratios()
-        return {kind: self._flops[kind] / steps for kind in get_args(FlopsKind)}
+        return figures.flops_ratios(
+            {name: layer.mean_densities() for name, layer in self.layers.items()}, self.macs or self.plan.sizes
+        )
 
     def layer_stats(self) -> dict[str, dict[str, float]]:
         """Statistics of every masked layer.
 
         Per layer: ``density`` (share of the forward mask's bits that are set), ``flip_rate`` (share of the forward
         mask's bits that the last update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap``
-        (share of the forward mask's entries that the backward mask keeps).
+        (share of the forward mask's entries that the backward mask keeps); and what the layer's method adds.
 
         Raises:
             ValueError: If a weight holds NaN, naming the layer.
         """
         self._require_attached("layer_stats")
-        return {layer.name: figures.statistics([figures.count(layer)]) for layer in self.plan.layers}
+        return {
+            layer.name: {**figures.statistics([figures.count(layer)]), **layer.method.statistics([layer])}
+            for layer in self.plan.layers
+        }
 
     def stats(self) -> dict[str, float]:
         """The same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
         self._require_attached("stats")
         together = figures.statistics([figures.count(layer) for layer in self.plan.layers])
+        by_class: dict[type[Method], list[NMLayer]] = {}
+        for layer in self.plan.layers:
+            by_class.setdefault(type(layer.method), []).append(layer)
+        for layers in by_class.values():
+            together.update(layers[0].method.statistics(layers))
         return {**together, "train_flops_ratio": self.flops_ratios()["eligible"]}
 
     def mean_flip_rate(self) -> float:
@@ -333,9 +347,9 @@ class NMSparsifier:
         return {
             "schema": SCHEMA,
             "seed": self.seed,
+            "planned_steps": self.planned_steps,
             "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
             "macs": dict(self.macs),
-            "flops": dict(self._flops),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -368,11 +382,20 @@ class NMSparsifier:
                     "checkpoint's weights into the model before its sparsifier state"
                 )
         self.seed = state["seed"]
+        planned = self.planned_steps if state["planned_steps"] is None else state["planned_steps"]
+        for method in {layer.method for layer in layers.values()}:
+            here, then = method.schedule(self.planned_steps), method.schedule(planned)
+            if here != then:
+                warnings.warn(
+                    f"{method!r} was scheduled for {planned} steps when this training began and goes on so, at steps "
+                    f"{then}; the {self.planned_steps} steps planned now would have made that {here}",
+                    stacklevel=2,
+                )
+        self.planned_steps = planned
         for name, layer in layers.items():
             load_layer_state(layer, saved[name])
-            layer.seed = self.seed
+            layer.seed, layer.planned_steps = self.seed, planned
         self.macs.update(state["macs"])
-        self._flops.update(state["flops"])
 
 
 def check_schema(state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
@@ -12,8 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import Required
 
 from lightning_nm.callbacks.tables import print_layers, print_summary
+from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.methods.bame import achieved_loss_change, adapted_now
 from lightning_nm.nn.names import key_of_layer
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
@@ -37,11 +40,12 @@ class NMSparsityCallback(pl.Callback):
     so a run resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
 
     Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
-    ``nm/overlap`` and ``nm/train_flops_ratio``; see :meth:`NMSparsifier.stats` for their definitions.
+    ``nm/overlap`` and ``nm/train_flops_ratio``, see :meth:`NMSparsifier.stats` for their definitions; and what the
+    method adds, see its ``statistics``.
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``bi-mask``, or a :class:`Method` by ``class_path``.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``bi-mask``, ``bame``, or a :class:`Method` by ``class_path``.
         grad_estimator: A :class:`GradientEstimator` for the weight-gradient GEMM; ``None`` keeps dY.
         include: Globs over module names to mask; all maskable layers by default. A name without wildcards
             must be maskable.
@@ -53,6 +57,9 @@ class NMSparsityCallback(pl.Callback):
             them. ``flat``: along the flattened filter, as the papers' code has them.
         seed: Base of all random choices.
         log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``.
+        log_achieved_loss: Whenever BAME adapts, compute the batch's loss with the old and with the new masks, and log
+            the difference as ``nm/achieved_loss_change`` beside the predicted one. It costs two forward passes and a
+            copy of the model each time, and needs automatic optimization.
         show_tables: Print the table of layers before training and the summary after it.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
@@ -78,6 +85,7 @@ class NMSparsityCallback(pl.Callback):
         conv_layout: Literal["channels", "flat"] = "channels",
         seed: int = 0,
         log_layers: bool = False,
+        log_achieved_loss: bool = False,
         show_tables: bool = True,
         name: str | None = None,
     ) -> None:
@@ -94,6 +102,7 @@ class NMSparsityCallback(pl.Callback):
         }
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
         self.log_layers = log_layers
+        self.log_achieved_loss = log_achieved_loss
         self.show_tables = show_tables
         self.name = name
         self.sparsifier: NMSparsifier | None = None
@@ -102,6 +111,7 @@ class NMSparsityCallback(pl.Callback):
         self._from_checkpoint = False
         self._fresh = True
         self._checked = False
+        self._achieved: float | None = None
         self._evaluating = False
 
     @property
@@ -127,7 +137,9 @@ class NMSparsityCallback(pl.Callback):
             self._finish()  # another callback's failure kept the last fit from ending
         _refuse_later_averaging(self, trainer)
         self._fresh = self._state is None
-        sparsifier = NMSparsifier(pl_module, **self.options).attach()
+        sparsifier = NMSparsifier(pl_module, **self.options)
+        sparsifier.planned_steps = self._planned_steps(trainer, sparsifier)
+        sparsifier.attach()
         try:
             self._restore(sparsifier)
             for optimizer in trainer.optimizers:
@@ -136,6 +148,15 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.detach()
             raise
         self.sparsifier, self._checked = sparsifier, False
+
+    def _planned_steps(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> int | None:
+        """The optimizer steps of the whole training, for methods that ask; what an earlier fit planned if unlimited."""
+        if not any(rule.method.scheduled for rule in sparsifier.rules):
+            return None
+        planned = trainer.estimated_stepping_batches
+        if math.isfinite(planned):
+            return int(planned)
+        return None if self._state is None else self._state["planned_steps"]
 
     def _restore(self, sparsifier: NMSparsifier) -> None:
         if self._state is None:
@@ -207,13 +228,27 @@ class NMSparsityCallback(pl.Callback):
                     f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
                     "their weights directly, it reads dense ones: name the layers in `exclude`"
                 )
+        if self.log_achieved_loss:
+            self._try_masks(trainer, pl_module, batch, batch_idx)
         if sparsifier.step() and self._logs_now(trainer, pl_module):
-            for statistic, value in sparsifier.stats().items():
+            statistics = sparsifier.stats()
+            if self._achieved is not None:
+                statistics["achieved_loss_change"] = self._achieved
+            for statistic, value in statistics.items():
                 pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
             if self.log_layers:
                 for layer, values in sparsifier.layer_stats().items():
                     for statistic, value in values.items():
                         pl_module.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
+
+    def _try_masks(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        layers = list(self._installed().layers.values())
+        if any(adapted_now(layer) for layer in layers):
+            copied, loss = trial_step(trainer, pl_module, batch, batch_idx)
+            modules = dict(copied.named_modules())
+            names = {id(module): name for name, module in pl_module.named_modules()}
+            twins = [modules[names[id(layer.module)]].nm_layers[layer.parameter] for layer in layers]
+            self._achieved = achieved_loss_change(twins, loss)
 
     @staticmethod
     def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from lightning_nm.methods.asp import ASP
+from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.ste import SRSTE, STE
 
-__all__ = ["ASP", "SRSTE", "STE", "BiMask", "Dense", "MaskMethod", "Method", "MethodName", "resolve_method"]
+__all__ = ["ASP", "BAME", "SRSTE", "STE", "BiMask", "Dense", "MaskMethod", "Method", "MethodName", "resolve_method"]
 
-MethodName = Literal["dense", "ste", "sr-ste", "asp", "bi-mask"]
+MethodName = Literal["dense", "ste", "sr-ste", "asp", "bi-mask", "bame"]
 
-_CLASSES: tuple[type[Method], ...] = (Dense, STE, SRSTE, ASP, BiMask)
+_CLASSES: tuple[type[Method], ...] = (Dense, STE, SRSTE, ASP, BiMask, BAME)
 _BY_NAME: dict[str, type[Method]] = dict(zip(get_args(MethodName), _CLASSES, strict=True))
 
 

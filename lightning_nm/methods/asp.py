@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.methods.base import MaskMethod
@@ -70,7 +71,7 @@ class ASP(MaskMethod):
         return (grad if mask is None else torch.where(mask, grad, 0),)
 
     @torch.no_grad()
-    def after_step(self, layer: NMLayer) -> None:
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
         mask = layer.forward_mask
         if mask is not None:

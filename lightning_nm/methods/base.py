@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
 
@@ -15,16 +18,31 @@ class Method:
     whatever belongs to one layer is kept on the :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``,
     ``permutation``, ``parameters``).
 
-    The order of calls is: :meth:`init` once; then for each real optimizer step :meth:`before_step` (gradients are
-    complete, unscaled and not yet clipped), the optimizer's step, :meth:`after_step`, and :meth:`update`.
-    Within a step, :meth:`forward_weight` runs in every forward, :meth:`backward_weight` and :meth:`weight_gradient` in
-    every backward; these three are traced by ``torch.compile`` and so must be plain tensor code.
+    The order of calls is: :meth:`check` and :meth:`check_optimizer` before anything else, :meth:`init` once; then for
+    each real optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), the optimizer's
+    step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler skips has a
+    :meth:`before_step` alone. Within a step, :meth:`forward_weight` runs in every forward, :meth:`backward_weight` and
+    :meth:`weight_gradient` in every backward; these three are traced by ``torch.compile`` and so must be plain tensor
+    code.
     """
 
     sparse_forward: bool = False
     """Whether the method makes the forward weight N:M along `in`."""
     sparse_dgrad: bool = False
     """Whether the method makes the backward weight N:M along `out`."""
+
+    scheduled: bool = False
+    """Whether the method wants to know how many optimizer steps are planned."""
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The optimizer steps at which something begins or ends, if that depends on the number of planned steps."""
+        return ()
+
+    def check(self, planned_steps: int | None) -> None:
+        """Refuse settings that cannot work with this plan, by a ``ValueError``; warn of those that have no effect."""
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
 
     def init(self, layer: NMLayer) -> None:
         """Choose the first masks of a layer whose weight has just been set or loaded."""
@@ -52,7 +70,7 @@ class Method:
         """
         return None
 
-    def before_step(self, layer: NMLayer) -> None:
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient just before the optimizer uses it."""
         with torch.enable_grad():
             penalty = self.penalty(layer)
@@ -64,8 +82,12 @@ class Method:
             if grad is not None:
                 owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
 
-    def after_step(self, layer: NMLayer) -> None:
-        """Repair the weight right after an optimizer step, as methods without latent weights must."""
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Repair the weight right after an optimizer step, as methods without latent weights must.
+
+        ``layer.step`` has advanced. A method whose masks belong to one certain step moves them here; what follows the
+        weights at leisure belongs into :meth:`update`.
+        """
 
     def update(self, layer: NMLayer) -> None:
         """Move the masks; ``layer.step`` counts the optimizer steps, ``layer.updated_at`` is the last update's."""
@@ -73,6 +95,10 @@ class Method:
     def gemms(self, layer: NMLayer) -> Gemms:
         """What each GEMM does at present and what it costs."""
         return Gemms(Gemm("dense"), Gemm("dense"), self._wgrad(layer))
+
+    def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
+        """Further statistics of these layers together, all of which use methods of this class; logged as ``nm/...``."""
+        return {}
 
     @staticmethod
     def _wgrad(layer: NMLayer, kept_only: bool = False) -> Gemm:

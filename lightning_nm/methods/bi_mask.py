@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.methods.ste import SRSTE
@@ -70,26 +71,37 @@ class BiMask(SRSTE):
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         rows = layer.rows(layer.weight.detach())
         forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)
-        backward = None
-        if not layer.dgrad_reason:
-            if layer.permutation is None or layer.crossed(self.permute_every):
-                permutation = search_permutation(
-                    rows,
-                    forward,
-                    layer.pattern,
-                    search=self.search,
-                    candidates=self.candidates,
-                    criterion=self.criterion,
-                    initial=layer.permutation,
-                    groups=layer.groups,
-                    generator=layer.generator(),
-                )
-                if layer.permutation is None:
-                    layer.permutation = permutation
-                else:
-                    layer.permutation.copy_(permutation)
-            backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
+        backward = None if layer.dgrad_reason else self.select_backward(layer, rows, forward)
         layer.set_masks(
             None if forward is None else layer.unrows(forward),
             None if backward is None else layer.unrows(backward),
         )
+
+    def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None) -> Tensor:
+        """The backward mask of these weights and this forward mask, once the permutation was searched if it is due.
+
+        Args:
+            layer: The layer, whose permutation is replaced in place.
+            rows: ``layer.rows`` of its weight.
+            forward: Bool mask of that shape, or ``None`` for a dense forward weight.
+
+        Returns:
+            A bool mask of the shape of ``rows``.
+        """
+        if layer.permutation is None or layer.crossed(self.permute_every):
+            permutation = search_permutation(
+                rows,
+                forward,
+                layer.pattern,
+                search=self.search,
+                candidates=self.candidates,
+                criterion=self.criterion,
+                initial=layer.permutation,
+                groups=layer.groups,
+                generator=layer.generator(),
+            )
+            if layer.permutation is None:
+                layer.permutation = permutation
+            else:
+                layer.permutation.copy_(permutation)
+        return backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)

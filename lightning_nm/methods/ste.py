@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.methods.base import MaskMethod
@@ -45,9 +46,9 @@ class SRSTE(STE):
         self.decay = decay
 
     @torch.no_grad()
-    def before_step(self, layer: NMLayer) -> None:
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add the decay of the pruned entries to the gradient."""
-        super().before_step(layer)
+        super().before_step(layer, optimizer)
         mask, weight = layer.forward_mask, layer.weight
         if mask is not None and weight.grad is not None:
             weight.grad.add_(torch.where(mask, 0, weight.detach()), alpha=self.decay)

@@ -74,22 +74,15 @@ def violations(layer: NMLayer) -> int:
     return int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
 
 
-def flops_ratios(layers: Mapping[str, NMLayer], macs: Mapping[str, int]) -> dict[str, float]:
+def flops_ratios(densities: Mapping[str, Mapping[FlopsKind, GemmDensity]], macs: Mapping[str, int]) -> dict[str, float]:
     """Multiply-adds of a training step over those of the dense step, in the three countings.
 
     Args:
-        layers: The masked layers by name.
+        densities: What the GEMMs of the masked layers cost, by layer name.
         macs: Multiply-adds of the dense forward GEMM of every weight by name, masked or not; only shares matter.
     """
-    gemms = {name: layer.gemms() for name, layer in layers.items()}
-    kinds: tuple[FlopsKind, ...] = get_args(FlopsKind)
+    dense = dict.fromkeys(get_args(FlopsKind), GemmDensity())
     return {
-        kind: train_flops_ratio(
-            (
-                float(cost),
-                GemmDensity(*(getattr(gemm, kind) for gemm in gemms[name])) if name in gemms else GemmDensity(1, 1, 1),
-            )
-            for name, cost in macs.items()
-        )
-        for kind in kinds
+        kind: train_flops_ratio((float(cost), densities.get(name, dense)[kind]) for name, cost in macs.items())
+        for kind in get_args(FlopsKind)
     }

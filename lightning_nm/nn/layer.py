@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
@@ -102,8 +103,18 @@ class NMLayer:
         self.own_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
         self.permutation: Tensor | None = None
+        self.buffers: dict[str, Tensor] = {}
+        """Further tensors of the method; they are saved as they are and follow the weight's device."""
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that the method owns; the sparsifier hands them to the optimizer of the weight."""
+        self.dense_gradient = False
+        """Whether the method needs dL/dW_F at pruned entries, too: settled before a window's first forward."""
+        self.handover: Any = None
+        """What the method hands from one call of a step to the next; never saved."""
+        self.planned_steps: int | None = None
+        """Optimizer steps that the whole training is planned to take, when that was known as it began."""
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        """Density of each GEMM, summed over the steps so far."""
         self.step = 0
         """Real optimizer steps of the weight so far."""
         self.updated_at = 0
@@ -201,7 +212,7 @@ class NMLayer:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        for tensor in (self.marks, self.permutation, *self.parameters.values()):
+        for tensor in (self.marks, self.permutation, *self.buffers.values(), *self.parameters.values()):
             if tensor is not None:
                 yield tensor
 
@@ -212,12 +223,32 @@ class NMLayer:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
                 setattr(self, name, tensor.to(device))
+        self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
 
     def gemms(self) -> Gemms:
         """What each of the three GEMMs does now."""
         return self.method.gemms(self)
+
+    def densities(self) -> dict[FlopsKind, GemmDensity]:
+        """What the three GEMMs cost now, in each counting."""
+        gemms = self.gemms()
+        return {kind: GemmDensity(*(getattr(gemm, kind) for gemm in gemms)) for kind in get_args(FlopsKind)}
+
+    def mean_densities(self) -> dict[FlopsKind, GemmDensity]:
+        """What they cost on average over the steps so far; now if there were none."""
+        if not self.step:
+            return self.densities()
+        return {kind: GemmDensity(*(total / self.step for total in totals)) for kind, totals in self.spent.items()}
+
+    def count_step(self) -> None:
+        """Advance the clock by a real optimizer step and add up what its GEMMs cost."""
+        gemms = self.gemms()
+        for kind, totals in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                totals[k] += getattr(gemm, kind)
+        self.step += 1
 
     def __repr__(self) -> str:
         settings: dict[str, Any] = {"pattern": str(self.pattern), "method": self.method}

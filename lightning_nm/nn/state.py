@@ -31,10 +31,14 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "masked": forward is not None,
         "step": layer.step,
         "updated_at": layer.updated_at,
+        "flips": 0 if layer.flips is None else int(layer.flips),
         "total_flips": 0 if layer.total_flips is None else int(layer.total_flips),
+        "dense_gradient": layer.dense_gradient,
+        "spent": {kind: list(sums) for kind, sums in layer.spent.items()},
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
         "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
+        "buffers": {name: tensor.detach().clone().cpu() for name, tensor in layer.buffers.items()},
         "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
         "latent": _latent(weight, forward_weight, forward),
         "checksum": _checksum(forward_weight),
@@ -69,10 +73,11 @@ def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
         return math.isnan(magnitude) and math.isnan(magnitude_here)
     if latent is None or latent.shape != weight.shape:
         return mask is None or not bool(weight[~mask].any())
-    kept = (layer.marks, layer.own_backward, layer.flips, layer.total_flips, layer.permutation, layer.parameters)
+    kept = {name: getattr(layer, name) for name in _AROUND}
     _restore_around(layer, state)
     forward = layer.method.forward_weight(layer, latent.to(weight.device, weight.dtype))
-    layer.marks, layer.own_backward, layer.flips, layer.total_flips, layer.permutation, layer.parameters = kept
+    for name, value in kept.items():
+        setattr(layer, name, value)
     return _same(forward, weight)
 
 
@@ -92,7 +97,14 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
         parameter.copy_(layer.parameters[name])
     layer.parameters = parameters
     layer.step, layer.updated_at = state["step"], state["updated_at"]
+    layer.flips = torch.tensor(state["flips"], device=weight.device)
     layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
+    layer.dense_gradient = state["dense_gradient"]
+    layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
+
+
+_AROUND = ("marks", "own_backward", "flips", "total_flips", "permutation", "buffers", "parameters")
+"""What :func:`_restore_around` replaces."""
 
 
 def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
@@ -102,6 +114,7 @@ def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
     layer.set_masks(_mask(layer, state["forward_mask"]), _mask(layer, state["backward_mask"]))
     permutation = state["permutation"]
     layer.permutation = None if permutation is None else permutation.to(device, torch.int64)
+    layer.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
     layer.parameters = {name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()}
 
 

@@ -1,0 +1,187 @@
+"""Prune and regrow within blocks: which entries to exchange, what that should gain, and which blocks may do it.
+
+Everything here works on blocks ``[B, M]``: one row for each M consecutive entries of a weight. :func:`as_blocks` cuts a
+weight into them, :func:`block_index` finds an entry of a block in the weight again.
+
+The method is BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). Its text gives no formula that could be read by us
+when this was written: the scores and the selection are a reconstruction from its abstract and its reviews.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Score = Literal["virtual", "taylor-abs"]
+Selection = Literal["ratio", "quantile"]
+
+FROZEN_QUANTILE = 0.9
+"""Under ``selection="quantile"``, blocks that oscillate more than this quantile do not change."""
+
+
+class Swaps(NamedTuple):
+    """The best exchanges of every block, best first; S is the largest number of them.
+
+    Args:
+        pruned: Entry to prune, int16 ``[B, S]``.
+        regrown: Entry to regrow, int16 ``[B, S]``.
+        improving: How many of the S raise the score, int16 ``[B]``.
+        gain: What these raise the score by, ``[B]``, 0 or more.
+        loss_change: First-order change of the loss that these should cause, ``[B]``.
+    """
+
+    pruned: Tensor
+    regrown: Tensor
+    improving: Tensor
+    gain: Tensor
+    loss_change: Tensor
+
+
+def as_blocks(rows: Tensor, m: int) -> Tensor:
+    """Cut ``[out, in, *taps]`` into blocks of ``m`` consecutive entries along `in`: ``[out * taps * in / m, m]``.
+
+    Block ``(o * taps + t) * in / m + c`` holds the entries ``rows[o, c m : (c + 1) m, t]``.
+    """
+    return rows.movedim(1, -1).reshape(-1, m)
+
+
+def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
+    """Where an entry of a block lies in the tensor of this shape that :func:`as_blocks` cut.
+
+    Args:
+        shape: ``[out, in, *taps]``.
+        m: Entries of a block.
+        blocks: Numbers of blocks, int64.
+        entries: Entry within each block, int64 of the same shape.
+
+    Returns:
+        One int64 index tensor for each axis, as advanced indexing takes them.
+    """
+    per_row = shape[1] // m
+    outer = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
+    return outer[0], blocks % per_row * m + entries, *outer[1:]
+
+
+def swap_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, score: Score = "virtual") -> Tensor:
+    r"""How much each entry is worth keeping, pruned entries as candidates to regrow.
+
+    ``"virtual"``: :math:`|m W - \eta G|`, the magnitude one dense step ahead. ``"taylor-abs"``: :math:`|G W|` for kept
+    entries and :math:`\eta G^2` for pruned ones.
+
+    Args:
+        weight: W, any shape; what pruned entries hold does not matter.
+        grad: G, the dense gradient, of that shape.
+        mask: Bool, of that shape.
+        step: The effective step size :math:`\eta`, a number or a tensor of that shape.
+        score: Which score.
+
+    Returns:
+        A tensor of that shape.
+    """
+    if score == "virtual":
+        return (torch.where(mask, weight, 0) - step * grad).abs()
+    return torch.where(mask, (grad * weight).abs(), step * grad.square())
+
+
+def best_swaps(
+    weight: Tensor,
+    grad: Tensor,
+    mask: Tensor,
+    step: Tensor | float,
+    score: Score = "virtual",
+    max_swaps: int = 1,
+) -> Swaps:
+    r"""The exchanges of a kept and a pruned entry that raise a block's score most, and what they do to the loss.
+
+    The s-th exchange prunes the kept entry of the s-th lowest score and regrows the pruned entry of the s-th highest;
+    it counts if that raises the score strictly. Whatever the score, the predicted loss change is the first-order one,
+    after one step of size :math:`\eta`:
+
+    .. math:: \Delta L = \sum_{pruned} (-G W + \eta G^2) - \sum_{regrown} \eta G^2.
+
+    Args:
+        weight: W in blocks ``[B, M]``.
+        grad: The dense gradient G ``[B, M]``.
+        mask: Bool ``[B, M]``.
+        step: The effective step size :math:`\eta`, a number or ``[B, M]``.
+        score: See :func:`swap_scores`.
+        max_swaps: Exchanges per block at most.
+
+    Returns:
+        The exchanges; equal scores go to the lower entry.
+    """
+    scores = swap_scores(weight, grad, mask, step, score)
+    if max_swaps == 1:
+        low = scores.masked_fill(~mask, torch.inf).min(1, keepdim=True)
+        high = scores.masked_fill(mask, -torch.inf).max(1, keepdim=True)
+        lost, pruned, won, regrown = low.values, low.indices, high.values, high.indices
+    else:
+        lost, pruned = scores.masked_fill(~mask, torch.inf).sort(dim=1, stable=True)
+        won, regrown = scores.masked_fill(mask, -torch.inf).sort(dim=1, stable=True, descending=True)
+        lost, pruned, won, regrown = (x[:, :max_swaps] for x in (lost, pruned, won, regrown))
+    better = won > lost  # a prefix of the swaps, and never a place that holds an infinity of the wrong kind
+    absence = step * grad.square() - torch.where(mask, grad * weight, 0)
+    change = absence.gather(1, pruned) - absence.gather(1, regrown)
+    return Swaps(
+        pruned.to(torch.int16),
+        regrown.to(torch.int16),
+        better.sum(1, dtype=torch.int16),
+        torch.where(better, won - lost, 0).sum(1),
+        torch.where(better, change, 0).sum(1),
+    )
+
+
+def swap_budget(blocks: int, share: float, progress: float) -> int:
+    r"""How many blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`.
+
+    Args:
+        blocks: B.
+        share: :math:`\rho`, the share that may change at first, in (0, 1].
+        progress: p, from 0 at the first adaptation to 1 at the last moment, when nothing may change.
+    """
+    return math.ceil(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Selection = "ratio") -> Tensor:
+    r"""Choose the blocks that change: those of most value, joined with how often they went back and forth.
+
+    Only blocks of positive, finite value are candidates. ``"ratio"`` orders them by :math:`R_b / (1 + f_b)`;
+    ``"quantile"`` leaves out the tenth of all blocks that oscillated most and orders the others by :math:`R_b`.
+
+    Args:
+        value: R, ``[B]``.
+        oscillation: f, accumulated oscillations, uint8 ``[B]``.
+        budget: How many blocks may change.
+        selection: How value and oscillation are joined.
+
+    Returns:
+        The numbers of the chosen blocks, ascending int64 ``[at most budget]``; of equal blocks the first.
+    """
+    candidates = (value > 0) & value.isfinite()
+    if selection == "quantile":
+        counts = torch.bincount(oscillation, minlength=1).cumsum(0)
+        threshold = (counts < FROZEN_QUANTILE * len(oscillation)).sum()
+        candidates &= oscillation <= threshold
+        joint = value
+    else:
+        joint = value / (1 + oscillation.to(value.dtype))
+    chosen = candidates.nonzero().squeeze(1)
+    if len(chosen) > budget:
+        order = joint[chosen].argsort(descending=True, stable=True)
+        chosen = chosen[order[:budget]].sort().values
+    return chosen
+
+
+def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The exchanges of the chosen blocks, one element each.
+
+    Returns:
+        Block, pruned entry and regrown entry, int64 ``[K]``; a block of several exchanges appears several times.
+    """
+    counted = torch.arange(swaps.pruned.shape[1], device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
+    blocks = chosen.unsqueeze(1).expand_as(counted)[counted]
+    return blocks, swaps.pruned[chosen][counted].long(), swaps.regrown[chosen][counted].long()

@@ -1,0 +1,463 @@
+"""BAME: sparse-to-sparse training whose masks evolve by prune-and-regrow in chosen blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
+from lightning_nm.functional.evolution import (
+    Swaps,
+    as_blocks,
+    best_swaps,
+    block_index,
+    chosen_swaps,
+    select_blocks,
+    swap_budget,
+)
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.nn.layer import FORWARD, Gemm, Gemms, NMLayer
+from lightning_nm.nn.optimizer import check_optimizer, clear_entries, exchange_entries, step_size
+
+# Weights that an adaptation handles at a time: it bounds the temporaries.
+_CHUNK = 1 << 20
+
+# What `NMLayer.handover` holds beside a Move: the masks are new and the weight is not pruned yet; or before_step ran.
+_FRESH, _READY = "fresh", "ready"
+
+Index = tuple[Tensor, ...]
+
+
+@dataclass
+class Move:
+    """What an adaptation exchanges: found before the optimizer's step, applied after it, then kept until batch end.
+
+    Args:
+        blocks: Block of each exchange, int64 ``[K]``.
+        pruned: Index of the pruned entries into ``layer.rows(weight)``.
+        regrown: Index of the regrown entries.
+        ahead: What each regrown entry would hold had it been there for this step, ``[K]``.
+        adapted: Number of blocks that change.
+        held: Number of blocks that do not, though an exchange would raise their score.
+        loss_change: What the exchanges should change the loss by.
+        before: What the pruned entries held, ``[K]``; ``None`` until applied.
+    """
+
+    blocks: Tensor
+    pruned: Index
+    regrown: Index
+    ahead: Tensor
+    adapted: int
+    held: Tensor
+    loss_change: Tensor
+    before: Tensor | None = None
+
+
+class BAME(MaskMethod):
+    r"""Block-aware mask evolution (Yang et al., ICML 2025, OpenReview XAZKPGUcQm), a reconstruction.
+
+    There are no latent weights: pruned entries are exactly zero in the parameter after every step, and between
+    adaptations only kept entries receive a gradient. Every ``every`` steps from ``start`` to ``stop`` a step's dense
+    gradient G shows, for each block, which kept entry to exchange for which pruned one (loss-aware mask adaption), and
+    the most promising blocks that did not go back and forth too often adapt (oscillation-aware block freezing). The step
+    itself is made with the old mask; the exchanges follow it. A regrown entry starts at zero. After ``stop`` the
+    mask is frozen.
+
+    The paper's exact score was not public when this was written. What is built here follows its abstract and its
+    reviews, with :math:`\eta` the effective step size read from the optimizer:
+
+    * an entry's score under ``"virtual"`` is :math:`|m W - \eta G|`, its magnitude one dense step ahead; under
+      ``"taylor-abs"`` :math:`|G W|` for kept entries, :math:`\eta G^2` for pruned ones;
+    * a block's gain R is what its exchanges raise the score by; the predicted loss change, whatever the score, is
+      :math:`\sum_{pruned} (-G W + \eta G^2) - \sum_{regrown} \eta G^2`;
+    * a block's oscillation f counts the adaptations that undid an earlier one of the same entry;
+    * at a share p of the window, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B
+      blocks of a layer adapt, in the order of :math:`R / (1 + f)`.
+
+    Args:
+        start: When adaptations begin: an integer counts optimizer steps, a float in [0, 1] is a share of the steps that
+            the training is planned to take when it begins.
+        stop: When they end, likewise.
+        every: Optimizer steps between two adaptations.
+        score: ``"virtual"`` or ``"taylor-abs"``, as above.
+        selection: ``"ratio"``, as above, or ``"quantile"``: the tenth of the blocks that oscillated most is frozen, the
+            others adapt in the order of R. The latter suits noisy gradients.
+        budget: The share of a layer's blocks that may adapt at first, in (0, 1].
+        max_swaps_per_block: Exchanges in a block at one adaptation.
+        rank_by: ``"score"`` takes R as above; ``"loss"`` takes the predicted decrease of the loss for it.
+        oscillation: ``"return"`` counts as above, ``"flip"`` counts every adaptation that changes the block.
+        dgrad: ``"masked"`` uses the forward weight for the input gradient, as the paper's arithmetic does; it is not
+            N:M along `out`, so hardware gains nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
+            :class:`BiMask` does.
+
+    Raises:
+        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, if a share
+            was given but the number of steps is not known, or for an optimizer whose state cannot be matched to
+            entries of the weight.
+
+    Example::
+
+        >>> BAME(stop=0.5, every=50).schedule(planned_steps=1000)
+        (0, 500)
+    """
+
+    scheduled = True
+
+    def __init__(
+        self,
+        start: int | float = 0,
+        stop: int | float = 0.66,
+        every: int = 100,
+        score: Literal["virtual", "taylor-abs"] = "virtual",
+        selection: Literal["ratio", "quantile"] = "ratio",
+        budget: float = 0.3,
+        max_swaps_per_block: int = 1,
+        rank_by: Literal["score", "loss"] = "score",
+        oscillation: Literal["return", "flip"] = "return",
+        dgrad: Literal["masked", "bi-mask"] = "masked",
+    ) -> None:
+        for name, moment in (("start", start), ("stop", stop)):
+            if isinstance(moment, float) and not 0 <= moment <= 1:
+                raise ValueError(
+                    f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for "
+                    "optimizer steps"
+                )
+            if moment < 0:
+                raise ValueError(f"{name}={moment} must be an optimizer step, 0 or later")
+        if isinstance(start, float) == isinstance(stop, float) and stop < start:
+            raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
+        for name, number in (("every", every), ("max_swaps_per_block", max_swaps_per_block)):
+            if number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+        if not 0 < budget <= 1:
+            raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
+        for name, option, known in (
+            ("score", score, ("virtual", "taylor-abs")),
+            ("selection", selection, ("ratio", "quantile")),
+            ("rank_by", rank_by, ("score", "loss")),
+            ("oscillation", oscillation, ("return", "flip")),
+            ("dgrad", dgrad, ("masked", "bi-mask")),
+        ):
+            if option not in known:
+                raise ValueError(f"{name}={option!r} is unknown: use {known[0]!r} or {known[1]!r}")
+        self.start = start
+        self.stop = stop
+        self.every = every
+        self.score: Literal["virtual", "taylor-abs"] = score
+        self.selection: Literal["ratio", "quantile"] = selection
+        self.budget = budget
+        self.max_swaps_per_block = max_swaps_per_block
+        self.rank_by = rank_by
+        self.oscillation = oscillation
+        self.dgrad = dgrad
+        self._bi_mask = BiMask() if dgrad == "bi-mask" else None
+
+    @property
+    def sparse_dgrad(self) -> bool:  # type: ignore[override]
+        """Whether dgrad has a mask of its own."""
+        return self._bi_mask is not None
+
+    # ------------------------------------------------------------------------------------------------ the schedule
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, int]:
+        """The first and the last optimizer step at which an adaptation may happen.
+
+        Raises:
+            ValueError: If a share was given but the number of steps is not known.
+        """
+        steps = []
+        for name, moment in (("start", self.start), ("stop", self.stop)):
+            if isinstance(moment, float):
+                if planned_steps is None:
+                    raise ValueError(
+                        f"BAME's {name}={moment} is a share of the planned optimizer steps, but their number is not "
+                        f"known: limit the training by max_steps or max_epochs, or give {name} as an integer"
+                    )
+                moment = round(moment * planned_steps)
+            steps.append(moment)
+        return steps[0], steps[1]
+
+    def check(self, planned_steps: int | None) -> None:
+        """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
+        start, stop = self.schedule(planned_steps)
+        if stop < start:
+            raise ValueError(
+                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start}, which is step {start}"
+            )
+        last = stop if planned_steps is None else min(stop, planned_steps - 1)
+        if last < start:
+            warnings.warn(
+                f"BAME never adapts: it starts at step {start} of {planned_steps}, so the first mask stays",
+                stacklevel=2,
+            )
+        elif start < stop and start + self.every > last:
+            warnings.warn(
+                f"BAME adapts once and never again: every={self.every} steps do not fit between step {start} and step "
+                f"{last}; use a smaller `every`",
+                stacklevel=2,
+            )
+
+    def _adapts(self, layer: NMLayer) -> bool:
+        start, stop = self.schedule(layer.planned_steps)
+        return start <= layer.step <= stop and (layer.step - start) % self.every == 0
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
+        check_optimizer(optimizer, layer.weight, layer.name)
+
+    # --------------------------------------------------------------------------------------------------- the masks
+
+    @torch.no_grad()
+    def init(self, layer: NMLayer) -> None:
+        """Keep the largest entries; nothing has oscillated yet."""
+        weight = layer.weight.detach()
+        layer.permutation, layer.handover = None, _FRESH
+        layer.buffers = {}
+        forward = None
+        if not layer.forward_reason:
+            forward = magnitude_mask(layer.rows(weight), layer.pattern, dim=1)
+            device = weight.device
+            layer.buffers = {
+                # Entries that were exchanged at least once, one bit each, and oscillations of each block, up to 255.
+                "exchanged": torch.zeros((weight.numel() + 7) // 8, dtype=torch.uint8, device=device),
+                "oscillation": torch.zeros(weight.numel() // layer.pattern.m, dtype=torch.uint8, device=device),
+                # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
+                "adaptation": torch.zeros(3, device=device),
+            }
+        self._set(layer, forward)
+        layer.dense_gradient = forward is not None and self._adapts(layer)
+
+    def _set(self, layer: NMLayer, forward: Tensor | None) -> None:
+        """Set the forward mask, ``layer.rows``-shaped, and select the backward mask that goes with it."""
+        backward = None
+        if self._bi_mask is not None and not layer.dgrad_reason:
+            backward = self._bi_mask.select_backward(layer, layer.rows(layer.weight.detach()), forward)
+        layer.set_masks(
+            None if forward is None else layer.unrows(forward), None if backward is None else layer.unrows(backward)
+        )
+
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Pruned entries receive no gradient, except in a window that adapts."""
+        mask = None if layer.dense_gradient else layer.forward_mask
+        return (grad if mask is None else torch.where(mask, grad, 0),)
+
+    @torch.no_grad()
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Find the exchanges from the dense gradient, then leave the optimizer the gradient of kept entries."""
+        super().before_step(layer, optimizer)
+        mask, weight = layer.forward_mask, layer.weight
+        if mask is None:
+            return
+        if layer.handover == _FRESH:
+            weight.masked_fill_(~mask, 0)
+            clear_entries(optimizer, weight, ~mask, layer.name)
+        layer.handover = _READY
+        if layer.dense_gradient and weight.grad is not None:
+            layer.handover = self._find(layer, optimizer, layer.rows(mask))
+            weight.grad.masked_fill_(~mask, 0)
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
+        mask, weight, move = layer.forward_mask, layer.weight, layer.handover
+        if mask is None:
+            return
+        if layer.step == 1:
+            check_optimizer(optimizer, weight, layer.name)  # its state exists from now on
+        weight.masked_fill_(~mask, 0)
+        found = isinstance(move, Move) and move.before is None
+        if found:
+            self._apply(layer, optimizer, layer.rows(mask), move)
+        elif layer.dense_gradient and weight.grad is not None and move != _READY:
+            raise RuntimeError(
+                f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
+                "call sparsifier.before_step(optimizer) before optimizer.step()"
+            )
+        layer.handover = move if found else None
+        layer.dense_gradient = self._adapts(layer)
+
+    @torch.no_grad()
+    def update(self, layer: NMLayer) -> None:
+        """Let the backward mask follow the weights; the forward mask moved right after the step."""
+        layer.handover = None
+        if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
+            flips, forward = layer.flips, layer.forward_mask
+            self._set(layer, None if forward is None else layer.rows(forward))
+            layer.flips = flips  # those of the last adaptation
+
+    # ------------------------------------------------------------------------------------------------ an adaptation
+
+    def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Move:
+        """Choose the exchanges, a few rows of the weight at a time, so that no temporary has the weight's size."""
+        weight, m = layer.weight.detach(), layer.pattern.m
+        assert layer.weight.grad is not None
+        size = step_size(optimizer, layer.weight, layer.unrows(mask))
+        max_swaps = min(self.max_swaps_per_block, layer.pattern.n, m - layer.pattern.n)
+        rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
+        rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
+        per_chunk = max(1, _CHUNK * len(mask) // mask.numel())
+        parts, ahead = [], []
+        for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
+            w, g, keep, *moment = (as_blocks(tensor, m) for tensor in chunk)
+            g = -g if size.maximize else g
+            step = size.of_blocks(moment[0] if moment else None, g, keep)
+            swaps = best_swaps(w, g, keep, step, self.score, max_swaps)
+            parts.append(swaps)
+            ahead.append(-(step * g).gather(1, swaps.regrown.long()))
+        swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        start, stop = self.schedule(layer.planned_steps)
+        progress = (layer.step - start) / (stop - start) if stop > start else 0.0
+        value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
+        budget = swap_budget(len(value), self.budget, progress)
+        chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
+        blocks, pruned, regrown = chosen_swaps(swaps, chosen)
+        counted = torch.arange(max_swaps, device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
+        return Move(
+            blocks,
+            block_index(mask.shape, m, blocks, pruned),
+            block_index(mask.shape, m, blocks, regrown),
+            torch.cat(ahead)[chosen][counted],
+            len(chosen),
+            (value > 0).sum() - len(chosen),
+            swaps.loss_change[chosen].sum(),
+        )
+
+    def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, move: Move) -> None:
+        """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
+        weight = layer.rows(layer.weight.detach())
+        move.before = weight[move.pruned]
+        exchange_entries(
+            optimizer,
+            layer.weight,
+            layer.name,
+            layer.rows,
+            mask,
+            layer.pattern.m,
+            move.blocks,
+            move.pruned,
+            move.regrown,
+        )
+        weight[move.pruned] = 0
+        forward = mask.clone()
+        forward[move.pruned] = False
+        forward[move.regrown] = True
+        self._set(layer, forward)
+
+        shape = layer.weight.shape
+        exchanged = unpack_mask(layer.buffers["exchanged"], shape)
+        entries = layer.rows(exchanged)
+        again = (entries[move.pruned] | entries[move.regrown]) | (self.oscillation == "flip")
+        oscillation = layer.buffers["oscillation"]
+        blocks = move.blocks[again]  # a block that occurs twice counts once
+        oscillation[blocks] = oscillation[blocks].clamp(max=254) + 1
+        entries[move.pruned] = True
+        entries[move.regrown] = True
+        layer.buffers["exchanged"].copy_(pack_mask(exchanged))
+        figures = (torch.as_tensor(move.adapted), move.held, move.loss_change)
+        layer.buffers["adaptation"].copy_(torch.stack([x.to(weight.device, torch.float32) for x in figures]))
+
+    # ----------------------------------------------------------------------------------------------------- figures
+
+    def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
+        """Statistics of the evolution.
+
+        ``oscillation``: accumulated oscillations per block. Of the last adaptation, ``adapted_blocks``: share of blocks
+        that changed; ``frozen_blocks``: share of blocks that did not, though an exchange would have raised their
+        score; ``predicted_loss_change``: sum over the layers. Once the window is over 0, 1 and 0.
+        """
+        blocks = oscillations = adapted = held = loss = 0.0
+        for layer in layers:
+            if not layer.buffers:
+                continue
+            counts = layer.buffers["oscillation"]
+            blocks += len(counts)
+            oscillations += int(counts.sum())
+            if layer.step > self.schedule(layer.planned_steps)[1]:
+                held += len(counts)
+            else:
+                last = layer.buffers["adaptation"].tolist()
+                adapted, held, loss = adapted + last[0], held + last[1], loss + last[2]
+        blocks = max(blocks, 1)
+        return {
+            "oscillation": oscillations / blocks,
+            "adapted_blocks": adapted / blocks,
+            "frozen_blocks": held / blocks,
+            "predicted_loss_change": loss,
+        }
+
+    def gemms(self, layer: NMLayer) -> Gemms:
+        """As every mask method, but dW is needed at kept entries alone, except in a window that adapts.
+
+        The papers' counting takes all three GEMMs as sparse between adaptations. Hardware gains nothing from outputs
+        that are not needed.
+        """
+        gemms = super().gemms(layer)
+        if layer.forward_mask is None:
+            return gemms
+        density = layer.pattern.density
+        dgrad = gemms.dgrad if layer.own_backward else gemms.dgrad._replace(paper=density)
+        if layer.estimator is not None:
+            return gemms._replace(dgrad=dgrad)
+        if layer.dense_gradient:
+            return Gemms(gemms.forward, dgrad, Gemm("dense", "dense dW to adapt the masks"))
+        return Gemms(gemms.forward, dgrad, Gemm("dense", "dW only at kept entries", arithmetic=density, paper=density))
+
+
+def adapted_now(layer: NMLayer) -> bool:
+    """Whether the optimizer step just made was followed by an adaptation of this layer."""
+    return isinstance(layer.handover, Move) and layer.handover.before is not None
+
+
+@torch.no_grad()
+def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) -> float | None:
+    """What the exchanges of the last step really changed the loss by, to be compared with the predicted change.
+
+    Both losses are taken after the step: with the old masks, and with the new ones where a regrown entry holds what
+    it would have gained in that step. To be called after the optimizer's step and before the masks' ``update``.
+
+    Args:
+        layers: Masked layers.
+        loss: Computes the loss of one and the same batch each time.
+
+    Returns:
+        New minus old loss, or ``None`` if no layer of BAME adapted in this step.
+    """
+    moved = [layer for layer in layers if adapted_now(layer)]
+    if not moved:
+        return None
+    losses = []
+    for new in (True, False):
+        with ExitStack() as stack:
+            for layer in moved:
+                stack.enter_context(_trial(layer, layer.handover, new))
+            losses.append(float(loss()))
+    return losses[0] - losses[1]
+
+
+@contextmanager
+def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
+    """Within, the layer computes as after the step with the new or the old masks."""
+    weight, marks, own_backward = layer.rows(layer.weight.detach()), layer.marks, layer.own_backward
+    assert marks is not None
+    assert move.before is not None
+    if new:
+        weight[move.regrown] = move.ahead.to(weight.dtype)
+    else:
+        old = marks.clone()
+        layer.rows(old)[move.regrown] &= ~FORWARD
+        layer.rows(old)[move.pruned] |= FORWARD
+        layer.marks = old
+        weight[move.pruned] = move.before
+    try:
+        yield
+    finally:
+        weight[move.regrown if new else move.pruned] = 0
+        layer.marks, layer.own_backward = marks, own_backward
