@@ -1,9 +1,13 @@
-"""Accuracy of methods against dense training: paired seeds, equal epochs, all test images.
+"""Accuracy of methods against each other: paired seeds, equal epochs, all test images.
 
 Every run of a seed starts from the same weights and sees the same batches; only the method differs. Printed are the
-accuracies, the mean difference to dense and its 95 % interval (Student's t over the paired differences).
+accuracies, the mean difference to each baseline with its 95 % interval (Student's t over the paired differences), and
+the training FLOPs of the whole run as they were counted, relative to dense training and to the first baseline.
+
+A method is a short name, or one of the variants in ``VARIANTS``: ``fixed`` is BAME without any adaptation.
 
     python -m benchmarks.accuracy --seeds 5 --methods bi-mask sr-ste
+    python -m benchmarks.accuracy --seeds 6 --pattern 1:16 --baselines sr-ste fixed --methods bame
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import math
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +27,46 @@ import lightning.pytorch as pl
 import torch
 from scipy.stats import t as student_t
 
-from lightning_nm import NMSparsityCallback
+from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.demo import Digits, FashionMNIST, ResidualCNN
 
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "bame": lambda: BAME(every=25),
+    "bame-loss": lambda: BAME(every=25, rank_by="loss"),
+    "bame-taylor": lambda: BAME(every=25, score="taylor-abs"),
+    "bame-quantile": lambda: BAME(every=25, selection="quantile"),
+    "bame-bi-mask": lambda: BAME(every=25, dgrad="bi-mask"),
+    "fixed": lambda: BAME(start=1.0, stop=1.0),
+}
 
-def accuracy(method: str, seed: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Train once; the test accuracy and the seconds that it took."""
+
+class Flops(pl.Callback):
+    """Notes the FLOPs ratios of a run before the masks are taken off."""
+
+    def __init__(self, masks: NMSparsityCallback) -> None:
+        self.masks = masks
+        self.ratios: dict[str, float] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read them."""
+        assert self.masks.sparsifier is not None
+        self.ratios = self.masks.sparsifier.mean_flops_ratios()
+
+
+def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, dict[str, float], float]:
+    """Train once; the test accuracy, the FLOPs ratios to dense training and the seconds that it took."""
     pl.seed_everything(seed, verbose=False)
     if options.data == "fashion-mnist":
         data: Any = FashionMNIST(options.data_dir, train_size=options.train_size, seed=seed)
     else:
         data = Digits(seed=seed)
     model = ResidualCNN(width=options.width)
+    masks = NMSparsityCallback(options.pattern, VARIANTS.get(method, lambda: method)(), show_tables=False)
+    flops = Flops(masks)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
-        callbacks=[NMSparsityCallback(options.pattern, method, show_tables=False)],  # type: ignore[arg-type]
+        callbacks=[masks, flops],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -48,7 +77,7 @@ def accuracy(method: str, seed: int, options: argparse.Namespace) -> tuple[float
     start = time.perf_counter()
     trainer.fit(model, data)
     seconds = time.perf_counter() - start
-    return float(trainer.test(model, data, verbose=False)[0]["test_acc"]), seconds
+    return float(trainer.test(model, data, verbose=False)[0]["test_acc"]), flops.ratios, seconds
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -63,6 +92,7 @@ def main() -> None:
     parser.add_argument("--data", choices=["fashion-mnist", "digits"], default="fashion-mnist")
     parser.add_argument("--data-dir", default="/usr/share/datasets/fashion-mnist")
     parser.add_argument("--methods", nargs="+", default=["bi-mask"])
+    parser.add_argument("--baselines", nargs="+", default=["dense"])
     parser.add_argument("--pattern", default="2:4")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=6)
@@ -71,10 +101,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message="BAME never adapts")  # that is what `fixed` is for
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    methods = ["dense", *options.methods]
+    methods = list(dict.fromkeys([*options.baselines, *options.methods]))
     found: dict[str, list[float]] = {method: [] for method in methods}
+    flops: dict[str, dict[str, float]] = {}
     print(
         f"{options.data}, {options.train_size} training images, {options.epochs} epochs, width {options.width}, ",
         end="",
@@ -82,18 +114,30 @@ def main() -> None:
     print(f"{options.pattern}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| seed | " + " | ".join(methods) + " | seconds |\n|" + "---|" * (len(methods) + 2))
     for seed in range(options.seeds):
-        results = [accuracy(method, seed, options) for method in methods]
-        for method, (value, _) in zip(methods, results, strict=True):
+        results = [train(method, seed, options) for method in methods]
+        for method, (value, ratios, _) in zip(methods, results, strict=True):
             found[method].append(value)
-        seconds = " ".join(f"{s:.0f}" for _, s in results)
-        print(f"| {seed} | " + " | ".join(f"{100 * value:.2f}" for value, _ in results) + f" | {seconds} |", flush=True)
+            flops[method] = ratios
+        times = " ".join(f"{seconds:.0f}" for *_, seconds in results)
+        print(f"| {seed} | " + " | ".join(f"{100 * result[0]:.2f}" for result in results) + f" | {times} |", flush=True)
     print("| mean | " + " | ".join(f"{100 * statistics.mean(found[method]):.2f}" for method in methods) + " | |\n")
-    for method in options.methods:
-        mean, half = interval([100 * (a - b) for a, b in zip(found[method], found["dense"], strict=True)])
-        print(f"{method} - dense: {mean:+.2f} points, 95 % interval [{mean - half:+.2f}, {mean + half:+.2f}]")
+    for baseline in options.baselines:
+        for method in methods:
+            if method != baseline:
+                mean, half = interval([100 * (a - b) for a, b in zip(found[method], found[baseline], strict=True)])
+                print(
+                    f"{method} - {baseline}: {mean:+.2f} points, 95 % interval [{mean - half:+.2f}, {mean + half:+.2f}]"
+                )
+    first = options.baselines[0]
+    kinds = list(flops[first])
+    print("\n| training FLOPs | " + " | ".join(f"{kind}, to dense | to {first}" for kind in kinds) + " |")
+    print("|" + "---|" * (2 * len(kinds) + 1))
+    for method in methods:
+        cells = (f"{flops[method][kind]:.3f} | {flops[method][kind] / flops[first][kind]:.3f}" for kind in kinds)
+        print(f"| {method} | " + " | ".join(cells) + " |")
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items()}
-        options.json.write_text(json.dumps({"settings": settings, "accuracy": found}, indent=1))
+        options.json.write_text(json.dumps({"settings": settings, "accuracy": found, "flops": flops}, indent=1))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class BAME(MaskMethod):
     There are no latent weights: pruned entries are exactly zero in the parameter after every step, and between
     adaptations only kept entries receive a gradient. Every ``every`` steps from ``start`` to ``stop`` a step's dense
     gradient G shows, for each block, which kept entry to exchange for which pruned one (loss-aware mask adaption), and
-    the most promising blocks that did not go back and forth too often adapt (oscillation-aware block freezing). The step
-    itself is made with the old mask; the exchanges follow it. A regrown entry starts at zero. After ``stop`` the
+    the most promising blocks that did not go back and forth too often adapt (oscillation-aware block freezing). The
+    step itself is made with the old mask; the exchanges follow it. A regrown entry starts at zero. After ``stop`` the
     mask is frozen.
 
     The paper's exact score was not public when this was written. What is built here follows its abstract and its
@@ -296,7 +296,7 @@ class BAME(MaskMethod):
     # ------------------------------------------------------------------------------------------------ an adaptation
 
     def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Move:
-        """Choose the exchanges, a few rows of the weight at a time, so that no temporary has the weight's size."""
+        """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
         weight, m = layer.weight.detach(), layer.pattern.m
         assert layer.weight.grad is not None
         size = step_size(optimizer, layer.weight, layer.unrows(mask))
