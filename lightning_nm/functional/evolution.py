@@ -164,16 +164,19 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Se
     candidates = (value > 0) & value.isfinite()
     if selection == "quantile":
         counts = torch.bincount(oscillation, minlength=1).cumsum(0)
-        threshold = (counts < FROZEN_QUANTILE * len(oscillation)).sum()
-        candidates &= oscillation <= threshold
+        candidates &= oscillation <= (counts < FROZEN_QUANTILE * len(oscillation)).sum()
         joint = value
     else:
         joint = value / (1 + oscillation.to(value.dtype))
-    chosen = candidates.nonzero().squeeze(1)
-    if len(chosen) > budget:
-        order = joint[chosen].argsort(descending=True, stable=True)
-        chosen = chosen[order[:budget]].sort().values
-    return chosen
+    if budget == 0:
+        candidates = torch.zeros_like(candidates)
+    elif int(candidates.sum()) > budget:
+        joint = torch.where(candidates, joint, -torch.inf)
+        last = joint.kthvalue(len(joint) - budget + 1).values  # the least that is chosen; a sort would take more memory
+        candidates = joint > last
+        ties = (joint == last).nonzero().squeeze(1)
+        candidates[ties[: budget - int(candidates.sum())]] = True
+    return candidates.nonzero().squeeze(1)
 
 
 def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

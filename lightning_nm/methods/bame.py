@@ -304,15 +304,16 @@ class BAME(MaskMethod):
         rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
         rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
         per_chunk = max(1, _CHUNK * len(mask) // mask.numel())
-        parts, ahead = [], []
+        parts = []
         for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
             w, g, keep, *moment = (as_blocks(tensor, m) for tensor in chunk)
             g = -g if size.maximize else g
             step = size.of_blocks(moment[0] if moment else None, g, keep)
             swaps = best_swaps(w, g, keep, step, self.score, max_swaps)
-            parts.append(swaps)
-            ahead.append(-(step * g).gather(1, swaps.regrown.long()))
-        swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
+            parts.append((*swaps, -(step * g).gather(1, swaps.regrown.long())))
+        *found, ahead = (torch.cat(column) for column in zip(*parts, strict=True))
+        swaps = Swaps(*found)
+        del parts, found
         start, stop = self.schedule(layer.planned_steps)
         progress = (layer.step - start) / (stop - start) if stop > start else 0.0
         value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
@@ -324,7 +325,7 @@ class BAME(MaskMethod):
             blocks,
             block_index(mask.shape, m, blocks, pruned),
             block_index(mask.shape, m, blocks, regrown),
-            torch.cat(ahead)[chosen][counted],
+            ahead[chosen][counted],
             len(chosen),
             (value > 0).sum() - len(chosen),
             swaps.loss_change[chosen].sum(),

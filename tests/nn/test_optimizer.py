@@ -1,0 +1,172 @@
+"""The effective step against the steps that optimizers really make; the state of entries that come and go."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.evolution import as_blocks, block_index
+from lightning_nm.nn.optimizer import check_optimizer, clear_entries, entry_states, exchange_entries, step_size
+
+ENTRYWISE = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "sgd-dampening": lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, dampening=0.5),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2),
+    "adam-maximize": lambda p: torch.optim.Adam(p, 1e-2, maximize=True),
+    "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), weight_decay=0.0),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-1),
+}
+WHOLE = {
+    "muon": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0),
+    "muon-rms": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "adamax": lambda p: torch.optim.Adamax(p, 1e-2),
+}
+STATEFUL = {
+    **ENTRYWISE,
+    **WHOLE,
+    "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
+    "adam-capturable-like": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+}
+
+
+def stepped(make, steps, seed=0, dtype=torch.float64):
+    """A weight after some steps under one constant gradient, its mask, and the optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = nn.Parameter(torch.randn(16, 32, generator=generator, dtype=dtype))
+    mask = magnitude_mask(weight.detach(), "2:4", dim=1)
+    grad = torch.randn(16, 32, generator=generator, dtype=dtype)
+    optimizer = make([weight])
+    for _ in range(steps):
+        weight.grad = torch.where(mask, grad, 0)
+        optimizer.step()
+    weight.grad = grad.clone()
+    return weight, mask, optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    # momentum reaches its effective step only after a while
+    [(name, steps) for name in ENTRYWISE for steps in (0, 3, 100) if steps == 100 or name[:4] != "sgd-"],
+)
+def test_the_effective_step_is_what_the_optimizer_does(name, steps):
+    weight, mask, optimizer = stepped(ENTRYWISE[name], steps)
+    size = step_size(optimizer, weight, mask)
+    assert size.maximize == (name == "adam-maximize")
+    moment = None if size.moment is None else as_blocks(size.moment, 4)
+    grad = as_blocks(weight.grad, 4)
+    eta = size.of_blocks(moment, grad, as_blocks(mask, 4))
+    expected = -(eta * grad).view_as(weight) * (-1 if size.maximize else 1)
+    before = weight.detach().clone()
+    weight.grad = torch.where(mask, weight.grad, 0)
+    optimizer.step()
+    torch.testing.assert_close((weight.detach() - before)[mask], expected[mask], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 100])
+@pytest.mark.parametrize("name", WHOLE)
+def test_normalising_optimizers_are_matched_by_size(name, steps):
+    weight, mask, optimizer = stepped(WHOLE[name], steps, dtype=torch.float32)
+    eta = step_size(optimizer, weight, mask).scale
+    predicted = (eta * weight.grad[mask]).square().mean().sqrt()
+    before = weight.detach().clone()
+    weight.grad = torch.where(mask, weight.grad, 0)
+    optimizer.step()
+    made = (weight.detach() - before)[mask].square().mean().sqrt()
+    assert 0.5 < predicted / made < 2
+
+
+def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_rate():
+    weight, mask, optimizer = stepped(ENTRYWISE["adam"], 5)
+    weight.grad[0, 0:4] *= 1000
+    size = step_size(optimizer, weight, mask)
+    grad, keep, moment = as_blocks(weight.grad, 4), as_blocks(mask, 4), as_blocks(size.moment, 4)
+    eta = size.of_blocks(moment, grad, keep)
+    second = (0.999 * moment + 0.001 * grad.square()) / (1 - 0.999**6)
+    for b in range(len(grad)):
+        mean = second[b][keep[b]].mean()
+        for k in range(4):
+            v = second[b, k] if keep[b, k] else max(mean, grad[b, k] ** 2)
+            assert eta[b, k].item() == pytest.approx((0.01 / (v.sqrt() + 1e-8)).item())
+    assert (eta * grad).abs()[~keep].max() <= 0.01
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name):
+    weight, mask, optimizer = stepped(STATEFUL[name], 4, dtype=torch.float32)
+    check_optimizer(optimizer, weight, "l")
+    sizes = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size"}
+    states = dict(entry_states(optimizer, weight, "l"))
+    assert set(states) == {
+        key for key, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor) and value.dim() == 2
+    } - {"row_var", "col_var"}
+    clear_entries(optimizer, weight, ~mask, "l")
+    assert all(not state[~mask].any() for state in states.values())
+
+    before = {key: state.clone() for key, state in states.items()}
+    blocks = torch.tensor([0, 5, 5, 127])
+    keep = as_blocks(mask, 4)
+    kept = [keep[b].nonzero().squeeze(1) for b in blocks]
+    gone = [(~keep[b]).nonzero().squeeze(1) for b in blocks]
+    turn = [0, 0, 1, 1]  # block 5 exchanges both of its entries
+    pruned = torch.stack([k[t] for k, t in zip(kept, turn, strict=True)])
+    regrown = torch.stack([g[t] for g, t in zip(gone, turn, strict=True)])
+    at_pruned, at_regrown = (block_index(weight.shape, 4, blocks, e) for e in (pruned, regrown))
+    exchange_entries(optimizer, weight, "l", lambda t: t, mask, 4, blocks, at_pruned, at_regrown)
+    for key, state in states.items():
+        expected = before[key].clone()
+        for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):
+            row, first = divmod(b * 4, 32)
+            mean = before[key].view(-1, 4)[b][keep[b]].mean()
+            expected[row, first + p] = 0
+            expected[row, first + r] = mean if key in sizes else 0
+        torch.testing.assert_close(state, expected)
+
+
+class Blockwise(torch.optim.SGD):
+    """Keeps a state of its own, as 8-bit and second-order optimizers do."""
+
+    kept = torch.zeros(3)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = self.kept
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (torch.zeros(16, 32, dtype=torch.uint8), r"Blockwise keeps 'kept' as torch.uint8 of shape \(16, 32\)"),
+        (torch.zeros(7), r"Blockwise keeps 'kept' as torch.float32 of shape \(7,\) for a weight of shape \(16, 32\)"),
+        ([torch.zeros(16, 16), torch.zeros(32, 32)], "Blockwise keeps 'kept' as a list of tensors"),
+        ({"left": torch.zeros(16, 16)}, "Blockwise keeps 'kept' as a dict of tensors"),
+    ],
+)
+def test_state_that_belongs_to_no_entry_is_refused(kept, message):
+    Blockwise.kept = kept
+    weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
+    with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use an optimizer"):
+        check_optimizer(optimizer, weight, "blocks.3")
+
+
+@pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), torch.zeros(16, 1), torch.zeros(32), []])
+def test_numbers_and_factors_are_left_alone(kept):
+    Blockwise.kept = kept
+    weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
+    check_optimizer(optimizer, weight, "l")
+    assert list(entry_states(optimizer, weight, "l")) == []
+
+
+def test_a_joint_history_is_refused_before_any_step():
+    weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"LBFGS keeps one history.*layer 'l'"):
+        check_optimizer(torch.optim.LBFGS([weight]), weight, "l")
