@@ -43,7 +43,18 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"{error}\nThe command line needs the extra `cli`: pip install 'lightning-nm[cli]'", file=sys.stderr)
         return 2
 
-    LightningCLI(
+    class CLI(LightningCLI):
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except ValueError as error:
+                # What a class says of its arguments is raised while objects are made, where jsonargparse takes it for a
+                # mismatch of types.
+                if "Does not validate against any of the Union subtypes" not in str(error):
+                    raise
+                self.parser.error(str(error))
+
+    CLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-nm"},
         args=args if args is None else words,

@@ -85,6 +85,8 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         (["method: {class_path: lightning_nm.BiMask, init_args: {permute_evry: 3}}"], ["permute_evry"]),
         (["rules: [{include: a, patern: 1:4}]"], ["patern"]),
         (["conv_layout: hwc"], ["hwc"]),
+        (["method: {class_path: lightning_nm.BAME, init_args: {budget: 0}}"], ["budget=0", "(0, 1]"]),
+        (["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"], ["stop=1.5", "an integer"]),
     ],
 )
 def test_typos_are_named(tmp_path, capsys, lines, words):
@@ -94,6 +96,15 @@ def test_typos_are_named(tmp_path, capsys, lines, words):
     message = capsys.readouterr().err
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("written", ["0", "0.66", "1", "1.0", "2000"])
+def test_steps_and_shares_stay_apart(tmp_path, capsys, written):
+    method = f"method: {{class_path: lightning_nm.BAME, init_args: {{stop: {written}}}}}"
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, method), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]["method"]["init_args"]
+    assert repr(printed["stop"]) == written
 
 
 def test_help_is_complete(capsys):

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, 
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_nm import ASP, BiMask, NMSparsityCallback
+from lightning_nm import ASP, BAME, BiMask, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
@@ -28,6 +28,10 @@ def callback(method="bi-mask", **options):
         method = BiMask(permute_every=3)
     if method == "asp-late":
         method = ASP(start=4)
+    if method == "bame":
+        method = BAME(stop=0.9, every=3, budget=1.0, score="taylor-abs")
+    if method == "bame-bi-mask":
+        method = BAME(start=1, stop=12, every=2, budget=1.0, score="taylor-abs", dgrad="bi-mask")
     return NMSparsityCallback("2:4", method, show_tables=False, **options)
 
 
@@ -60,7 +64,7 @@ class Inspect(pl.Callback):
         self.look(trainer, pl_module)
 
 
-@pytest.mark.parametrize("method", ["dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask"])
+@pytest.mark.parametrize("method", ["dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask", "bame"])
 def test_state_dict_is_the_sparse_model_while_training(tmp_path, method):
     dense_keys = list(Net().state_dict())
     masked_steps = []
@@ -86,7 +90,7 @@ def test_state_dict_is_the_sparse_model_while_training(tmp_path, method):
     assert masked_steps == expected
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp"])
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp", "bame"])
 def test_last_validation_test_and_fresh_load_agree_exactly(tmp_path, method):
     model, data = new_model(), Data()
     trainer = make_trainer(tmp_path, [callback(method)])
@@ -102,7 +106,7 @@ def test_last_validation_test_and_fresh_load_agree_exactly(tmp_path, method):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("method", ["dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask"])
+@pytest.mark.parametrize("method", ["dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask", "bame", "bame-bi-mask"])
 @pytest.mark.parametrize(
     ("batch", "accumulate"), [(6, 1), (8, 1), (8, 3)], ids=["epoch-end", "mid-epoch", "mid-window"]
 )
@@ -133,7 +137,7 @@ def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_
     assert not nmf.is_nm(model.state_dict()["net.6.weight"], "2:4", dim=1)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask"])
+@pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask", "bame-bi-mask"])
 def test_a_second_fit_continues_exactly(tmp_path, method):
     def run(*epochs):
         model, nm = new_model(dropout=0.0), callback(method)
@@ -329,7 +333,7 @@ def test_ordinary_checkpoint_size(tmp_path):
     assert size < 0.6 * dense  # half of the weights, two bits each, and a permutation
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp-late"])
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp-late", "bame", "bame-bi-mask"])
 def test_a_checkpoint_between_a_step_and_the_move_of_the_masks_resumes_exactly(tmp_path, method):
     straight = new_model()
     save = SaveAt(tmp_path / "early.ckpt", 4)  # before our callback
@@ -377,7 +381,7 @@ class Fails(pl.Callback):
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_batch_start"])
-@pytest.mark.parametrize("method", ["bi-mask", "asp"])
+@pytest.mark.parametrize("method", ["bi-mask", "asp", "bame"])
 def test_a_crash_before_the_first_step_leaves_the_model_as_it_came(tmp_path, hook, method):
     model = new_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
