@@ -180,6 +180,32 @@ def test_the_whole_method_is_what_is_written(pattern, options):
     assert adaptations > 8
 
 
+@pytest.mark.parametrize("options", [{}, {"rank_by": "loss"}, {"score": "taylor-abs"}, {"selection": "quantile"}])
+def test_the_mask_of_a_sparse_teacher_is_found(options):
+    def found(method, steps=400):
+        generator = torch.Generator().manual_seed(0)
+        wanted = nmf.nm_mask(torch.rand(32, 64, generator=generator), "1:8", dim=1)
+        teacher = torch.randn(32, 64, generator=generator)
+        teacher = torch.where(wanted, teacher.sign() + teacher, 0)
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(64, 32, bias=False))
+        sparsifier = NMSparsifier(module, "1:8", method, skip_first_last=False, planned_steps=steps).attach()
+        optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+        sparsifier.register(optimizer)
+        for _ in range(steps):
+            x = torch.randn(64, 64, generator=generator)
+            optimizer.zero_grad()
+            (module(x) - x @ teacher.t()).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        return (sparsifier.layers["0"].forward_mask & wanted).sum().item() / wanted.sum().item()
+
+    with pytest.warns(UserWarning, match="never adapts"):
+        assert found(BAME(start=1.0, stop=1.0)) < 0.3
+    assert found(BAME(every=20, **options)) > 0.95
+
+
 # ------------------------------------------------------------------------------------------------- what is relied upon
 
 
