@@ -111,7 +111,8 @@ def adaptations(size: int, pattern: str, optimizer_name: str, rounds: int) -> tu
     """Median seconds that BAME takes around the optimizer's step, in a window that adapts and in one that does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
-    model[0].weight.data.mul_(1e-4)  # small weights, so that exchanges are worth it and the whole budget is used
+    for parameter in model.parameters():
+        parameter.data.mul_(1e-4)  # so that exchanges are worth it and the whole budget is used
     optimizer = optimizer_of(optimizer_name, model)
     method = Timed(start=2, stop=NEVER, every=2)
     sparsifier = NMSparsifier(model, pattern, method, skip_first_last=False).attach()

@@ -16,7 +16,7 @@ from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.methods.bame import achieved_loss_change, adapted_now
+from lightning_nm.nn.move import achieved_loss_change, adapted_now
 from lightning_nm.nn.names import key_of_layer
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema

@@ -72,7 +72,7 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("density", f"{stats['density']:.4f}", "share of masked weights that the forward keeps")
     table.add_row("N:M violations", str(sparsifier.violations()), "blocks with more than N nonzeros")
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
-    table.add_row("flip rate, last step", flips, "share of forward mask bits that a step changed")
+    table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
     table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     ratios = sparsifier.mean_flops_ratios()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -24,7 +22,8 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
-from lightning_nm.nn.layer import FORWARD, Gemm, Gemms, NMLayer
+from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.move import Move
 from lightning_nm.nn.optimizer import check_optimizer, clear_entries, exchange_entries, step_size
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
@@ -32,33 +31,6 @@ _CHUNK = 1 << 20
 
 # What `NMLayer.handover` holds beside a Move: the masks are new and the weight is not pruned yet; or before_step ran.
 _FRESH, _READY = "fresh", "ready"
-
-Index = tuple[Tensor, ...]
-
-
-@dataclass
-class Move:
-    """What an adaptation exchanges: found before the optimizer's step, applied after it, then kept until batch end.
-
-    Args:
-        blocks: Block of each exchange, int64 ``[K]``.
-        pruned: Index of the pruned entries into ``layer.rows(weight)``.
-        regrown: Index of the regrown entries.
-        ahead: What each regrown entry would hold had it been there for this step, ``[K]``.
-        adapted: Number of blocks that change.
-        held: Number of blocks that do not, though an exchange would raise their score.
-        loss_change: What the exchanges should change the loss by.
-        before: What the pruned entries held, ``[K]``; ``None`` until applied.
-    """
-
-    blocks: Tensor
-    pruned: Index
-    regrown: Index
-    ahead: Tensor
-    adapted: int
-    held: Tensor
-    loss_change: Tensor
-    before: Tensor | None = None
 
 
 class BAME(MaskMethod):
@@ -307,6 +279,8 @@ class BAME(MaskMethod):
         parts = []
         for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
             w, g, keep, *moment = (as_blocks(tensor, m) for tensor in chunk)
+            # Half precision would make ties of scores that differ.
+            w, g, *moment = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (w, g, *moment))
             g = -g if size.maximize else g
             step = size.of_blocks(moment[0] if moment else None, g, keep)
             swaps = best_swaps(w, g, keep, step, self.score, max_swaps)
@@ -410,55 +384,3 @@ class BAME(MaskMethod):
         if layer.dense_gradient:
             return Gemms(gemms.forward, dgrad, Gemm("dense", "dense dW to adapt the masks"))
         return Gemms(gemms.forward, dgrad, Gemm("dense", "dW only at kept entries", arithmetic=density, paper=density))
-
-
-def adapted_now(layer: NMLayer) -> bool:
-    """Whether the optimizer step just made was followed by an adaptation of this layer."""
-    return isinstance(layer.handover, Move) and layer.handover.before is not None
-
-
-@torch.no_grad()
-def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) -> float | None:
-    """What the exchanges of the last step really changed the loss by, to be compared with the predicted change.
-
-    Both losses are taken after the step: with the old masks, and with the new ones where a regrown entry holds what
-    it would have gained in that step. To be called after the optimizer's step and before the masks' ``update``.
-
-    Args:
-        layers: Masked layers.
-        loss: Computes the loss of one and the same batch each time.
-
-    Returns:
-        New minus old loss, or ``None`` if no layer of BAME adapted in this step.
-    """
-    moved = [layer for layer in layers if adapted_now(layer)]
-    if not moved:
-        return None
-    losses = []
-    for new in (True, False):
-        with ExitStack() as stack:
-            for layer in moved:
-                stack.enter_context(_trial(layer, layer.handover, new))
-            losses.append(float(loss()))
-    return losses[0] - losses[1]
-
-
-@contextmanager
-def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
-    """Within, the layer computes as after the step with the new or the old masks."""
-    weight, marks, own_backward = layer.rows(layer.weight.detach()), layer.marks, layer.own_backward
-    assert marks is not None
-    assert move.before is not None
-    if new:
-        weight[move.regrown] = move.ahead.to(weight.dtype)
-    else:
-        old = marks.clone()
-        layer.rows(old)[move.regrown] &= ~FORWARD
-        layer.rows(old)[move.pruned] |= FORWARD
-        layer.marks = old
-        weight[move.pruned] = move.before
-    try:
-        yield
-    finally:
-        weight[move.regrown if new else move.pruned] = 0
-        layer.marks, layer.own_backward = marks, own_backward
