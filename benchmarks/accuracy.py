@@ -32,6 +32,8 @@ from lightning_nm.demo import Digits, FashionMNIST, ResidualCNN
 
 VARIANTS: dict[str, Callable[[], Any]] = {
     "bame": lambda: BAME(every=25),
+    "bame-every-100": lambda: BAME(every=100),
+    "bame-budget-0.05": lambda: BAME(every=25, budget=0.05),
     "bame-loss": lambda: BAME(every=25, rank_by="loss"),
     "bame-taylor": lambda: BAME(every=25, score="taylor-abs"),
     "bame-quantile": lambda: BAME(every=25, selection="quantile"),
