@@ -1,8 +1,9 @@
 """Accuracy of methods against each other: paired seeds, equal epochs, all test images.
 
 Every run of a seed starts from the same weights and sees the same batches; only the method differs. Printed are the
-accuracies, the mean difference to each baseline with its 95 % interval (Student's t over the paired differences), and
-the training FLOPs of the whole run as they were counted, relative to dense training and to the first baseline.
+accuracies in per cent, the mean difference to each baseline with its 95 % interval (Student's t over the paired
+differences), and the training FLOPs of the whole run as they were counted, relative to dense training and to the first
+baseline. On text (``--data help-topics``, a small transformer under AdamW) it is bits per byte instead, less is better.
 
 A method is a short name, or one of the variants in ``VARIANTS``: ``fixed`` is BAME without any adaptation.
 
@@ -28,7 +29,7 @@ import torch
 from scipy.stats import t as student_t
 
 from lightning_nm import BAME, NMSparsityCallback
-from lightning_nm.demo import Digits, FashionMNIST, ResidualCNN
+from lightning_nm.demo import Digits, FashionMNIST, HelpTopics, ResidualCNN, TinyTransformer
 
 VARIANTS: dict[str, Callable[[], Any]] = {
     "bame": lambda: BAME(every=25),
@@ -56,17 +57,20 @@ class Flops(pl.Callback):
 
 
 def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, dict[str, float], float]:
-    """Train once; the test accuracy, the FLOPs ratios to dense training and the seconds that it took."""
+    """Train once; the figure of the test, the FLOPs ratios to dense training and the seconds that it took."""
     pl.seed_everything(seed, verbose=False)
+    data: Any
     if options.data == "fashion-mnist":
-        data: Any = FashionMNIST(options.data_dir, train_size=options.train_size, seed=seed)
+        data = FashionMNIST(options.data_dir, train_size=options.train_size, seed=seed)
     else:
-        data = Digits(seed=seed)
-    model = ResidualCNN(width=options.width)
+        data = {"digits": Digits, "help-topics": HelpTopics}[options.data](seed=seed)
+    text = options.data == "help-topics"
+    model = TinyTransformer() if text else ResidualCNN(width=options.width)
     masks = NMSparsityCallback(options.pattern, VARIANTS.get(method, lambda: method)(), show_tables=False)
     flops = Flops(masks)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
+        max_steps=options.steps,
         accelerator="cpu",
         callbacks=[masks, flops],
         logger=False,
@@ -79,7 +83,9 @@ def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, d
     start = time.perf_counter()
     trainer.fit(model, data)
     seconds = time.perf_counter() - start
-    return float(trainer.test(model, data, verbose=False)[0]["test_acc"]), flops.ratios, seconds
+    tested = trainer.test(model, data, verbose=False)[0]
+    figure = tested["test_bits_per_byte"] if text else 100 * tested["test_acc"]
+    return float(figure), flops.ratios, seconds
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -91,13 +97,14 @@ def interval(differences: list[float]) -> tuple[float, float]:
 def main() -> None:
     """Run the comparison and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=["fashion-mnist", "digits"], default="fashion-mnist")
+    parser.add_argument("--data", choices=["fashion-mnist", "digits", "help-topics"], default="fashion-mnist")
     parser.add_argument("--data-dir", default="/usr/share/datasets/fashion-mnist")
     parser.add_argument("--methods", nargs="+", default=["bi-mask"])
     parser.add_argument("--baselines", nargs="+", default=["dense"])
     parser.add_argument("--pattern", default="2:4")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps, if that is earlier")
     parser.add_argument("--train-size", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--json", type=Path)
@@ -109,11 +116,15 @@ def main() -> None:
     methods = list(dict.fromkeys([*options.baselines, *options.methods]))
     found: dict[str, list[float]] = {method: [] for method in methods}
     flops: dict[str, dict[str, float]] = {}
-    print(
-        f"{options.data}, {options.train_size} training images, {options.epochs} epochs, width {options.width}, ",
-        end="",
-    )
-    print(f"{options.pattern}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    size = {
+        "fashion-mnist": f"{options.train_size} training images, width {options.width}",
+        "digits": f"width {options.width}",
+        "help-topics": "bits per byte",
+    }[options.data]
+    length = f"{options.epochs} epochs" if options.steps < 0 else f"{options.steps} steps"
+    print(f"{options.data}, {size}, {length}, {options.pattern}, ", end="")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    digits = ".3f" if options.data == "help-topics" else ".2f"
     print("| seed | " + " | ".join(methods) + " | seconds |\n|" + "---|" * (len(methods) + 2))
     for seed in range(options.seeds):
         results = [train(method, seed, options) for method in methods]
@@ -121,15 +132,14 @@ def main() -> None:
             found[method].append(value)
             flops[method] = ratios
         times = " ".join(f"{seconds:.0f}" for *_, seconds in results)
-        print(f"| {seed} | " + " | ".join(f"{100 * result[0]:.2f}" for result in results) + f" | {times} |", flush=True)
-    print("| mean | " + " | ".join(f"{100 * statistics.mean(found[method]):.2f}" for method in methods) + " | |\n")
+        print(f"| {seed} | " + " | ".join(f"{result[0]:{digits}}" for result in results) + f" | {times} |", flush=True)
+    print("| mean | " + " | ".join(f"{statistics.mean(found[method]):{digits}}" for method in methods) + " | |\n")
     for baseline in options.baselines:
         for method in methods:
             if method != baseline:
-                mean, half = interval([100 * (a - b) for a, b in zip(found[method], found[baseline], strict=True)])
-                print(
-                    f"{method} - {baseline}: {mean:+.2f} points, 95 % interval [{mean - half:+.2f}, {mean + half:+.2f}]"
-                )
+                mean, half = interval([a - b for a, b in zip(found[method], found[baseline], strict=True)])
+                bounds = f"[{mean - half:+{digits}}, {mean + half:+{digits}}]"
+                print(f"{method} - {baseline}: {mean:+{digits}}, 95 % interval {bounds}")
     first = options.baselines[0]
     kinds = list(flops[first])
     print("\n| training FLOPs | " + " | ".join(f"{kind}, to dense | to {first}" for kind in kinds) + " |")
@@ -139,7 +149,7 @@ def main() -> None:
         print(f"| {method} | " + " | ".join(cells) + " |")
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items()}
-        options.json.write_text(json.dumps({"settings": settings, "accuracy": found, "flops": flops}, indent=1))
+        options.json.write_text(json.dumps({"settings": settings, "figures": found, "flops": flops}, indent=1))
 
 
 if __name__ == "__main__":
