@@ -86,6 +86,8 @@ class NMSparsifier:
         self.conv_layout = conv_layout
         self.seed = seed
         self.planned_steps = planned_steps
+        self.clock = 0
+        """Calls of :meth:`step` after which any optimizer had stepped: the training steps that a plan counts."""
         self.plan = Plan()
         self.attached = False
         self.macs: dict[str, int] = {}
@@ -93,6 +95,7 @@ class NMSparsifier:
         self._handles: list[RemovableHandle] = []
         self._optimizers: dict[int, Optimizer] = {}  # held, so that an id stays its own
         self._owners: dict[int, tuple[int, list[NMLayer]]] = {}
+        self._depth: dict[int, int] = {}
 
     # --------------------------------------------------------------------------------------------- in and out
 
@@ -106,10 +109,13 @@ class NMSparsifier:
         """Why each other weight is dense, by layer name."""
         return self.plan.skipped
 
-    def attach(self) -> NMSparsifier:
+    def attach(self, schedules: Mapping[str, Sequence[int]] | None = None) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
         Everything is checked and every mask is made before the model is touched.
+
+        Args:
+            schedules: By layer name, the schedules of a training that is to go on; others are planned now.
 
         Raises:
             ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`, or a method's schedule does
@@ -124,11 +130,14 @@ class NMSparsifier:
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
-            for method in {layer.method for layer in self.plan.layers}:
+            kept = schedules or {}
+            for method in {layer.method for layer in self.plan.layers if layer.name not in kept}:
                 method.check(self.planned_steps)
             for layer in self.plan.layers:
-                layer.planned_steps = self.planned_steps
+                planned = kept[layer.name] if layer.name in kept else layer.method.schedule(self.planned_steps)
+                layer.schedule = tuple(planned)
                 layer.method.init(layer)
+                layer.dense_gradient = layer.method.needs_dense_gradient(layer)
             install(self.model, self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
@@ -181,6 +190,7 @@ class NMSparsifier:
             if any(p is layer.weight for group in optimizer.param_groups for p in group["params"]):
                 layer.method.check_optimizer(layer, optimizer)
         self._optimizers[id(optimizer)] = optimizer
+        self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         self._owned(optimizer)
 
@@ -197,6 +207,7 @@ class NMSparsifier:
             optimizer: A registered optimizer.
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
+        self._depth[id(optimizer)] = 0  # an interrupted step may have left another number
         for layer in self._owned(optimizer):
             grads = [p.grad for p in (layer.weight, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:
@@ -207,7 +218,13 @@ class NMSparsifier:
                 for grad in grads:
                     grad.mul_(loss_scale)
 
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
+        if depth > 0:  # a subclass's step that calls its base's runs the hooks twice
+            return
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
@@ -235,6 +252,11 @@ class NMSparsifier:
                 layer.updated_at = layer.step
                 layer.parked = None
                 moved = True
+        if moved:
+            self.clock += 1
+            for layer in self.plan.layers:
+                layer.clock = self.clock
+                layer.dense_gradient = layer.method.needs_dense_gradient(layer)
         return moved
 
     def _close_counter(self) -> None:
@@ -347,7 +369,7 @@ class NMSparsifier:
         return {
             "schema": SCHEMA,
             "seed": self.seed,
-            "planned_steps": self.planned_steps,
+            "clock": self.clock,
             "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
             "macs": dict(self.macs),
         }
@@ -382,20 +404,27 @@ class NMSparsifier:
                     "checkpoint's weights into the model before its sparsifier state"
                 )
         self.seed = state["seed"]
-        planned = self.planned_steps if state["planned_steps"] is None else state["planned_steps"]
-        for method in {layer.method for layer in layers.values()}:
-            here, then = method.schedule(self.planned_steps), method.schedule(planned)
-            if here != then:
-                warnings.warn(
-                    f"{method!r} was scheduled for {planned} steps when this training began and goes on so, at steps "
-                    f"{then}; the {self.planned_steps} steps planned now would have made that {here}",
-                    stacklevel=2,
-                )
-        self.planned_steps = planned
+        self.clock = state["clock"]
+        self._compare_schedules(saved)
         for name, layer in layers.items():
             load_layer_state(layer, saved[name])
-            layer.seed, layer.planned_steps = self.seed, planned
+            layer.seed, layer.clock = self.seed, self.clock
         self.macs.update(state["macs"])
+
+    def _compare_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Warn once for each method whose schedule would be another if training began now: the saved one holds."""
+        for method in {layer.method for layer in self.plan.layers}:
+            try:
+                here = method.schedule(self.planned_steps)
+            except ValueError:  # no plan now, and none is needed any more
+                continue
+            then = next(tuple(saved[layer.name]["schedule"]) for layer in self.plan.layers if layer.method is method)
+            if here != then:
+                warnings.warn(
+                    f"this training began with {type(method).__name__} scheduled at steps {then}, which stays; the "
+                    f"settings and the plan of now would make that {here}",
+                    stacklevel=3,
+                )
 
 
 def check_schema(state: dict[str, Any]) -> None:

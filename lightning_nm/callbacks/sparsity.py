@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -58,8 +59,8 @@ class NMSparsityCallback(pl.Callback):
         seed: Base of all random choices.
         log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``.
         log_achieved_loss: Whenever BAME adapts, compute the batch's loss with the old and with the new masks, and log
-            the difference as ``nm/achieved_loss_change`` beside the predicted one. It costs two forward passes and a
-            copy of the model each time, and needs automatic optimization.
+            the difference as ``nm/achieved_loss_change`` beside the predicted one (of this process alone). It costs two
+            forward passes and a copy of the model each time, and needs automatic optimization.
         show_tables: Print the table of layers before training and the summary after it.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
@@ -112,6 +113,7 @@ class NMSparsityCallback(pl.Callback):
         self._fresh = True
         self._checked = False
         self._achieved: float | None = None
+        self._batch: Any = None
         self._evaluating = False
 
     @property
@@ -137,11 +139,15 @@ class NMSparsityCallback(pl.Callback):
             self._finish()  # another callback's failure kept the last fit from ending
         _refuse_later_averaging(self, trainer)
         self._fresh = self._state is None
-        sparsifier = NMSparsifier(pl_module, **self.options)
-        sparsifier.planned_steps = self._planned_steps(trainer, sparsifier)
-        sparsifier.attach()
+        self._achieved = None
+        if self.log_achieved_loss and not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(pl_module).__name__} optimizes manually, so its training step cannot be tried without "
+                "training: leave log_achieved_loss off"
+            )
+        sparsifier = self._attach(trainer, pl_module)
         try:
-            self._restore(sparsifier)
+            sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
         except BaseException:
@@ -149,18 +155,16 @@ class NMSparsityCallback(pl.Callback):
             raise
         self.sparsifier, self._checked = sparsifier, False
 
-    def _planned_steps(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> int | None:
-        """The optimizer steps of the whole training, for methods that ask; what an earlier fit planned if unlimited."""
-        if not any(rule.method.scheduled for rule in sparsifier.rules):
-            return None
-        planned = trainer.estimated_stepping_batches
-        if math.isfinite(planned):
-            return int(planned)
-        return None if self._state is None else self._state["planned_steps"]
+    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
+        sparsifier = NMSparsifier(pl_module, **self.options)
+        if any(rule.method.scheduled for rule in sparsifier.rules):
+            sparsifier.planned_steps = _planned_steps(trainer, pl_module)
+        layers = self._state["layers"] if self._state else {}
+        return sparsifier.attach({name: state["schedule"] for name, state in layers.items()})
 
-    def _restore(self, sparsifier: NMSparsifier) -> None:
+    def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         if self._state is None:
-            return
+            return sparsifier
         try:
             sparsifier.load_state_dict(self._state)
         except ValueError as error:
@@ -168,8 +172,11 @@ class NMSparsityCallback(pl.Callback):
                 raise
             # State that this callback kept from an earlier fit, but the model is another one by now.
             rank_zero_warn(f"NMSparsityCallback starts anew instead of continuing its last fit: {error}")
-            self._fresh = True
+            self._fresh, self._state = True, None
+            sparsifier.detach()
+            return self._attach(trainer, pl_module)
         self._state, self._from_checkpoint = None, False
+        return sparsifier
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave ordinary modules that hold the sparse weights."""
@@ -216,6 +223,13 @@ class NMSparsityCallback(pl.Callback):
         else:
             sparsifier.before_step(optimizer)
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the batch as it came if its loss is to be computed again: training steps like to pop from it."""
+        if self.log_achieved_loss and any(layer.dense_gradient for layer in self._installed().layers.values()):
+            self._batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -229,11 +243,11 @@ class NMSparsityCallback(pl.Callback):
                     "their weights directly, it reads dense ones: name the layers in `exclude`"
                 )
         if self.log_achieved_loss:
-            self._try_masks(trainer, pl_module, batch, batch_idx)
+            self._try_masks(trainer, pl_module, batch_idx)
         if sparsifier.step() and self._logs_now(trainer, pl_module):
             statistics = sparsifier.stats()
-            if self._achieved is not None:
-                statistics["achieved_loss_change"] = self._achieved
+            if self._achieved is not None:  # as the predicted change, 0 once the masks are frozen
+                statistics["achieved_loss_change"] = self._achieved if statistics["adapted_blocks"] else 0.0
             for statistic, value in statistics.items():
                 pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
             if self.log_layers:
@@ -241,14 +255,23 @@ class NMSparsityCallback(pl.Callback):
                     for statistic, value in values.items():
                         pl_module.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
 
-    def _try_masks(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        layers = list(self._installed().layers.values())
-        if any(adapted_now(layer) for layer in layers):
+    def _try_masks(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
+        batch, self._batch = self._batch, None
+        layers = [layer for layer in self._installed().layers.values() if adapted_now(layer)]
+        if not layers:
+            return
+        try:
             copied, loss = trial_step(trainer, pl_module, batch, batch_idx)
             modules = dict(copied.named_modules())
             names = {id(module): name for name, module in pl_module.named_modules()}
             twins = [modules[names[id(layer.module)]].nm_layers[layer.parameter] for layer in layers]
             self._achieved = achieved_loss_change(twins, loss)
+        except Exception as error:  # a figure is not worth a training run
+            self.log_achieved_loss, self._achieved = False, None
+            rank_zero_warn(
+                f"log_achieved_loss is switched off: a copy of {type(pl_module).__name__} cannot repeat its training "
+                f"step ({type(error).__name__}: {error})"
+            )
 
     @staticmethod
     def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
@@ -304,6 +327,18 @@ class NMSparsityCallback(pl.Callback):
             self.sparsifier.load_state_dict(state_dict)
         else:
             self._state, self._from_checkpoint = state_dict, not self._evaluating
+
+
+def _planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
+    """The batches after which an optimizer will step in the whole training, if the Trainer can tell."""
+    several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
+    if several and trainer.max_steps > 0:  # each of the optimizers counts towards max_steps
+        return None
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        return None
+    planned = trainer.estimated_stepping_batches
+    return int(planned) if 0 < planned < math.inf else None
 
 
 def _refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:

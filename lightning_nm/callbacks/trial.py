@@ -1,7 +1,8 @@
-"""A training step tried out: its loss, and no other effect."""
+"""A training step tried out: its loss, and as little other effect as can be."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 
@@ -17,28 +20,21 @@ def trial_step(
 ) -> tuple[pl.LightningModule, Callable[[], Tensor]]:
     """A copy of the module, and a function that computes the copy's training loss of a batch.
 
-    Buffers and metrics of the module itself are left alone, nothing is logged, every call sees the same random numbers,
-    and the random stream goes on as if there had been no call.
-
-    Raises:
-        ValueError: If the module optimizes manually, so that its training step would do more than compute a loss.
+    What the module itself holds (buffers, metrics, lists) is left alone and nothing is logged. Every call sees the same
+    random numbers of torch, numpy and Python, and their streams go on as if there had been no call.
     """
-    if not pl_module.automatic_optimization:
-        raise ValueError(
-            f"{type(pl_module).__name__} optimizes manually, so its training step cannot be tried without training: "
-            "leave log_achieved_loss off"
-        )
     module = copy.deepcopy(pl_module)
+    with contextlib.suppress(ValueError):  # raised for a module that is not compiled
+        to_uncompiled(module)  # the copy's compiled methods are those of the original
     module.trainer = trainer
     for name in ("log", "log_dict"):
         setattr(module, name, lambda *args, **kwargs: None)
-    step = inspect.signature(module.training_step).parameters
-    arguments = {"batch_idx": batch_idx} if "batch_idx" in step else {}
-    devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+    position = (batch_idx,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
 
     def trial() -> Tensor:
-        with torch.random.fork_rng(devices=devices), trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, **arguments)
+        given = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+        with isolate_rng(), torch.enable_grad(), trainer.precision_plugin.train_step_context():
+            output = module.training_step(given, *position)
         loss: Any = output["loss"] if isinstance(output, dict) else output
         return loss
 

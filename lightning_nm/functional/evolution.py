@@ -123,7 +123,8 @@ def best_swaps(
         lost, pruned = scores.masked_fill(~mask, torch.inf).sort(dim=1, stable=True)
         won, regrown = scores.masked_fill(mask, -torch.inf).sort(dim=1, stable=True, descending=True)
         lost, pruned, won, regrown = (x[:, :max_swaps] for x in (lost, pruned, won, regrown))
-    better = won > lost  # a prefix of the swaps, and never a place that holds an infinity of the wrong kind
+    # A prefix of the swaps, also if a NaN is among them; never a place that holds an infinity of the wrong kind.
+    better = (won > lost).cumprod(1).bool()
     absence = step * grad.square() - torch.where(mask, grad * weight, 0)
     change = absence.gather(1, pruned) - absence.gather(1, regrown)
     return Swaps(
@@ -143,7 +144,7 @@ def swap_budget(blocks: int, share: float, progress: float) -> int:
         share: :math:`\rho`, the share that may change at first, in (0, 1].
         progress: p, from 0 at the first adaptation to 1 at the last moment, when nothing may change.
     """
-    return math.ceil(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)))
+    return math.ceil(round(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)), 6))  # 7.000000000000001 is 7
 
 
 def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Selection = "ratio") -> Tensor:
@@ -172,7 +173,7 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Se
         candidates = torch.zeros_like(candidates)
     elif int(candidates.sum()) > budget:
         joint = torch.where(candidates, joint, -torch.inf)
-        last = joint.kthvalue(len(joint) - budget + 1).values  # the least that is chosen; a sort would take more memory
+        last = joint.topk(budget, sorted=False).values.min()  # the least that is chosen; a sort would take more memory
         candidates = joint > last
         ties = (joint == last).nonzero().squeeze(1)
         candidates[ties[: budget - int(candidates.sum())]] = True

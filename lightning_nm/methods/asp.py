@@ -29,6 +29,8 @@ class ASP(MaskMethod):
             N:M sparse with ``init="zeros"``.
     """
 
+    latent = False
+
     def __init__(self, start: int = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
         if start < 0:
             raise ValueError(f"start={start} must be an optimizer step, 0 or later")

@@ -23,8 +23,8 @@ from lightning_nm.functional.evolution import (
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
-from lightning_nm.nn.move import Move
-from lightning_nm.nn.optimizer import check_optimizer, clear_entries, exchange_entries, step_size
+from lightning_nm.nn.move import Move, exchange_entries
+from lightning_nm.nn.optimizer import check_optimizer, clear_entries, step_size
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
 _CHUNK = 1 << 20
@@ -55,10 +55,10 @@ class BAME(MaskMethod):
       blocks of a layer adapt, in the order of :math:`R / (1 + f)`.
 
     Args:
-        start: When adaptations begin: an integer counts optimizer steps, a float in [0, 1] is a share of the steps that
-            the training is planned to take when it begins.
+        start: When adaptations begin: an integer counts training steps (batches after which an optimizer stepped), a
+            float in [0, 1] is a share of those that the training is planned to take when it begins.
         stop: When they end, likewise.
-        every: Optimizer steps between two adaptations.
+        every: Training steps between two adaptations.
         score: ``"virtual"`` or ``"taylor-abs"``, as above.
         selection: ``"ratio"``, as above, or ``"quantile"``: the tenth of the blocks that oscillated most is frozen, the
             others adapt in the order of R. The latter suits noisy gradients.
@@ -81,6 +81,7 @@ class BAME(MaskMethod):
         (0, 500)
     """
 
+    latent = False
     scheduled = True
 
     def __init__(
@@ -100,10 +101,10 @@ class BAME(MaskMethod):
             if isinstance(moment, float) and not 0 <= moment <= 1:
                 raise ValueError(
                     f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for "
-                    "optimizer steps"
+                    "training steps"
                 )
             if moment < 0:
-                raise ValueError(f"{name}={moment} must be an optimizer step, 0 or later")
+                raise ValueError(f"{name}={moment} must be a training step, 0 or later")
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
             raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
         for name, number in (("every", every), ("max_swaps_per_block", max_swaps_per_block)):
@@ -140,7 +141,7 @@ class BAME(MaskMethod):
     # ------------------------------------------------------------------------------------------------ the schedule
 
     def schedule(self, planned_steps: int | None) -> tuple[int, int]:
-        """The first and the last optimizer step at which an adaptation may happen.
+        """The first training step at which an adaptation may happen, and the one from which on none may.
 
         Raises:
             ValueError: If a share was given but the number of steps is not known.
@@ -150,7 +151,7 @@ class BAME(MaskMethod):
             if isinstance(moment, float):
                 if planned_steps is None:
                     raise ValueError(
-                        f"BAME's {name}={moment} is a share of the planned optimizer steps, but their number is not "
+                        f"BAME's {name}={moment} is a share of the planned training steps, but their number is not "
                         f"known: limit the training by max_steps or max_epochs, or give {name} as an integer"
                     )
                 moment = round(moment * planned_steps)
@@ -164,22 +165,25 @@ class BAME(MaskMethod):
             raise ValueError(
                 f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start}, which is step {start}"
             )
-        last = stop if planned_steps is None else min(stop, planned_steps - 1)
+        last = max(stop - 1, start) if planned_steps is None else min(max(stop - 1, start), planned_steps - 1)
         if last < start:
             warnings.warn(
                 f"BAME never adapts: it starts at step {start} of {planned_steps}, so the first mask stays",
                 stacklevel=2,
             )
-        elif start < stop and start + self.every > last:
+        elif start < last < start + self.every:
             warnings.warn(
                 f"BAME adapts once and never again: every={self.every} steps do not fit between step {start} and step "
                 f"{last}; use a smaller `every`",
                 stacklevel=2,
             )
 
-    def _adapts(self, layer: NMLayer) -> bool:
-        start, stop = self.schedule(layer.planned_steps)
-        return start <= layer.step <= stop and (layer.step - start) % self.every == 0
+    def needs_dense_gradient(self, layer: NMLayer) -> bool:
+        """Whether the coming window adapts: it is its turn, or an earlier one could not."""
+        start, stop = layer.schedule
+        if layer.forward_mask is None or not (start <= layer.clock < stop or layer.clock == start == stop):
+            return False
+        return layer.dense_gradient or (layer.clock - start) % self.every == 0
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
@@ -205,13 +209,15 @@ class BAME(MaskMethod):
                 "adaptation": torch.zeros(3, device=device),
             }
         self._set(layer, forward)
-        layer.dense_gradient = forward is not None and self._adapts(layer)
+        if layer.step and forward is not None:  # weights that replace trained ones, which had no latent values either
+            weight.masked_fill_(~layer.unrows(forward), 0)
 
-    def _set(self, layer: NMLayer, forward: Tensor | None) -> None:
+    def _set(self, layer: NMLayer, forward: Tensor | None, search: bool = False) -> None:
         """Set the forward mask, ``layer.rows``-shaped, and select the backward mask that goes with it."""
         backward = None
         if self._bi_mask is not None and not layer.dgrad_reason:
-            backward = self._bi_mask.select_backward(layer, layer.rows(layer.weight.detach()), forward)
+            rows = layer.rows(layer.weight.detach())
+            backward = self._bi_mask.select_backward(layer, rows, forward, search=search)
         layer.set_masks(
             None if forward is None else layer.unrows(forward), None if backward is None else layer.unrows(backward)
         )
@@ -247,14 +253,15 @@ class BAME(MaskMethod):
         weight.masked_fill_(~mask, 0)
         found = isinstance(move, Move) and move.before is None
         if found:
-            self._apply(layer, optimizer, layer.rows(mask), move)
+            self._apply(layer, optimizer, mask, move)
+            layer.dense_gradient = False
         elif layer.dense_gradient and weight.grad is not None and move != _READY:
             raise RuntimeError(
                 f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
-                "call sparsifier.before_step(optimizer) before optimizer.step()"
+                "call sparsifier.before_step(optimizer) before optimizer.step(); with Lightning, step the optimizer "
+                "that self.optimizers() returns, so that its hooks run"
             )
         layer.handover = move if found else None
-        layer.dense_gradient = self._adapts(layer)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
@@ -262,7 +269,7 @@ class BAME(MaskMethod):
         layer.handover = None
         if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
             flips, forward = layer.flips, layer.forward_mask
-            self._set(layer, None if forward is None else layer.rows(forward))
+            self._set(layer, None if forward is None else layer.rows(forward), search=True)
             layer.flips = flips  # those of the last adaptation
 
     # ------------------------------------------------------------------------------------------------ an adaptation
@@ -288,8 +295,8 @@ class BAME(MaskMethod):
         *found, ahead = (torch.cat(column) for column in zip(*parts, strict=True))
         swaps = Swaps(*found)
         del parts, found
-        start, stop = self.schedule(layer.planned_steps)
-        progress = (layer.step - start) / (stop - start) if stop > start else 0.0
+        start, stop = layer.schedule
+        progress = (layer.clock - start) / (stop - start) if stop > start else 0.0
         value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
         budget = swap_budget(len(value), self.budget, progress)
         chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
@@ -297,8 +304,8 @@ class BAME(MaskMethod):
         counted = torch.arange(max_swaps, device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
         return Move(
             blocks,
-            block_index(mask.shape, m, blocks, pruned),
-            block_index(mask.shape, m, blocks, regrown),
+            layer.locate(block_index(mask.shape, m, blocks, pruned)),
+            layer.locate(block_index(mask.shape, m, blocks, regrown)),
             ahead[chosen][counted],
             len(chosen),
             (value > 0).sum() - len(chosen),
@@ -307,34 +314,22 @@ class BAME(MaskMethod):
 
     def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, move: Move) -> None:
         """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
-        weight = layer.rows(layer.weight.detach())
+        weight = layer.weight.detach()
         move.before = weight[move.pruned]
-        exchange_entries(
-            optimizer,
-            layer.weight,
-            layer.name,
-            layer.rows,
-            mask,
-            layer.pattern.m,
-            move.blocks,
-            move.pruned,
-            move.regrown,
-        )
+        exchange_entries(optimizer, layer, mask, move)
         weight[move.pruned] = 0
         forward = mask.clone()
         forward[move.pruned] = False
         forward[move.regrown] = True
-        self._set(layer, forward)
+        self._set(layer, layer.rows(forward))
 
-        shape = layer.weight.shape
-        exchanged = unpack_mask(layer.buffers["exchanged"], shape)
-        entries = layer.rows(exchanged)
-        again = (entries[move.pruned] | entries[move.regrown]) | (self.oscillation == "flip")
+        exchanged = unpack_mask(layer.buffers["exchanged"], weight.shape)
+        again = (exchanged[move.pruned] | exchanged[move.regrown]) | (self.oscillation == "flip")
         oscillation = layer.buffers["oscillation"]
         blocks = move.blocks[again]  # a block that occurs twice counts once
         oscillation[blocks] = oscillation[blocks].clamp(max=254) + 1
-        entries[move.pruned] = True
-        entries[move.regrown] = True
+        exchanged[move.pruned] = True
+        exchanged[move.regrown] = True
         layer.buffers["exchanged"].copy_(pack_mask(exchanged))
         figures = (torch.as_tensor(move.adapted), move.held, move.loss_change)
         layer.buffers["adaptation"].copy_(torch.stack([x.to(weight.device, torch.float32) for x in figures]))
@@ -345,8 +340,8 @@ class BAME(MaskMethod):
         """Statistics of the evolution.
 
         ``oscillation``: accumulated oscillations per block. Of the last adaptation, ``adapted_blocks``: share of blocks
-        that changed; ``frozen_blocks``: share of blocks that did not, though an exchange would have raised their
-        score; ``predicted_loss_change``: sum over the layers. Once the window is over 0, 1 and 0.
+        that changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain;
+        ``predicted_loss_change``: sum over the layers. Once the window is over 0, 1 and 0.
         """
         blocks = oscillations = adapted = held = loss = 0.0
         for layer in layers:
@@ -355,7 +350,7 @@ class BAME(MaskMethod):
             counts = layer.buffers["oscillation"]
             blocks += len(counts)
             oscillations += int(counts.sum())
-            if layer.step > self.schedule(layer.planned_steps)[1]:
+            if layer.clock > max(layer.schedule[1], layer.schedule[0] + 1):
                 held += len(counts)
             else:
                 last = layer.buffers["adaptation"].tolist()

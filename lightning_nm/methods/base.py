@@ -31,15 +31,28 @@ class Method:
     sparse_dgrad: bool = False
     """Whether the method makes the backward weight N:M along `out`."""
 
+    latent: bool = True
+    """Whether pruned entries of the parameter hold values that matter."""
     scheduled: bool = False
-    """Whether the method wants to know how many optimizer steps are planned."""
+    """Whether the method has a :meth:`schedule`."""
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The optimizer steps at which something begins or ends, if that depends on the number of planned steps."""
+        """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
+
+        Raises:
+            ValueError: If that takes the number of planned steps, and it is not known.
+        """
         return ()
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse settings that cannot work with this plan, by a ``ValueError``; warn of those that have no effect."""
+
+    def needs_dense_gradient(self, layer: NMLayer) -> bool:
+        """Whether the window that begins at ``layer.clock`` needs dL/dW_F at pruned entries, too.
+
+        The answer is put into ``layer.dense_gradient``, which :meth:`weight_gradient` may read.
+        """
+        return False
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""

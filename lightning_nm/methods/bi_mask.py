@@ -71,24 +71,27 @@ class BiMask(SRSTE):
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         rows = layer.rows(layer.weight.detach())
         forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)
-        backward = None if layer.dgrad_reason else self.select_backward(layer, rows, forward)
+        backward = None
+        if not layer.dgrad_reason:
+            backward = self.select_backward(layer, rows, forward, search=layer.crossed(self.permute_every))
         layer.set_masks(
             None if forward is None else layer.unrows(forward),
             None if backward is None else layer.unrows(backward),
         )
 
-    def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None) -> Tensor:
-        """The backward mask of these weights and this forward mask, once the permutation was searched if it is due.
+    def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
+        """The backward mask of these weights and this forward mask.
 
         Args:
             layer: The layer, whose permutation is replaced in place.
             rows: ``layer.rows`` of its weight.
             forward: Bool mask of that shape, or ``None`` for a dense forward weight.
+            search: Whether to search the permutation anew; a layer that has none gets one anyway.
 
         Returns:
             A bool mask of the shape of ``rows``.
         """
-        if layer.permutation is None or layer.crossed(self.permute_every):
+        if layer.permutation is None or search:
             permutation = search_permutation(
                 rows,
                 forward,

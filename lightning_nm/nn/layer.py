@@ -111,8 +111,10 @@ class NMLayer:
         """Whether the method needs dL/dW_F at pruned entries, too: settled before a window's first forward."""
         self.handover: Any = None
         """What the method hands from one call of a step to the next; never saved."""
-        self.planned_steps: int | None = None
-        """Optimizer steps that the whole training is planned to take, when that was known as it began."""
+        self.clock = 0
+        """Training steps so far: batches in which any optimizer stepped, as a Trainer plans them."""
+        self.schedule: tuple[int, ...] = ()
+        """The training steps at which the method begins or ends something, as they were planned when training began."""
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         """Density of each GEMM, summed over the steps so far."""
         self.step = 0
@@ -146,6 +148,12 @@ class NMLayer:
         if self.layout == "flat":
             return tensor.view(self.weight.shape)
         return tensor.t() if self.layout == "transposed" else tensor
+
+    def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
+        if self.layout == "flat":
+            return index[0], *torch.unravel_index(index[1], self.weight.shape[1:])
+        return index[::-1] if self.layout == "transposed" else index
 
     # ----------------------------------------------------------------------------------------------- the masks
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.nn.layer import FORWARD, NMLayer
+from lightning_nm.nn.optimizer import SIZES, entry_states
 
 Index = tuple[Tensor, ...]
 
@@ -19,8 +22,9 @@ class Move:
     """What an adaptation exchanges: found before the optimizer's step, applied after it, then kept until batch end.
 
     Args:
-        blocks: Block of each exchange, int64 ``[K]``.
-        pruned: Index of the pruned entries into ``layer.rows(weight)``.
+        blocks: Block of each exchange, numbered as :func:`~lightning_nm.functional.evolution.as_blocks` does, int64
+            ``[K]``.
+        pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
         ahead: What each regrown entry would hold had it been there for this step, ``[K]``.
         adapted: Number of blocks that change.
@@ -37,6 +41,26 @@ class Move:
     held: Tensor
     loss_change: Tensor
     before: Tensor | None = None
+
+
+@torch.no_grad()
+def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: Move) -> None:
+    """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
+
+    Args:
+        optimizer: The optimizer of the weight.
+        layer: The layer.
+        mask: The forward mask before the exchange, whose entries the mean over a block is taken of.
+        move: What is exchanged.
+    """
+    m = layer.pattern.m
+    for key, state in entry_states(optimizer, layer.weight, layer.name):
+        start: Tensor | int = 0
+        if key in SIZES:
+            kept = as_blocks(layer.rows(mask), m)[move.blocks]
+            start = torch.where(kept, as_blocks(layer.rows(state), m)[move.blocks], 0).sum(1) / kept.sum(1)
+        state[move.pruned] = 0
+        state[move.regrown] = start
 
 
 def adapted_now(layer: NMLayer) -> bool:
@@ -73,19 +97,19 @@ def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) 
 @contextmanager
 def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
     """Within, the layer computes as after the step with the new or the old masks."""
-    weight, marks, own_backward = layer.rows(layer.weight.detach()), layer.marks, layer.own_backward
+    weight, marks = layer.weight.detach(), layer.marks
     assert marks is not None
     assert move.before is not None
     if new:
         weight[move.regrown] = move.ahead.to(weight.dtype)
     else:
         old = marks.clone()
-        layer.rows(old)[move.regrown] &= ~FORWARD
-        layer.rows(old)[move.pruned] |= FORWARD
+        old[move.regrown] &= ~FORWARD
+        old[move.pruned] |= FORWARD
         layer.marks = old
         weight[move.pruned] = move.before
     try:
         yield
     finally:
         weight[move.regrown if new else move.pruned] = 0
-        layer.marks, layer.own_backward = marks, own_backward
+        layer.marks = marks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import as_blocks
-
-_SIZES = frozenset(
+SIZES = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "exp_avg_sq_hat", "step_size"}
 )
 """State that scales steps: zero would not be neutral for a regrown entry, the block's mean is. All else starts at 0."""
@@ -60,9 +58,10 @@ class StepSize:
 def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor) -> StepSize:
     r"""Read the effective step size for a weight that holds its complete gradient.
 
-    SGD: :math:`lr (1 - d) / (1 - \mu)`. Adam and its like, RMSprop, Adagrad: the learning rate over the root of the
-    second moment. Optimizers that normalise the whole update (Muon, Adafactor, and others with betas): the root mean
-    square of their update over that of the gradient's kept entries. Any other: :math:`lr / (1 - \mu)`.
+    SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d. Adam and its kin, RMSprop, Adagrad, Adadelta: the learning
+    rate over the root of the second moment. Optimizers that normalise the whole update (Muon, Adafactor), that move by
+    given sizes (Rprop), and others with betas: the root mean square of their update over that of the gradient's kept
+    entries. Any other optimizer: as SGD. Weight decay is no part of it.
     """
     group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
     return replace(_step_size(optimizer, group, weight, mask), maximize=bool(group.get("maximize")))
@@ -70,9 +69,7 @@ def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor) -> StepSize:
 
 def _step_size(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, mask: Tensor) -> StepSize:
     state = optimizer.state.get(weight, {})
-    rate = float(group["lr"])
-    momentum = float(group.get("momentum") or 0)
-    heavy = rate * (1 - float(group.get("dampening") or 0)) / (1 - momentum)  # what a gradient adds up to in the end
+    rate, done = float(group["lr"]), float(state.get("step", 0))
     if isinstance(optimizer, torch.optim.Muon):
         long = max(weight.shape)
         adjusted = (
@@ -83,24 +80,49 @@ def _step_size(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, mask
         return _matched(rate * adjusted / long**0.5, weight, mask)  # an orthogonal matrix's entries
     if isinstance(optimizer, torch.optim.Adafactor):
         size = float(weight.detach().square().mean().sqrt())
-        return _matched(
-            min(rate, (float(state.get("step", 0)) + 1) ** -0.5) * max(group["eps"][1] or 0, size), weight, mask
-        )
+        return _matched(min(rate, (done + 1) ** -0.5) * max(group["eps"][1] or 0, size), weight, mask)
+    if isinstance(optimizer, torch.optim.Rprop):
+        return _matched(float(state["step_size"][mask].mean()) if state else rate, weight, mask)
+    if isinstance(optimizer, torch.optim.Adadelta):
+        moved = float(state["acc_delta"][mask].mean()) if state else 0.0
+        rho, epsilon = group["rho"], group["eps"]
+        return StepSize(rate * (moved + epsilon) ** 0.5, state.get("square_avg"), rho, 1 - rho, 1.0, epsilon**0.5)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        rate /= 1 + done * group["lr_decay"]
+        return StepSize(rate, state.get("sum"), 1.0, 1.0, 1.0, group["eps"])
     betas = group.get("betas")
-    if betas is not None and isinstance(group.get("eps"), float) and (not state or "exp_avg_sq" in state):
-        after, beta = float(state.get("step", 0)) + 1, float(betas[1])
-        return StepSize(rate, state.get("exp_avg_sq"), beta, 1 - beta, 1 - beta**after, group["eps"])
+    if betas is not None and isinstance(group.get("eps"), (int, float)) and (not state or "exp_avg_sq" in state):
+        beta = float(betas[1])
+        if isinstance(optimizer, torch.optim.RAdam):
+            rectified = _rectification(beta, done + 1)
+            if rectified is None:
+                return StepSize(rate)
+            rate *= rectified
+        correction = 1 - beta ** (done + 1)
+        if "max_exp_avg_sq" in state:  # AMSGrad
+            return StepSize(rate, state["max_exp_avg_sq"], 1.0, 0.0, correction, group["eps"])
+        return StepSize(rate, state.get("exp_avg_sq"), beta, 1 - beta, correction, group["eps"])
     if betas is not None:
         return _matched(rate, weight, mask)
+    momentum = float(group.get("momentum") or 0)
+    if momentum < 1:
+        rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)  # what a gradient adds up to in the end
     if isinstance(optimizer, torch.optim.RMSprop):
-        return StepSize(heavy, state.get("square_avg"), group["alpha"], 1 - group["alpha"], 1.0, group["eps"])
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return StepSize(rate, state.get("sum"), 1.0, 1.0, 1.0, group["eps"])
-    return StepSize(heavy)
+        return StepSize(rate, state.get("square_avg"), group["alpha"], 1 - group["alpha"], 1.0, group["eps"])
+    return StepSize(rate)
+
+
+def _rectification(beta: float, step: float) -> float | None:
+    """RAdam's factor (Liu et al., arXiv 1908.03265), ``None`` while it does not precondition."""
+    limit = 2 / (1 - beta) - 1
+    length = limit - 2 * step * beta**step / (1 - beta**step)
+    if length <= 5:
+        return None
+    return ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)) ** 0.5
 
 
 def _matched(size: float, weight: Tensor, mask: Tensor) -> StepSize:
-    """The uniform step under which the kept entries' gradient makes an update of this root mean square."""
+    """The uniform step under which the gradient of kept entries makes an update of this root mean square."""
     assert weight.grad is not None
     mean = torch.where(mask, weight.grad, 0).square().sum(dtype=torch.float64) / mask.sum()
     return StepSize(size / max(float(mean) ** 0.5, torch.finfo(torch.float32).tiny))
@@ -169,38 +191,3 @@ def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: s
     """Zero the state of the entries under a bool mask."""
     for _, state in entry_states(optimizer, weight, layer):
         state.masked_fill_(pruned, 0)
-
-
-@torch.no_grad()
-def exchange_entries(
-    optimizer: Optimizer,
-    weight: Tensor,
-    layer: str,
-    rows: Callable[[Tensor], Tensor],
-    mask: Tensor,
-    m: int,
-    blocks: Tensor,
-    pruned: tuple[Tensor, ...],
-    regrown: tuple[Tensor, ...],
-) -> None:
-    """Zero the state of pruned entries; start regrown ones at 0, or where state scales steps at their block's mean.
-
-    Args:
-        optimizer: The optimizer of the weight.
-        weight: The weight.
-        layer: Its name, for errors.
-        rows: Views a weight-shaped tensor as ``[out, in, *taps]``.
-        mask: The bool mask before the exchange, ``[out, in, *taps]``.
-        m: Entries of a block.
-        blocks: The block of each exchange, see :func:`~lightning_nm.functional.evolution.as_blocks`.
-        pruned: Index of the pruned entries into ``rows(weight)``.
-        regrown: Index of the regrown entries.
-    """
-    for key, state in entry_states(optimizer, weight, layer):
-        view = rows(state)
-        start: Tensor | int = 0
-        if key in _SIZES:
-            kept = as_blocks(mask, m)[blocks]
-            start = torch.where(kept, as_blocks(view, m)[blocks], 0).sum(1) / kept.sum(1)
-        view[pruned] = 0
-        view[regrown] = start

@@ -16,8 +16,9 @@ from lightning_nm.nn.layer import NMLayer
 def layer_state(layer: NMLayer) -> dict[str, Any]:
     """The state of one layer, on the CPU.
 
-    ``latent`` holds what W_F does not tell about the parameter W: nothing if they are equal, the pruned entries in
-    row-major order if W_F is W under the forward mask, else W itself.
+    ``latent`` holds what W_F does not tell about the parameter W: nothing if they are equal or if the method keeps no
+    latent weights and has made a step, the pruned entries in row-major order if W_F is W under the forward mask, else W
+    itself.
     """
     weight = layer.weight.detach()
     forward = layer.forward_mask
@@ -34,13 +35,14 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "flips": 0 if layer.flips is None else int(layer.flips),
         "total_flips": 0 if layer.total_flips is None else int(layer.total_flips),
         "dense_gradient": layer.dense_gradient,
+        "schedule": list(layer.schedule),
         "spent": {kind: list(sums) for kind, sums in layer.spent.items()},
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
         "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
         "buffers": {name: tensor.detach().clone().cpu() for name, tensor in layer.buffers.items()},
         "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
-        "latent": _latent(weight, forward_weight, forward),
+        "latent": _latent(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
         "checksum": _checksum(forward_weight),
     }
 
@@ -100,6 +102,7 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     layer.flips = torch.tensor(state["flips"], device=weight.device)
     layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
     layer.dense_gradient = state["dense_gradient"]
+    layer.schedule = tuple(state["schedule"])
     layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
 
 

@@ -1,11 +1,13 @@
 """BAME in a Trainer: its plan, its figures, and what the loss really did."""
 
+import random
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -18,6 +20,7 @@ from tests.lightning_models import Data, Net, make_trainer, new_model
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
 )
 
 
@@ -47,10 +50,11 @@ class Look(pl.Callback):
 )
 def test_shares_become_steps_of_the_trainers_plan(tmp_path, options, planned):
     nm = callback()
-    look = Look(nm, lambda s: (s.planned_steps, {layer.planned_steps for layer in s.layers.values()}))
-    make_trainer(tmp_path, [nm, look], **options).fit(new_model(), Data())
-    assert look.seen == [(planned, {planned})] * len(look.seen)
-    assert look.seen
+    look = Look(nm, lambda s: [(s.planned_steps, *layer.schedule) for layer in s.layers.values()])
+    clock = Look(nm, lambda s: s.clock)
+    make_trainer(tmp_path, [nm, look, clock], **options).fit(new_model(), Data())
+    assert all(seen == [(planned, 0, planned * 3 // 4)] * 2 for seen in look.seen)
+    assert clock.seen[-1] == planned, "the plan came true"
 
 
 def test_an_endless_plan_needs_integers_and_leaves_the_model_alone(tmp_path):
@@ -60,32 +64,91 @@ def test_an_endless_plan_needs_integers_and_leaves_the_model_alone(tmp_path):
         make_trainer(tmp_path, [callback()], **endless).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
 
-    class Enough(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.should_stop = trainer.global_step >= 5
-
-    make_trainer(tmp_path, [callback(BAME(stop=4, every=2)), Enough()], **endless).fit(model, Data())
+    make_trainer(tmp_path, [callback(BAME(stop=4, every=2)), Enough(5)], **endless).fit(model, Data())
 
 
-def test_a_longer_resumed_run_keeps_its_schedule_and_says_so(tmp_path):
-    nm = callback()
+class Enough(pl.Callback):
+    """Ends an endless training."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+def test_a_resumed_run_of_another_length_keeps_its_schedule_and_says_so(tmp_path):
+    def method():
+        return BAME(start=3, stop=0.75, every=2)
+
+    nm = callback(method())
     trainer = make_trainer(tmp_path, [nm, ExactResume()], max_epochs=2)
     trainer.fit(new_model(), Data())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def resume(method, *callbacks, **options):
+        nm = callback(method)
+        look = Look(nm, lambda s: s.layers["net.6"].schedule)
+        trainer = make_trainer(tmp_path, [nm, look, *callbacks], **options)
+        trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
+        assert set(look.seen) == {(3, 9)}
+
+    with pytest.warns(UserWarning, match=r"BAME scheduled at steps \(3, 9\), which stays; .* \(3, 18\)"):
+        resume(method(), max_epochs=4)
+    with pytest.warns(UserWarning, match=r"\(3, 9\), which stays; .* \(3, 12\)"):  # the mask is frozen and stays so
+        resume(BAME(start=3, stop=12, every=2), max_epochs=3)
+    resume(method(), Enough(15), max_epochs=-1)  # an endless plan is no obstacle: the steps are known
+
+
+def test_a_resumed_run_is_not_refused_for_a_plan_that_it_does_not_use(tmp_path):
+    nm = callback(BAME(start=3, stop=0.5, every=2))
+    trainer = make_trainer(tmp_path, [nm, ExactResume()], max_epochs=3, limit_train_batches=4)
+    trainer.fit(new_model(), Data())  # planned: 12 steps
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    nm = callback(BAME(start=3, stop=0.1, every=2))
+    with pytest.warns(UserWarning, match=r"\(3, 6\), which stays; .* \(3, 1\)"):
+        make_trainer(tmp_path, [nm], max_epochs=-1, max_steps=14).fit(
+            new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt"
+        )
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Batches without a length."""
+
+    def __iter__(self):
+        data = Data().train_set
+        for first in range(0, 96, 16):
+            yield data.__getitems__(torch.arange(first, first + 16))
+
+
+def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*give stop as an integer"):
+        make_trainer(tmp_path, [callback()], limit_val_batches=0).fit(new_model(), loader)
+    make_trainer(tmp_path, [callback(BAME(stop=4, every=2))], limit_val_batches=0).fit(new_model(), loader)
+
+    changing = GradientAccumulationScheduler({0: 1, 1: 6})
+    with pytest.raises(ValueError, match="give stop as an integer"):
+        make_trainer(tmp_path, [changing, callback()]).fit(new_model(), Data())
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net[k].parameters(), 0.05) for k in (3, 6)]
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.step(batch, "train"))
+                optimizer.step()
+
+    with pytest.raises(ValueError, match="give stop as an integer"):
+        make_trainer(tmp_path, [callback()], max_epochs=-1, max_steps=12).fit(Two(), Data())
     nm = callback()
-    look = Look(nm, lambda s: s.planned_steps)
-    with pytest.warns(UserWarning, match=r"scheduled for 12 steps .* \(0, 9\).* 24 steps .* \(0, 18\)"):
-        make_trainer(tmp_path, [nm, look], max_epochs=4).fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
-    assert set(look.seen) == {12}
-
-    class Enough(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.should_stop = trainer.global_step >= 15
-
-    nm = callback()  # an endless plan is no obstacle: the steps were resolved when training began
-    trainer = make_trainer(tmp_path, [nm, Look(nm, lambda s: s.planned_steps), Enough()], max_epochs=-1)
-    trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
-    assert set(trainer.callbacks[1].seen) == {12}
+    look = Look(nm, lambda s: (s.clock, s.layers["net.6"].step, s.layers["net.6"].schedule))
+    make_trainer(tmp_path, [nm, look]).fit(Two(), Data())
+    assert look.seen[-1] == (12, 12, (0, 9))
 
 
 @pytest.mark.parametrize("first", ["finder", "masks"])
@@ -125,15 +188,20 @@ class Counted(Net):
         self.accuracy = MulticlassAccuracy(4)
         self.norm = nn.BatchNorm1d(4)
         self.calls = 0
+        self.seen = []
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch, _):
         self.calls += 1
         logits = self.norm(self(batch[0]))
-        self.accuracy(logits, batch[1])
+        labels = batch[1]
+        self.accuracy(logits, labels)
         self.log("train_acc", self.accuracy)
-        self.log_dict({"draw": torch.rand(())})
+        self.log_dict({"draw": torch.rand(()) + np.random.rand() + random.random()})
+        self.seen.append(len(batch.pop()))
         assert self.trainer.global_step >= 0
-        return {"loss": nn.functional.cross_entropy(logits, batch[1])}
+        loss = nn.functional.cross_entropy(logits, labels)
+        (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+        return {"loss": loss + slope.square().sum()}
 
 
 def test_the_achieved_loss_change_is_logged_and_changes_nothing_else(tmp_path):
@@ -150,8 +218,8 @@ def test_the_achieved_loss_change_is_logged_and_changes_nothing_else(tmp_path):
     for (key, a), b in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(a, b), key
     assert plain.calls == model.calls == 12
-    achieved = trainer.callback_metrics.pop("nm/achieved_loss_change")
-    assert achieved != 0
+    assert plain.seen == model.seen == [16] * 12
+    trainer.callback_metrics.pop("nm/achieved_loss_change")
     for key, value in plain_trainer.callback_metrics.items():
         assert torch.equal(value, trainer.callback_metrics[key]), key
     lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
@@ -161,7 +229,8 @@ def test_the_achieved_loss_change_is_logged_and_changes_nothing_else(tmp_path):
     column = header.index("nm/achieved_loss_change")
     values = [row[column] for row in rows if row[column]]
     assert len(values) == 12, "the value of the last adaptation is logged until the next"
-    assert len(set(values)) == 5, "steps 0, 2, 4, 6 and 8 adapt"
+    assert len(set(values[:9])) == 5, "steps 0, 2, 4, 6 and 8 adapt"
+    assert {float(value) for value in values[9:]} == {0.0}, "the masks are frozen"
 
 
 def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
@@ -182,3 +251,52 @@ def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
     look = Look(nm, lambda s: s.layers["net.6"].total_flips)
     make_trainer(tmp_path, [nm, look]).fit(Manual(), Data())
     assert look.seen[-1] > 0
+
+
+def test_a_step_that_cannot_be_repeated_costs_the_figure_not_the_run(tmp_path):
+    class Keeps(Net):
+        def training_step(self, batch, batch_idx):
+            self.last = self.step(batch, "train")  # deepcopy refuses tensors with a history
+            return self.last
+
+    nm = callback(log_achieved_loss=True)
+    look = Look(nm, lambda s: s.layers["net.6"].total_flips)
+    trainer = make_trainer(tmp_path, [nm, look])
+    with pytest.warns(UserWarning, match=r"log_achieved_loss is switched off: a copy of Keeps cannot repeat"):
+        trainer.fit(Keeps(), Data())
+    assert look.seen[-1] > 0
+    assert "nm/achieved_loss_change" not in trainer.callback_metrics
+
+
+def test_the_achieved_loss_change_of_a_compiled_module(tmp_path):
+    class Quiet(Net):  # Lightning's log cannot be traced
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def achieved(compiled):
+        pl.seed_everything(0, verbose=False)
+        model = Quiet(dropout=0.0)
+        nm = callback(BAME(stop=9, every=2, score="taylor-abs"), log_achieved_loss=True)
+        trainer = make_trainer(tmp_path, [nm], max_steps=4, log_every_n_steps=1)
+        trainer.fit(torch.compile(model, backend="aot_eager") if compiled else model, Data())
+        return trainer.callback_metrics["nm/achieved_loss_change"]
+
+    torch._dynamo.reset()
+    plain = achieved(False)
+    assert plain != 0
+    torch.testing.assert_close(achieved(True), plain, rtol=1e-3, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_averaging_leaves_no_latent_values(tmp_path):
+    nm = callback()
+    averaging = EMAWeightAveraging(decay=0.5)
+    trainer = make_trainer(tmp_path, [averaging, nm])
+    model = new_model()
+    trainer.fit(model, Data())
+    state = nm.state_dict()["layers"]["net.6"]
+    assert state["latent"] is None
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    look = Look(nm, lambda s: int(s.layers["net.6"].weight[~s.layers["net.6"].forward_mask].count_nonzero()))
+    make_trainer(tmp_path, [nm, look], max_epochs=2).fit(model, Data())
+    assert set(look.seen) == {0}

@@ -6,7 +6,10 @@ from torch import nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
-from lightning_nm.nn.optimizer import check_optimizer, clear_entries, entry_states, exchange_entries, step_size
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.move import Move, exchange_entries
+from lightning_nm.nn.optimizer import check_optimizer, clear_entries, entry_states, step_size
+from lightning_nm.pattern import NMPattern
 
 ENTRYWISE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -16,22 +19,24 @@ ENTRYWISE = {
     "adam-maximize": lambda p: torch.optim.Adam(p, 1e-2, maximize=True),
     "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), weight_decay=0.0),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2),
+    "adam-no-epsilon": lambda p: torch.optim.Adam(p, 1e-2, eps=0),
+    "radam": lambda p: torch.optim.RAdam(p, 1e-2),
     "adagrad": lambda p: torch.optim.Adagrad(p, 1e-1),
+    "adagrad-decay": lambda p: torch.optim.Adagrad(p, 1e-1, lr_decay=0.1),
 }
 WHOLE = {
     "muon": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0),
     "muon-rms": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "adamax": lambda p: torch.optim.Adamax(p, 1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
 }
 STATEFUL = {
     **ENTRYWISE,
     **WHOLE,
-    "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adadelta": torch.optim.Adadelta,
-    "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "rmsprop-centered": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
     "adam-capturable-like": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
@@ -71,12 +76,20 @@ def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     torch.testing.assert_close((weight.detach() - before)[mask], expected[mask], rtol=1e-4, atol=1e-9)
 
 
+def test_momentum_of_one_has_no_end_and_counts_as_none():
+    weight, mask, optimizer = stepped(lambda p: torch.optim.SGD(p, 0.1, momentum=1.0), 3)
+    assert step_size(optimizer, weight, mask).scale == 0.1
+
+
 @pytest.mark.parametrize("steps", [0, 3, 100])
 @pytest.mark.parametrize("name", WHOLE)
-def test_normalising_optimizers_are_matched_by_size(name, steps):
+def test_other_optimizers_are_matched_by_size(name, steps):
     weight, mask, optimizer = stepped(WHOLE[name], steps, dtype=torch.float32)
-    eta = step_size(optimizer, weight, mask).scale
-    predicted = (eta * weight.grad[mask]).square().mean().sqrt()
+    size = step_size(optimizer, weight, mask)
+    moment = None if size.moment is None else as_blocks(size.moment, 4)
+    grad = as_blocks(weight.grad, 4)
+    eta = torch.as_tensor(size.of_blocks(moment, grad, as_blocks(mask, 4))).expand_as(grad)
+    predicted = (eta * grad).view_as(weight)[mask].square().mean().sqrt()
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
@@ -120,7 +133,11 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     pruned = torch.stack([k[t] for k, t in zip(kept, turn, strict=True)])
     regrown = torch.stack([g[t] for g, t in zip(gone, turn, strict=True)])
     at_pruned, at_regrown = (block_index(weight.shape, 4, blocks, e) for e in (pruned, regrown))
-    exchange_entries(optimizer, weight, "l", lambda t: t, mask, 4, blocks, at_pruned, at_regrown)
+    module = nn.Linear(32, 16)
+    module.weight = weight
+    layer = NMLayer("l", module, "weight", NMPattern(2, 4), method=None)
+    nothing = torch.zeros(())
+    exchange_entries(optimizer, layer, mask, Move(blocks, at_pruned, at_regrown, nothing, 3, nothing, nothing))
     for key, state in states.items():
         expected = before[key].clone()
         for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):
