@@ -376,6 +376,6 @@ class BAME(MaskMethod):
         dgrad = gemms.dgrad if layer.own_backward else gemms.dgrad._replace(paper=density)
         if layer.estimator is not None:
             return gemms._replace(dgrad=dgrad)
-        if layer.dense_gradient:
-            return Gemms(gemms.forward, dgrad, Gemm("dense", "dense dW to adapt the masks"))
-        return Gemms(gemms.forward, dgrad, Gemm("dense", "dW only at kept entries", arithmetic=density, paper=density))
+        needed = 1.0 if layer.dense_gradient else density
+        reason = "dW at kept entries, at all when masks adapt"
+        return Gemms(gemms.forward, dgrad, Gemm("dense", reason, arithmetic=needed, paper=needed))
