@@ -131,11 +131,10 @@ class NMSparsifier:
                 seed=self.seed,
             )
             kept = schedules or {}
-            for method in {layer.method for layer in self.plan.layers if layer.name not in kept}:
+            for method in {layer.method for layer in self.plan.layers if not kept.get(layer.name)}:
                 method.check(self.planned_steps)
             for layer in self.plan.layers:
-                planned = kept[layer.name] if layer.name in kept else layer.method.schedule(self.planned_steps)
-                layer.schedule = tuple(planned)
+                layer.schedule = tuple(kept.get(layer.name) or layer.method.schedule(self.planned_steps))
                 layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
             install(self.model, self.plan.layers)

@@ -294,6 +294,7 @@ def test_sr_ste_decay_enters_once_per_step_before_clipping(tmp_path):
     [
         ({"pattern": "1:4"}, r"layer 'net\.3': pattern 2:4 in the checkpoint, 1:4 here"),
         ({"method": "sr-ste"}, r"method BiMask in the checkpoint, SRSTE here"),
+        ({"method": BAME(stop=4, every=2)}, r"method BiMask in the checkpoint, BAME here"),
         ({"exclude": "net.6"}, r"layer 'net\.6' is masked only in the checkpoint"),
     ],
 )
