@@ -94,6 +94,27 @@ def interval(differences: list[float]) -> tuple[float, float]:
     return statistics.mean(differences), float(half)
 
 
+def report(
+    found: dict[str, list[float]], flops: dict[str, dict[str, float]], baselines: list[str], digits: str
+) -> None:
+    """Print means, paired differences to the baselines, and FLOPs."""
+    methods = list(found)
+    print("| mean | " + " | ".join(f"{statistics.mean(found[method]):{digits}}" for method in methods) + " | |\n")
+    for baseline in baselines:
+        for method in methods:
+            if method != baseline:
+                mean, half = interval([a - b for a, b in zip(found[method], found[baseline], strict=True)])
+                bounds = f"[{mean - half:+{digits}}, {mean + half:+{digits}}]"
+                print(f"{method} - {baseline}: {mean:+{digits}}, 95 % interval {bounds}")
+    first = baselines[0]
+    kinds = list(flops[first])
+    print("\n| training FLOPs | " + " | ".join(f"{kind}, to dense | to {first}" for kind in kinds) + " |")
+    print("|" + "---|" * (2 * len(kinds) + 1))
+    for method in methods:
+        cells = (f"{flops[method][kind]:.3f} | {flops[method][kind] / flops[first][kind]:.3f}" for kind in kinds)
+        print(f"| {method} | " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     """Run the comparison and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,14 +128,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps, if that is earlier")
     parser.add_argument("--train-size", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the runs there")
+    parser.add_argument("--read", type=Path, help="print the tables of runs that were written, without training")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message="BAME never adapts")  # that is what `fixed` is for
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
+    if options.read:
+        runs = json.loads(options.read.read_text())
+        found = runs["figures"]
+        digits = ".3f" if runs["settings"]["data"] == "help-topics" else ".2f"
+        print("| seed | " + " | ".join(found) + " | |\n|" + "---|" * (len(found) + 2))
+        for seed, row in enumerate(zip(*found.values(), strict=True)):
+            print(f"| {seed} | " + " | ".join(f"{value:{digits}}" for value in row) + " | |")
+        report(found, runs["flops"], options.baselines, digits)
+        return
     methods = list(dict.fromkeys([*options.baselines, *options.methods]))
-    found: dict[str, list[float]] = {method: [] for method in methods}
+    found = {method: [] for method in methods}
     flops: dict[str, dict[str, float]] = {}
     size = {
         "fashion-mnist": f"{options.train_size} training images, width {options.width}",
@@ -133,20 +164,7 @@ def main() -> None:
             flops[method] = ratios
         times = " ".join(f"{seconds:.0f}" for *_, seconds in results)
         print(f"| {seed} | " + " | ".join(f"{result[0]:{digits}}" for result in results) + f" | {times} |", flush=True)
-    print("| mean | " + " | ".join(f"{statistics.mean(found[method]):{digits}}" for method in methods) + " | |\n")
-    for baseline in options.baselines:
-        for method in methods:
-            if method != baseline:
-                mean, half = interval([a - b for a, b in zip(found[method], found[baseline], strict=True)])
-                bounds = f"[{mean - half:+{digits}}, {mean + half:+{digits}}]"
-                print(f"{method} - {baseline}: {mean:+{digits}}, 95 % interval {bounds}")
-    first = options.baselines[0]
-    kinds = list(flops[first])
-    print("\n| training FLOPs | " + " | ".join(f"{kind}, to dense | to {first}" for kind in kinds) + " |")
-    print("|" + "---|" * (2 * len(kinds) + 1))
-    for method in methods:
-        cells = (f"{flops[method][kind]:.3f} | {flops[method][kind] / flops[first][kind]:.3f}" for kind in kinds)
-        print(f"| {method} | " + " | ".join(cells) + " |")
+    report(found, flops, options.baselines, digits)
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items()}
         options.json.write_text(json.dumps({"settings": settings, "figures": found, "flops": flops}, indent=1))

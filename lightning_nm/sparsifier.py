@@ -41,7 +41,8 @@ class NMSparsifier:
         conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, the hardware's order.
             ``"flat"``: along the flattened ``(in, *kernel)``, the papers' order.
         seed: Base of all random choices; equal on all ranks.
-        planned_steps: Optimizer steps that the whole training will take, for schedules given as shares of it.
+        planned_steps: Training steps (calls of :meth:`step` after an optimizer's) that the whole training will take,
+            for schedules given as shares of it.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or a bad rule, naming it.
@@ -87,7 +88,8 @@ class NMSparsifier:
         self.seed = seed
         self.planned_steps = planned_steps
         self.clock = 0
-        """Calls of :meth:`step` after which any optimizer had stepped: the training steps that a plan counts."""
+        """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
+        self._stepped = False
         self.plan = Plan()
         self.attached = False
         self.macs: dict[str, int] = {}
@@ -206,7 +208,6 @@ class NMSparsifier:
             optimizer: A registered optimizer.
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
-        self._depth[id(optimizer)] = 0  # an interrupted step may have left another number
         for layer in self._owned(optimizer):
             grads = [p.grad for p in (layer.weight, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:
@@ -227,6 +228,7 @@ class NMSparsifier:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
+        self._stepped = True
         for layer in self._owned(optimizer):
             layer.count_step()
             layer.method.after_step(layer, optimizer)
@@ -244,19 +246,19 @@ class NMSparsifier:
         if not self._optimizers:
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
         self._close_counter()
-        moved = False
+        self._depth.clear()  # a step that raised may have left something
         for layer in self.plan.layers:
             if layer.step > layer.updated_at:
                 layer.method.update(layer)
                 layer.updated_at = layer.step
                 layer.parked = None
-                moved = True
-        if moved:
+        stepped, self._stepped = self._stepped, False
+        if stepped:
             self.clock += 1
             for layer in self.plan.layers:
                 layer.clock = self.clock
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
-        return moved
+        return stepped
 
     def _close_counter(self) -> None:
         if self._counter is not None:
@@ -369,6 +371,7 @@ class NMSparsifier:
             "schema": SCHEMA,
             "seed": self.seed,
             "clock": self.clock,
+            "stepped": self._stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
             "macs": dict(self.macs),
         }
@@ -400,10 +403,11 @@ class NMSparsifier:
             if not fits(layer, saved[name]):
                 raise ValueError(
                     f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the "
-                    "checkpoint's weights into the model before its sparsifier state"
+                    "checkpoint's weights into the model before its sparsifier state; where they are averages, resume "
+                    "with the averaging callback, too"
                 )
         self.seed = state["seed"]
-        self.clock = state["clock"]
+        self.clock, self._stepped = state["clock"], state["stepped"]
         self._compare_schedules(saved)
         for name, layer in layers.items():
             load_layer_state(layer, saved[name])
@@ -411,19 +415,22 @@ class NMSparsifier:
         self.macs.update(state["macs"])
 
     def _compare_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Warn once for each method whose schedule would be another if training began now: the saved one holds."""
-        for method in {layer.method for layer in self.plan.layers}:
+        """Warn once of each schedule that would be another if training began now: the saved one holds."""
+        differences = set()
+        for layer in self.plan.layers:
             try:
-                here = method.schedule(self.planned_steps)
+                here = layer.method.schedule(self.planned_steps)
             except ValueError:  # no plan now, and none is needed any more
                 continue
-            then = next(tuple(saved[layer.name]["schedule"]) for layer in self.plan.layers if layer.method is method)
+            then = tuple(saved[layer.name]["schedule"])
             if here != then:
-                warnings.warn(
-                    f"this training began with {type(method).__name__} scheduled at steps {then}, which stays; the "
-                    f"settings and the plan of now would make that {here}",
-                    stacklevel=3,
-                )
+                differences.add((type(layer.method).__name__, then, here))
+        for method, then, here in sorted(differences):
+            warnings.warn(
+                f"this training began with {method} scheduled at steps {then}, which stays; the settings and the plan "
+                f"of now would make that {here}",
+                stacklevel=3,
+            )
 
 
 def check_schema(state: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ class NMSparsityCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
-        if any(rule.method.scheduled for rule in sparsifier.rules):
+        if any(type(rule.method).schedule is not Method.schedule for rule in sparsifier.rules):
             sparsifier.planned_steps = _planned_steps(trainer, pl_module)
         layers = self._state["layers"] if self._state else {}
         return sparsifier.attach({name: state["schedule"] for name, state in layers.items()})
@@ -189,7 +189,7 @@ class NMSparsityCallback(pl.Callback):
     def _finish(self) -> None:
         if self.sparsifier is None:
             return
-        sparsifier, self.sparsifier = self.sparsifier, None
+        sparsifier, self.sparsifier, self._batch = self.sparsifier, None, None
         if self._fresh and not any(layer.step for layer in sparsifier.layers.values()):
             sparsifier.detach()  # nothing was trained: leave the weights as they came
             return
@@ -228,7 +228,10 @@ class NMSparsityCallback(pl.Callback):
     ) -> None:
         """Keep the batch as it came if its loss is to be computed again: training steps like to pop from it."""
         if self.log_achieved_loss and any(layer.dense_gradient for layer in self._installed().layers.values()):
-            self._batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+            try:
+                self._batch = copy.deepcopy(batch)
+            except Exception as error:
+                self._give_up_trying(pl_module, error)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -266,12 +269,16 @@ class NMSparsityCallback(pl.Callback):
             names = {id(module): name for name, module in pl_module.named_modules()}
             twins = [modules[names[id(layer.module)]].nm_layers[layer.parameter] for layer in layers]
             self._achieved = achieved_loss_change(twins, loss)
-        except Exception as error:  # a figure is not worth a training run
-            self.log_achieved_loss, self._achieved = False, None
-            rank_zero_warn(
-                f"log_achieved_loss is switched off: a copy of {type(pl_module).__name__} cannot repeat its training "
-                f"step ({type(error).__name__}: {error})"
-            )
+        except Exception as error:
+            self._give_up_trying(pl_module, error)
+
+    def _give_up_trying(self, pl_module: pl.LightningModule, error: Exception) -> None:
+        """A figure is not worth a training run."""
+        self.log_achieved_loss, self._achieved = False, None
+        rank_zero_warn(
+            f"log_achieved_loss is switched off: a copy of {type(pl_module).__name__} cannot repeat its training step "
+            f"({type(error).__name__}: {error})"
+        )
 
     @staticmethod
     def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
@@ -330,14 +337,14 @@ class NMSparsityCallback(pl.Callback):
 
 
 def _planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The batches after which an optimizer will step in the whole training, if the Trainer can tell."""
-    several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
-    if several and trainer.max_steps > 0:  # each of the optimizers counts towards max_steps
+    """The batches after which the optimizer will step in the whole training, if the Trainer can tell."""
+    if not pl_module.automatic_optimization:  # any number of steps a batch
         return None
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-        return None
-    planned = trainer.estimated_stepping_batches
+        planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
+    else:
+        planned = trainer.estimated_stepping_batches
     return int(planned) if 0 < planned < math.inf else None
 
 

@@ -32,7 +32,7 @@ def trial_step(
     position = (batch_idx,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
 
     def trial() -> Tensor:
-        given = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+        given = copy.deepcopy(batch)  # steps pop from it and scale it
         with isolate_rng(), torch.enable_grad(), trainer.precision_plugin.train_step_context():
             output = module.training_step(given, *position)
         loss: Any = output["loss"] if isinstance(output, dict) else output

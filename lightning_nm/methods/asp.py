@@ -64,8 +64,9 @@ class ASP(MaskMethod):
             mask = rows != 0
         else:
             mask = magnitude_mask(rows, layer.pattern, dim=1)
-        # The parameter is zeroed after the next step: a fit that fails before it has cost the user no weight.
         layer.set_masks(layer.unrows(mask))
+        if layer.step:  # else after the first step: a fit that fails before it has cost the user no weight
+            layer.weight.masked_fill_(~layer.unrows(mask), 0)
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""

@@ -23,14 +23,11 @@ from lightning_nm.functional.evolution import (
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
-from lightning_nm.nn.move import Move, exchange_entries
+from lightning_nm.nn.move import Handover, Move, exchange_entries
 from lightning_nm.nn.optimizer import check_optimizer, clear_entries, step_size
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
 _CHUNK = 1 << 20
-
-# What `NMLayer.handover` holds beside a Move: the masks are new and the weight is not pruned yet; or before_step ran.
-_FRESH, _READY = "fresh", "ready"
 
 
 class BAME(MaskMethod):
@@ -82,7 +79,6 @@ class BAME(MaskMethod):
     """
 
     latent = False
-    scheduled = True
 
     def __init__(
         self,
@@ -98,6 +94,8 @@ class BAME(MaskMethod):
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
         for name, moment in (("start", start), ("stop", stop)):
+            if isinstance(moment, bool) or not isinstance(moment, (int, float)):
+                raise TypeError(f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)")
             if isinstance(moment, float) and not 0 <= moment <= 1:
                 raise ValueError(
                     f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for "
@@ -108,8 +106,8 @@ class BAME(MaskMethod):
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
             raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
         for name, number in (("every", every), ("max_swaps_per_block", max_swaps_per_block)):
-            if number < 1:
-                raise ValueError(f"{name}={number} must be at least 1")
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number} must be an integer of at least 1")
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
         for name, option, known in (
@@ -152,7 +150,8 @@ class BAME(MaskMethod):
                 if planned_steps is None:
                     raise ValueError(
                         f"BAME's {name}={moment} is a share of the planned training steps, but their number is not "
-                        f"known: limit the training by max_steps or max_epochs, or give {name} as an integer"
+                        "known (an endless training, data without a length, changing gradient accumulation or manual "
+                        f"optimization): give {name} as an integer"
                     )
                 moment = round(moment * planned_steps)
             steps.append(moment)
@@ -195,7 +194,7 @@ class BAME(MaskMethod):
     def init(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
         weight = layer.weight.detach()
-        layer.permutation, layer.handover = None, _FRESH
+        layer.permutation, layer.handover = None, Handover(fresh=True)
         layer.buffers = {}
         forward = None
         if not layer.forward_reason:
@@ -234,39 +233,36 @@ class BAME(MaskMethod):
         mask, weight = layer.forward_mask, layer.weight
         if mask is None:
             return
-        if layer.handover == _FRESH:
-            weight.masked_fill_(~mask, 0)
-            clear_entries(optimizer, weight, ~mask, layer.name)
-        layer.handover = _READY
+        move = None
         if layer.dense_gradient and weight.grad is not None:
-            layer.handover = self._find(layer, optimizer, layer.rows(mask))
+            move = self._find(layer, optimizer, layer.rows(mask))
             weight.grad.masked_fill_(~mask, 0)
+        layer.handover = Handover(layer.handover.fresh, ready=True, move=move)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
-        mask, weight, move = layer.forward_mask, layer.weight, layer.handover
+        mask, weight, handed = layer.forward_mask, layer.weight, layer.handover
         if mask is None:
             return
-        if layer.step == 1:
-            check_optimizer(optimizer, weight, layer.name)  # its state exists from now on
         weight.masked_fill_(~mask, 0)
-        found = isinstance(move, Move) and move.before is None
-        if found:
-            self._apply(layer, optimizer, mask, move)
+        if handed.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
+            clear_entries(optimizer, weight, ~mask, layer.name)
+        if handed.ready and handed.move is not None:
+            self._apply(layer, optimizer, mask, handed.move)
             layer.dense_gradient = False
-        elif layer.dense_gradient and weight.grad is not None and move != _READY:
+        elif layer.dense_gradient and weight.grad is not None and not handed.ready:
             raise RuntimeError(
                 f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
                 "call sparsifier.before_step(optimizer) before optimizer.step(); with Lightning, step the optimizer "
                 "that self.optimizers() returns, so that its hooks run"
             )
-        layer.handover = move if found else None
+        layer.handover = Handover(move=handed.move if handed.ready else None)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
-        layer.handover = None
+        layer.handover.move = None
         if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
             flips, forward = layer.flips, layer.forward_mask
             self._set(layer, None if forward is None else layer.rows(forward), search=True)
@@ -318,6 +314,8 @@ class BAME(MaskMethod):
         move.before = weight[move.pruned]
         exchange_entries(optimizer, layer, mask, move)
         weight[move.pruned] = 0
+        if layer.weight.grad is not None:  # gradients that are not zeroed before the next window
+            layer.weight.grad[move.pruned] = 0
         forward = mask.clone()
         forward[move.pruned] = False
         forward[move.regrown] = True

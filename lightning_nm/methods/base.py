@@ -33,8 +33,6 @@ class Method:
 
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
-    scheduled: bool = False
-    """Whether the method has a :meth:`schedule`."""
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.

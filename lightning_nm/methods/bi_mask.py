@@ -91,7 +91,8 @@ class BiMask(SRSTE):
         Returns:
             A bool mask of the shape of ``rows``.
         """
-        if layer.permutation is None or search:
+        due = layer.permutation is None or search
+        if due:
             permutation = search_permutation(
                 rows,
                 forward,
@@ -107,4 +108,7 @@ class BiMask(SRSTE):
                 layer.permutation = permutation
             else:
                 layer.permutation.copy_(permutation)
-        return backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
+        backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
+        if due:  # reading it waits for the device; it hardly changes in between
+            layer.backward_density = int(backward.sum()) / backward.numel()
+        return backward

@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 @torch.no_grad()
 def count(layer: NMLayer) -> Counts:
-    """Count a layer, with one device synchronisation, and note the density of its backward mask.
+    """Count a layer, with one device synchronisation.
 
     Raises:
         ValueError: If the weight holds NaN, naming the layer.
@@ -47,7 +47,6 @@ def count(layer: NMLayer) -> Counts:
     flips = torch.zeros_like(size) if layer.flips is None else layer.flips
     magnitudes = (layer.forward_weight().abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
     counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
-    layer.backward_density = counts.backward / counts.weights
     if math.isnan(counts.magnitude):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "

@@ -112,7 +112,7 @@ class NMLayer:
         self.handover: Any = None
         """What the method hands from one call of a step to the next; never saved."""
         self.clock = 0
-        """Training steps so far: batches in which any optimizer stepped, as a Trainer plans them."""
+        """Training steps so far, of all layers together: batches after which any optimizer had stepped."""
         self.schedule: tuple[int, ...] = ()
         """The training steps at which the method begins or ends something, as they were planned when training began."""
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}

@@ -43,6 +43,21 @@ class Move:
     before: Tensor | None = None
 
 
+@dataclass
+class Handover:
+    """What one call of a step tells the next.
+
+    Args:
+        fresh: The masks are new: pruned entries of the weight and of the optimizer's state may hold something yet.
+        ready: ``before_step`` has run for the step to come.
+        move: What to exchange after that step; afterwards what was exchanged, until the batch ends.
+    """
+
+    fresh: bool = False
+    ready: bool = False
+    move: Move | None = None
+
+
 @torch.no_grad()
 def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: Move) -> None:
     """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
@@ -65,7 +80,8 @@ def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: M
 
 def adapted_now(layer: NMLayer) -> bool:
     """Whether the optimizer step just made was followed by an adaptation of this layer."""
-    return isinstance(layer.handover, Move) and layer.handover.before is not None
+    handed = layer.handover
+    return isinstance(handed, Handover) and handed.move is not None and handed.move.before is not None
 
 
 @torch.no_grad()
@@ -89,7 +105,7 @@ def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) 
     for new in (True, False):
         with ExitStack() as stack:
             for layer in moved:
-                stack.enter_context(_trial(layer, layer.handover, new))
+                stack.enter_context(_trial(layer, layer.handover.move, new))
             losses.append(float(loss()))
     return losses[0] - losses[1]
 

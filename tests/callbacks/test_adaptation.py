@@ -60,7 +60,7 @@ def test_shares_become_steps_of_the_trainers_plan(tmp_path, options, planned):
 def test_an_endless_plan_needs_integers_and_leaves_the_model_alone(tmp_path):
     model = new_model()
     endless = {"max_epochs": -1, "max_time": "00:00:00:05"}
-    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*limit the training.*or give stop as an integer"):
+    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*give stop as an integer"):
         make_trainer(tmp_path, [callback()], **endless).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
 
@@ -128,8 +128,12 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
     make_trainer(tmp_path, [callback(BAME(stop=4, every=2))], limit_val_batches=0).fit(new_model(), loader)
 
     changing = GradientAccumulationScheduler({0: 1, 1: 6})
-    with pytest.raises(ValueError, match="give stop as an integer"):
+    with pytest.raises(ValueError, match=r"changing gradient accumulation.*give stop as an integer"):
         make_trainer(tmp_path, [changing, callback()]).fit(new_model(), Data())
+    nm = callback()
+    look = Look(nm, lambda s: s.planned_steps)
+    make_trainer(tmp_path, [changing, nm, look], max_epochs=-1, max_steps=8).fit(new_model(), Data())
+    assert set(look.seen) == {8}
 
     class Two(Net):
         automatic_optimization = False
@@ -143,9 +147,9 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
                 self.manual_backward(self.step(batch, "train"))
                 optimizer.step()
 
-    with pytest.raises(ValueError, match="give stop as an integer"):
-        make_trainer(tmp_path, [callback()], max_epochs=-1, max_steps=12).fit(Two(), Data())
-    nm = callback()
+    with pytest.raises(ValueError, match=r"manual optimization.*give stop as an integer"):
+        make_trainer(tmp_path, [callback()]).fit(Two(), Data())
+    nm = callback(BAME(stop=9, every=2))
     look = Look(nm, lambda s: (s.clock, s.layers["net.6"].step, s.layers["net.6"].schedule))
     make_trainer(tmp_path, [nm, look]).fit(Two(), Data())
     assert look.seen[-1] == (12, 12, (0, 9))
@@ -192,7 +196,7 @@ class Counted(Net):
 
     def training_step(self, batch, _):
         self.calls += 1
-        logits = self.norm(self(batch[0]))
+        logits = self.norm(self(batch[0].mul_(0.5)))
         labels = batch[1]
         self.accuracy(logits, labels)
         self.log("train_acc", self.accuracy)
@@ -247,7 +251,7 @@ def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
     with pytest.raises(ValueError, match=r"Manual optimizes manually.*leave log_achieved_loss off"):
         make_trainer(tmp_path, [callback(log_achieved_loss=True)]).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
-    nm = callback()
+    nm = callback(BAME(stop=9, every=2, score="taylor-abs"))
     look = Look(nm, lambda s: s.layers["net.6"].total_flips)
     make_trainer(tmp_path, [nm, look]).fit(Manual(), Data())
     assert look.seen[-1] > 0
@@ -286,6 +290,34 @@ def test_the_achieved_loss_change_of_a_compiled_module(tmp_path):
     assert plain != 0
     torch.testing.assert_close(achieved(True), plain, rtol=1e-3, atol=1e-5)
     torch._dynamo.reset()
+
+
+def test_a_subclass_that_calls_its_bases_step_counts_once(tmp_path):
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Wrapped(Net):
+        def configure_optimizers(self):
+            return Twice(self.parameters(), 0.05)
+
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)  # torch hooks a class when it is first used
+    nm = callback()
+    look = Look(nm, lambda s: (s.clock, s.layers["net.6"].step))
+    make_trainer(tmp_path, [nm, look]).fit(Wrapped(), Data())
+    assert look.seen[-1] == (12, 12)
+
+
+def test_a_first_step_that_fails_costs_no_weight(tmp_path):
+    class Fails(pl.Callback):
+        def on_before_optimizer_step(self, *args):
+            raise RuntimeError("a typo")
+
+    model = new_model()
+    before = model.net[6].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="a typo"):
+        make_trainer(tmp_path, [callback(), Fails()]).fit(model, Data())
+    assert torch.equal(model.net[6].weight, before)
 
 
 def test_averaging_leaves_no_latent_values(tmp_path):

@@ -152,7 +152,7 @@ def test_the_whole_method_is_what_is_written(pattern, options):
     module, sparsifier, optimizer, layer = linear(BAME(**options), "{}:{}".format(*pattern), make)
     weight = module[0].weight.detach().clone()
     losses = []
-    run(module, sparsifier, optimizer, 24, look=lambda step: losses.append(layer.handover))
+    run(module, sparsifier, optimizer, 24, look=lambda step: losses.append(layer.handover.move))
     losses = [0.0 if move is None else float(move.loss_change) for move in losses]
     expected, mask, f, expected_losses, adaptations = simulate(
         weight,
@@ -504,7 +504,7 @@ def test_half_precision_scores_are_computed_in_single():
         sparsifier.attach().register(optimizer)
         module[0].weight.grad = grad.to(dtype)
         sparsifier.before_step(optimizer)
-        moved.append(sparsifier.layers["0"].handover.adapted)
+        moved.append(sparsifier.layers["0"].handover.move.adapted)
     assert moved[0] == moved[1] > 20
     assert abs(moved[2] - moved[0]) <= 0.1 * moved[0], "float16 rounds the smallest gradients themselves"
 
@@ -534,6 +534,54 @@ def test_a_layer_that_joins_late_evolves_and_freezes_with_the_others():
     assert moved == [5, 6], "at once what it missed, then with the others until they all freeze"
     assert late.step == 9
     assert not late.dense_gradient
+
+
+def test_the_clock_runs_while_no_masked_layer_is_trained():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    sparsifier = NMSparsifier(
+        module, "2:4", BAME(stop=8, every=2, budget=1.0, score="taylor-abs"), include="0"
+    ).attach()
+    optimizer = torch.optim.SGD(module[1].parameters(), 0.5)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    masks = [layer.forward_mask]
+    for step in range(14):
+        if step == 5:  # the backbone is unfrozen
+            optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.5})
+        optimizer.zero_grad()
+        (module(torch.randn(8, 16)) - 1).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        masks.append(layer.forward_mask)
+    assert [step for step in range(14) if not torch.equal(masks[step], masks[step + 1])] == [5, 6]
+    assert (sparsifier.clock, layer.step, layer.dense_gradient) == (14, 9, False)
+
+
+def test_a_step_that_raises_does_not_stop_the_clock():
+    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2))
+
+    def closure():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        optimizer.step(closure)
+    sparsifier.step()
+    run(module, sparsifier, optimizer, 4)
+    assert layer.step == sparsifier.clock == 4
+
+
+def test_gradients_that_are_not_zeroed_do_not_revive_what_was_pruned():
+    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2, budget=1.0, score="taylor-abs"))
+    for step in range(5):
+        x, y = batch(step)
+        (module(x) - y).square().mean().backward()  # gradients add up over the steps
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        assert not optimizer.state[layer.weight]["momentum_buffer"][~layer.forward_mask].any()
+    assert layer.total_flips > 0
 
 
 def test_a_window_without_a_gradient_leaves_the_adaptation_pending():
@@ -583,7 +631,8 @@ def test_two_instances_report_their_own_windows_together():
         ({"stop": 1.5}, r"stop=1\.5 is not a share.*an integer for training steps"),
         ({"start": 0.5, "stop": 0.2}, r"stop=0\.2 lies before start=0\.5"),
         ({"start": 10, "stop": 5}, "stop=5 lies before start=10"),
-        ({"every": 0}, "every=0 must be at least 1"),
+        ({"every": 0}, "every=0 must be an integer of at least 1"),
+        ({"every": 2.5}, r"every=2\.5 must be an integer"),
         ({"budget": 0.0}, r"budget=0\.0 .* must lie in \(0, 1\]"),
         ({"budget": 1.1}, r"budget=1\.1"),
         ({"budget": math.nan}, "budget=nan"),
@@ -601,9 +650,15 @@ def test_bad_settings_are_named(options, message):
         BAME(**options)
 
 
+@pytest.mark.parametrize("moment", [True, "0.5", None])
+def test_moments_are_numbers(moment):
+    with pytest.raises(TypeError, match=r"stop=.* must be an integer \(training steps\) or a float"):
+        BAME(stop=moment)
+
+
 def test_shares_need_a_plan_and_become_steps():
     module = nn.Linear(16, 8)
-    with pytest.raises(ValueError, match=r"stop=0\.66 is a share.*max_steps or max_epochs, or give stop as an integer"):
+    with pytest.raises(ValueError, match=r"stop=0\.66 is a share.*not known.*give stop as an integer"):
         NMSparsifier(module, "2:4", "bame", skip_first_last=False).attach()
     assert type(module) is nn.Linear
     with pytest.raises(ValueError, match=r"stop=0\.1 is step 10 of 100, before start=50"):
@@ -657,7 +712,7 @@ def test_statistics_against_their_definitions():
         generator = torch.Generator().manual_seed(step)
         module(torch.randn(8, 16, generator=generator)).sub(1).square().mean().backward()
         sparsifier.before_step(optimizer)
-        moves = [layer.handover for layer in layers]
+        moves = [layer.handover.move for layer in layers]
         before = [layer.forward_mask for layer in layers]
         optimizer.step()
         sparsifier.step()
@@ -701,7 +756,7 @@ def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
     sparsifier.before_step(optimizer)
     optimizer.step()
     before = copy.deepcopy((layer.weight.detach(), layer.marks))
-    predicted = float(layer.handover.loss_change)
+    predicted = float(layer.handover.move.loss_change)
     achieved = achieved_loss_change([layer], loss)
     assert predicted < 0
     assert achieved == pytest.approx(predicted, rel=0.02)
@@ -766,7 +821,7 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
             sparsifier.step()
     with PeakMemory(*known) as applied:  # the exchanges themselves, as they follow the optimizer's step
         layer.method.after_step(layer, optimizer)
-    assert layer.handover.adapted > 0.1 * weight.numel() / layer.pattern.m
+    assert layer.handover.move.adapted > 0.1 * weight.numel() / layer.pattern.m
     copies = max(found.peak, applied.peak) / (4 * weight.numel())
     assert 0.5 < copies <= 6
 
