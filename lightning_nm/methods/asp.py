@@ -70,13 +70,13 @@ class ASP(MaskMethod):
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""
-        mask = layer.forward_mask
-        return (grad if mask is None else torch.where(mask, grad, 0),)
+        mask = layer.kept
+        return (grad if mask is None else grad.masked_fill_(~mask, 0),)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        mask = layer.forward_mask
+        mask = layer.kept
         if mask is not None:
             layer.weight.masked_fill_(~mask, 0)
 

@@ -223,14 +223,14 @@ class BAME(MaskMethod):
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient, except in a window that adapts."""
-        mask = None if layer.dense_gradient else layer.forward_mask
-        return (grad if mask is None else torch.where(mask, grad, 0),)
+        mask = None if layer.dense_gradient else layer.kept
+        return (grad if mask is None else grad.masked_fill_(~mask, 0),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchanges from the dense gradient, then leave the optimizer the gradient of kept entries."""
         super().before_step(layer, optimizer)
-        mask, weight = layer.forward_mask, layer.weight
+        mask, weight = layer.kept, layer.weight
         if mask is None:
             return
         move = None
@@ -242,7 +242,7 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
-        mask, weight, handed = layer.forward_mask, layer.weight, layer.handover
+        mask, weight, handed = layer.kept, layer.weight, layer.handover
         if mask is None:
             return
         weight.masked_fill_(~mask, 0)

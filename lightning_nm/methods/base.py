@@ -69,7 +69,8 @@ class Method:
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
 
-        The default is the straight-through estimator: the weight receives the gradient of W_F unchanged.
+        ``grad`` belongs to the method, which may overwrite it. The default is the straight-through estimator: the
+        weight receives the gradient of W_F unchanged.
         """
         return (grad, *(None for _ in layer.parameters))
 
@@ -135,7 +136,7 @@ class MaskMethod(Method):
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""
-        mask = layer.forward_mask
+        mask = layer.kept
         return weight if mask is None else torch.where(mask, weight, 0)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:

@@ -163,6 +163,13 @@ class NMLayer:
         return None if self.marks is None or self.forward_reason else (self.marks & FORWARD).view(torch.bool)
 
     @property
+    def kept(self) -> Tensor | None:
+        """:attr:`forward_mask` for use at once: it may be a view of ``marks``, which changes when the masks move."""
+        if self.marks is None or self.own_backward:
+            return self.forward_mask
+        return None if self.forward_reason else self.marks.view(torch.bool)
+
+    @property
     def backward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
         return (self.marks & BACKWARD).ne(0) if self.marks is not None and self.own_backward else None
