@@ -4,6 +4,7 @@ from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, t
 from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
+from lightning_nm.functional.transposable import transposable_mask
 
 __all__ = [
     "FlopsKind",
@@ -19,5 +20,6 @@ __all__ = [
     "search_permutation",
     "train_flops",
     "train_flops_ratio",
+    "transposable_mask",
     "unpack_mask",
 ]

@@ -1,0 +1,75 @@
+"""Time `transposable_mask(w)` beside `nm_mask(w.abs())`, interleaved in one process, and say what both keep.
+
+``python -m benchmarks.transposable`` prints medians, the magnitude kept relative to the mask of the rows alone, and, on
+a sample of tiles, relative to the optimum that a linear-programming solver finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+from benchmarks.masks import interleaved, score_mask
+from lightning_nm.functional import transposable_mask
+from lightning_nm.pattern import NMPattern
+
+PATTERNS = ("2:4", "4:8", "1:16", "8:16")
+
+
+def optimum(tile: np.ndarray, n: int) -> float:
+    """Solve the linear program of one tile of magnitudes; its vertices are masks."""
+    m = len(tile)
+    line = np.ones((1, m))
+    sums = np.vstack([np.kron(np.eye(m), line), np.kron(line, np.eye(m))])
+    return -float(linprog(-tile.ravel(), A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1)).fun)
+
+
+def ratios_to_optimum(weight: Tensor, mask: Tensor, pattern: NMPattern, tiles: int) -> list[float]:
+    """Return the kept magnitude over the optimum, for the first tiles of a row of tiles."""
+    n, m = pattern.n, pattern.m
+    magnitudes = weight[:m, : tiles * m].abs().double().numpy()
+    kept = np.where(mask[:m, : tiles * m].numpy(), magnitudes, 0)
+    starts = range(0, magnitudes.shape[1], m)
+    return [kept[:, start : start + m].sum() / optimum(magnitudes[:, start : start + m], n) for start in starts]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
+    parser.add_argument("--sample", type=int, default=50, help="tiles to solve exactly")
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    args = parser.parse_args(argv)
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+        print(f"run with {args.threads} threads")
+    print(f"{args.size} x {args.size} {args.dtype}, normal, medians of {args.repeats}, {args.sample} tiles sampled\n")
+    print("| pattern | nm_mask s | transposable_mask s | kept / rows alone | kept / optimum, mean (min) | load |")
+    print("|---|---|---|---|---|---|")
+    torch.manual_seed(0)
+    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
+    for pattern in map(NMPattern.parse, args.patterns):
+        size = args.size // pattern.m * pattern.m
+        weight = full[:size, :size].contiguous()
+        makers = [partial(score_mask, weight, pattern, -1), partial(transposable_mask, weight, pattern)]
+        rows, both = (torch.where(maker(), weight.abs(), 0).double().sum() for maker in makers)
+        seconds = " | ".join(f"{statistics.median(times):.3f}" for times in interleaved(makers, args.repeats))
+        ratios = ratios_to_optimum(weight, transposable_mask(weight, pattern), pattern, args.sample)
+        quality = f"{statistics.mean(ratios):.9f} ({min(ratios):.9f})"
+        print(f"| {pattern} | {seconds} | {both / rows:.4f} | {quality} | {os.getloadavg()[0]:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Transposable N:M masks: every M x M tile keeps exactly N entries in every row and in every column.
+
+One mask then serves the forward GEMM, which contracts the rows, and the input-gradient GEMM, which contracts the
+columns. Which entries of a tile keep most magnitude is a transportation problem with capacities 0 and 1. Up to M = 4 a
+table holds all its solutions; beyond, shortest augmenting paths solve it, for many tiles at once:
+
+1. Magnitudes become integers. Sums are exact from here on, so that neither rounding nor the order of a reduction, and
+   with it the chunk a tile is in, can change a result.
+2. Every column j gets a price v_j, and every row keeps its N largest ``w_ij - v_j``. Whatever the prices, no other mask
+   with the same column counts keeps more: the sum of the prices paid is the same for all of them.
+3. Where a column has too many entries and another one too few, entries move along the path of columns that gains most
+   or loses least. That keeps the property of step 2, and once all columns have N entries it is optimality.
+
+Good prices leave little to do for step 3, and step 3 makes up for bad ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional.masks import nm_mask
+from lightning_nm.pattern import NMPattern, PatternLike
+
+# Up to this M all masks of a tile are tried: 90 for 2:4. For 2:5 it would be 2,040.
+_MAX_TABLE_M = 4
+
+# Entries of the weight that are solved at a time: the temporaries fit a CPU's cache, those of the table are larger. On
+# an accelerator launches cost more than memory traffic, and the limit only bounds the temporaries.
+_TABLE_CHUNK = 1 << 16
+_PATHS_CHUNK = 1 << 18
+_DEVICE_CHUNK = 1 << 24
+
+# Passes over rows and columns that set the prices. More of them leave fewer augmenting paths to find.
+_PRICE_ROUNDS = 8
+
+# The gain from an entry that is not there. A path has one of 0 or more at its start, four fit into an int32.
+_NEVER = -(1 << 29)
+
+
+def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> Tensor:
+    r"""Mask that is N:M along ``in`` and along ``out`` and keeps as much magnitude as such a mask can.
+
+    ``argmax_S sum(S * |W|)`` over the binary S whose M x M tiles of ``[out, in]`` hold exactly N ones in every row and
+    in every column; for a convolution, for each kernel tap alone. The optimum is exact up to the rounding of
+    magnitudes to multiples of at most ``2**-26 M`` of the tile's largest one. Which of several optimal masks is
+    returned depends on the tile's values alone.
+
+    Args:
+        weight: ``[out, in, *taps]``, any real dtype, any strides. A NaN counts as less than 0; as many infinities are
+            kept as possible.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        groups: Equal runs of output rows that no tile may cross (grouped convolutions); ``in`` is that of one group.
+
+    Returns:
+        A contiguous bool tensor of the shape of ``weight``, without autograd history.
+
+    Raises:
+        ValueError: If ``weight`` has fewer than two axes, or M does not divide ``in`` and ``out / groups``.
+
+    Example::
+
+        >>> import torch
+        >>> weight = torch.tensor([[9, 8, 0, 0], [9, 8, 7, 0], [6, 2, 3, 4], [1, 1, 1, 1]])
+        >>> transposable_mask(weight, "2:4").int().tolist()
+        [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
+
+    Source: the masks are those of Hubara et al., Accelerated Sparse Neural Training: A Provable and Efficient Method to
+    Find N:M Transposable Masks, NeurIPS 2021, arXiv:2102.08124. Scoring all 90 masks of 2:4 is Hu et al., Accelerating
+    Transformer Pre-training with 2:4 Sparsity, ICML 2024, arXiv:2404.01847. Alternating between the rows and the
+    columns of all tiles at once is the idea of TSENOR, NeurIPS 2025, arXiv:2505.23949, which has entropic scaling where
+    this has exact steps on the linear program's dual.
+    """
+    pattern = NMPattern.parse(pattern)
+    _check_tiles(weight, pattern, groups)
+    weight = weight.detach()
+    mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+    if weight.numel() == 0:
+        return mask
+    rows, columns = (size // pattern.m for size in weight.shape[:2])
+    tiles = weight.reshape(rows, pattern.m, columns, pattern.m, -1)
+    found = mask.view(tiles.shape)
+    table = _masks_of_a_tile(pattern).to(weight.device) if pattern.m <= _MAX_TABLE_M else None
+    if weight.device.type == "cpu":
+        chunk = (_PATHS_CHUNK if table is None else _TABLE_CHUNK) * torch.get_num_threads()
+    else:
+        chunk = _DEVICE_CHUNK
+    # Pieces of whole rows of tiles, or of one if that is already too much.
+    step_rows = max(1, chunk // tiles[0].numel())
+    step_columns = columns if step_rows > 1 else max(1, chunk // tiles[0, :, 0].numel())
+    for some, some_found in zip(tiles.split(step_rows), found.split(step_rows), strict=True):
+        pieces = zip(some.split(step_columns, dim=2), some_found.split(step_columns, dim=2), strict=True)
+        for piece, piece_found in pieces:
+            # [M, M, tiles]: an operation on the same entry of all tiles runs over consecutive memory
+            spread = piece.permute(1, 3, 0, 2, 4)
+            values = _integers(spread.reshape(pattern.m, pattern.m, -1), pattern)
+            best = _by_paths(values, pattern) if table is None else _by_table(values, table)
+            piece_found.permute(1, 3, 0, 2, 4).copy_(best.view(spread.shape))
+    return mask
+
+
+def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
+    shape = tuple(weight.shape)
+    if len(shape) < 2:
+        raise ValueError(f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]")
+    if groups < 1 or shape[0] % groups:
+        raise ValueError(f"groups={groups} does not split {shape[0]} output rows into equal runs: pass the layer's")
+    for name, size in (("in", shape[1]), ("out", shape[0] // groups)):
+        if size % pattern.m:
+            per_group = f" in each of {groups} groups" if name == "out" and groups > 1 else ""
+            raise ValueError(
+                f"shape {shape} cannot be cut into tiles of {pattern}: M={pattern.m} does not divide the size {size} "
+                f"of `{name}`{per_group}; choose another pattern, keep the tensor dense (a layer: name it in "
+                "`exclude`), or use a mask of one axis, such as nm_mask"
+            )
+
+
+def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
+    """Magnitudes of tiles [M, M, B] as int32 from 0 to ``2**28 / M``; -1 for NaN.
+
+    The unit is a power of two per tile, so that numbers of few bits stay what they are. An infinity is worth more than
+    all finite entries together that a mask could keep in its place.
+    """
+    top = 28 - pattern.m.bit_length()  # M losses add up to less than half of `_NEVER`
+    magnitudes = tiles.double().abs()  # neither a denormal float32 nor the integer -2**31 is in trouble
+    nan, infinite = magnitudes.isnan(), magnitudes.isinf()
+    magnitudes.masked_fill_(nan | infinite, 0)
+    exponents = magnitudes.amax((0, 1)).frexp().exponent
+    room = (pattern.n * pattern.m).bit_length()
+    bits = torch.where(infinite.any((0, 1)), top - room, top)
+    # in two steps: one factor could overflow for float64
+    shift = bits - exponents.long()
+    first = shift.clamp(max=1000)
+    magnitudes *= _power_of_two(first)
+    magnitudes *= _power_of_two(shift - first)
+    values = magnitudes.round_().int()
+    return values.masked_fill_(infinite, 1 << top).masked_fill_(nan, -1)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """float64 of int64 exponents from -1022 to 1023, without the rounding that a power may have."""
+    return ((exponents + 1023) << 52).view(torch.float64)
+
+
+# All masks ------------------------------------------------------------------------------------------------------------
+
+
+def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
+    """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
+    n, m = pattern.n, pattern.m
+    rows = [[column in chosen for column in range(m)] for chosen in combinations(range(m), n)]
+    masks = [mask for mask in product(rows, repeat=m) if all(sum(column) == n for column in zip(*mask, strict=True))]
+    return torch.tensor(masks)
+
+
+def _by_table(values: Tensor, table: Tensor) -> Tensor:
+    """The best mask for every tile of values [M, M, B], by trying all; the first of equals."""
+    scores = table.view(len(table), -1).double() @ values.flatten(0, 1).double()  # exact: sums of integers
+    return table[scores.max(0).indices].permute(1, 2, 0)
+
+
+# Shortest augmenting paths --------------------------------------------------------------------------------------------
+
+
+def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:
+    """The best mask for every tile of values [M, M, B]."""
+    mask = _rows_alone(values - _prices(values, pattern), pattern)
+    unsettled = (mask.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
+    values, some = values.index_select(2, unsettled), mask.index_select(2, unsettled)
+    while len(unsettled):  # a tile is through after at most N M rounds, for each takes one surplus entry from it
+        _augment(values, some, pattern)
+        mask.index_copy_(2, unsettled, some)
+        left = (some.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
+        unsettled = unsettled.index_select(0, left)
+        values, some = values.index_select(2, left), some.index_select(2, left)
+    return mask
+
+
+def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
+    """The N largest of every row of values [M, M, B]; among equals row i takes the first from column i on, round about.
+
+    Thus rows that are equal differ in what they keep, and a tile of one number is settled at once.
+    """
+    m = pattern.m
+    index = torch.arange(m, device=values.device)
+    turned = index.unsqueeze(1) * m + (index.unsqueeze(1) + index) % m
+    back = turned.flatten().argsort()
+    flat = values.flatten(0, 1)
+    return nm_mask(flat[turned], pattern, dim=1).flatten(0, 1)[back].view(values.shape)
+
+
+def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
+    """Prices [M, B] of the columns at which about N rows have each of them among their N best.
+
+    Coordinate descent on the dual of the linear program,
+    ``min over u, v of sum_i N u_i + sum_j N v_j + sum_ij max(w_ij - u_i - v_j, 0)``: it is lowest in u_i anywhere from
+    the N-th to the next largest of ``w_ij - v_j`` over j, and the middle leads furthest.
+    """
+    prices = torch.zeros_like(values[0])
+    for _ in range(_PRICE_ROUNDS):
+        row_prices = _margin((values - prices).unbind(1), pattern.n)
+        prices = _margin((values - row_prices.unsqueeze(1)).unbind(0), pattern.n)
+    return prices
+
+
+def _margin(entries: Sequence[Tensor], n: int) -> Tensor:
+    """The middle between the n-th and the next largest of the entries, elementwise, by insertion."""
+    top: list[Tensor] = []
+    for entry in entries:
+        for k, held in enumerate(top):
+            top[k] = torch.maximum(held, entry)
+            if k < n:
+                entry = torch.minimum(held, entry)
+        if len(top) <= n:
+            top.append(entry)
+    return (top[n - 1] + top[n]) >> 1
+
+
+def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
+    """Move one entry from a column with too many to one with too few, at the least loss, in place.
+
+    Every tile of ``mask`` [M, M, B] has N entries in every row, but not in every column.
+
+    A step from column j to column k exchanges entries in a row i that has one in j and none in k: it gains
+    ``w_ik - w_ij``. Bellman and Ford find the path of most gain. There is no cycle that gains, so that a path visits no
+    column twice and its parents, which change only for a strict gain, lead back to its start.
+    """
+    m = pattern.m
+    give = torch.where(mask, -values, _NEVER)
+    take = torch.where(mask, _NEVER, values)
+    gain = give[0].unsqueeze(1) + take[0]
+    step = torch.empty_like(gain)
+    for i in range(1, m):
+        torch.add(give[i].unsqueeze(1), take[i], out=step)
+        torch.maximum(gain, step, out=gain)
+
+    counts = mask.sum(0, dtype=torch.int32)
+    total = torch.full_like(counts, 2 * _NEVER).masked_fill_(counts > pattern.n, 0)
+    parent = torch.arange(m, device=values.device).unsqueeze(1).repeat(1, counts.shape[1])
+    for _ in range(m - 1):
+        before = total.clone()
+        for via in range(m):
+            reached = total[via] + gain[via]
+            parent.masked_fill_(reached > total, via)
+            torch.maximum(total, reached, out=total)
+        if torch.equal(before, total):
+            break
+
+    column = total.masked_fill(counts >= pattern.n, 4 * _NEVER).max(0).indices.unsqueeze(0)
+    cells = mask.view(m * m, -1)
+    for _ in range(m - 1):
+        source = parent.gather(0, column)
+        moves = source != column
+        row = (_pick(give, source) + _pick(take, column)).max(0).indices
+        for end in (source, column):
+            cell = row * m + end
+            cells.scatter_(0, cell, cells.gather(0, cell) ^ moves)  # where the path has ended already, nothing moves
+        column = source
+
+
+def _pick(entries: Tensor, column: Tensor) -> Tensor:
+    """Of entries [M, M, B], one column per tile: [M, 1, B]."""
+    return entries.gather(1, column.expand(len(entries), 1, -1))
