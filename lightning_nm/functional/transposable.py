@@ -170,7 +170,9 @@ def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:
     mask = _rows_alone(values - _prices(values, pattern), pattern)
     unsettled = (mask.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
     values, some = values.index_select(2, unsettled), mask.index_select(2, unsettled)
-    while len(unsettled):  # a tile is through after at most N M rounds, for each takes one surplus entry from it
+    for _ in range(pattern.n * pattern.m):  # enough: every round takes one surplus entry from every tile left
+        if len(unsettled) == 0:
+            break
         _augment(values, some, pattern)
         mask.index_copy_(2, unsettled, some)
         left = (some.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
