@@ -28,10 +28,10 @@ from lightning_nm.pattern import NMPattern, PatternLike
 # Up to this M all masks of a tile are tried: 90 for 2:4. For 2:5 it would be 2,040.
 _MAX_TABLE_M = 4
 
-# Entries of the weight that are solved at a time: the temporaries fit a CPU's cache, those of the table are larger. On
-# an accelerator launches cost more than memory traffic, and the limit only bounds the temporaries.
-_TABLE_CHUNK = 1 << 16
-_PATHS_CHUNK = 1 << 18
+# Entries of the weight that are solved at a time. On a CPU, per thread: an operation gives it work enough, and what paths
+# need nearly fits its cache. On an accelerator launches cost more than memory traffic, and the limit bounds the
+# temporaries: those of the table are 90 / 16 float64 per entry.
+_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
 # Passes over rows and columns that set the prices. More of them leave fewer augmenting paths to find.
@@ -84,10 +84,7 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     tiles = weight.reshape(rows, pattern.m, columns, pattern.m, -1)
     found = mask.view(tiles.shape)
     table = _masks_of_a_tile(pattern).to(weight.device) if pattern.m <= _MAX_TABLE_M else None
-    if weight.device.type == "cpu":
-        chunk = (_PATHS_CHUNK if table is None else _TABLE_CHUNK) * torch.get_num_threads()
-    else:
-        chunk = _DEVICE_CHUNK
+    chunk = _CHUNK * torch.get_num_threads() if weight.device.type == "cpu" else _DEVICE_CHUNK
     # Pieces of whole rows of tiles, or of one if that is already too much.
     step_rows = max(1, chunk // tiles[0].numel())
     step_columns = columns if step_rows > 1 else max(1, chunk // tiles[0, :, 0].numel())

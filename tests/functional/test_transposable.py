@@ -243,8 +243,7 @@ def test_chunks_change_nothing(monkeypatch, pattern, chunk):
     weight = torch.randn(40, 80, 3)
     ties = weight.mul(2).round()
     expected = [transposable_mask(x, pattern) for x in (weight, ties)]
-    monkeypatch.setattr(transposable, "_TABLE_CHUNK", chunk)
-    monkeypatch.setattr(transposable, "_PATHS_CHUNK", chunk)
+    monkeypatch.setattr(transposable, "_CHUNK", chunk)
     pieces = []
     integers = transposable._integers
     monkeypatch.setattr(transposable, "_integers", lambda x, pattern: pieces.append(x.numel()) or integers(x, pattern))
