@@ -28,8 +28,8 @@ from lightning_nm.pattern import NMPattern, PatternLike
 # Up to this M all masks of a tile are tried: 90 for 2:4. For 2:5 it would be 2,040.
 _MAX_TABLE_M = 4
 
-# Entries of the weight that are solved at a time. On a CPU, per thread: an operation gives it work enough, and what paths
-# need nearly fits its cache. On an accelerator launches cost more than memory traffic, and the limit bounds the
+# Entries of the weight that are solved at a time. On a CPU, per thread: an operation gives it work enough, and what
+# paths need nearly fits its cache. On an accelerator launches cost more than memory traffic, and the limit bounds the
 # temporaries: those of the table are 90 / 16 float64 per entry.
 _CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
