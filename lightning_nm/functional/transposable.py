@@ -37,7 +37,7 @@ _DEVICE_CHUNK = 1 << 24
 # Passes over rows and columns that set the prices. More of them leave fewer augmenting paths to find.
 _PRICE_ROUNDS = 8
 
-# The gain from an entry that is not there. A path has one of 0 or more at its start, four fit into an int32.
+# The gain from an entry that is not there. An int32 holds the sum of four, and no path that can do without pays one.
 _NEVER = -(1 << 29)
 
 
