@@ -2,17 +2,24 @@
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
+from lightning_nm.functional.mvue import approx_mvue, mvue, mvue_probabilities
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
+from lightning_nm.functional.random import counter_uniform, fold_seed
 from lightning_nm.functional.transposable import transposable_mask
 
 __all__ = [
     "FlopsKind",
     "GemmDensity",
+    "approx_mvue",
     "backward_mask",
     "count_violations",
+    "counter_uniform",
+    "fold_seed",
     "is_nm",
     "magnitude_mask",
+    "mvue",
+    "mvue_probabilities",
     "nm_mask",
     "nm_prune",
     "pack_mask",

@@ -1,0 +1,366 @@
+"""Unbiased N:M estimators of a tensor: random N:M tensors whose expectation is the tensor.
+
+An estimator that keeps entry i of a block with probability ``p_i`` must give it the value ``x_i / p_i``, and then its
+variance is ``sum x_i^2 (1 / p_i - 1)``: only the probabilities of the single entries matter, not which entries survive
+together. Systematic sampling realises any such probabilities with one random number a block.
+
+The arithmetic is written over planes, tensors that hold one entry of every block: a compiler fuses them into one pass,
+and on a CPU chunks of them stay in cache. Masks are floats, 0 or 1, because on a CPU a product with one is many times
+faster than a select, and as exact as long as everything is finite. Where that is not known, ``careful`` code selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional.masks import _check_blocks
+from lightning_nm.pattern import NMPattern, PatternLike
+
+# Entries handled at a time. On a CPU, per thread: some ten planes of each entry fit its cache, and an operation gives
+# it work enough. On an accelerator the limit only bounds the temporaries.
+_CHUNK = 1 << 17
+_DEVICE_CHUNK = 1 << 25
+
+Planes = list[Tensor]  # one tensor per entry of a block
+
+
+def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
+    """Give every entry the probability of survival at which an unbiased N:M estimator has the least variance.
+
+    ``p_i = min(1, |x_i| / V)`` with the level V of the block such that ``sum p = min(N, nonzeros)``. In closed form,
+    with magnitudes ``a_1 >= a_2 >= ...``: the k largest have ``p = 1``, where k is the smallest number with ``(N - k)
+    a_(k+1) <= a_(k+1) + ... + a_M``, and V is that sum over ``N - k``.
+
+    Args:
+        x: Any shape, any floating dtype, any strides.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        dim: The axis along which the blocks lie; its size must be a multiple of M.
+
+    Returns:
+        A tensor of the shape of ``x``, float64 for a float64 ``x`` and float32 otherwise, without autograd history.
+        A zero has probability 0; a block with a NaN or an infinity is all NaN.
+
+    Raises:
+        TypeError: If ``x`` is not of a floating dtype.
+        ValueError: If ``x`` has no axes or M does not divide ``x.shape[dim]``.
+        IndexError: If ``x`` has no axis ``dim``.
+
+    Example::
+
+        >>> import torch
+        >>> mvue_probabilities(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4").tolist()
+        [1.0, 0.25, 0.5, 0.25]
+
+    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
+    arXiv:2203.10991, for 1:2 and 2:4.
+    """
+    pattern = NMPattern.parse(pattern)
+    uniform = _uniform(x, pattern, dim, 0, None, None)
+    return _map_blocks(partial(_probabilities, n=pattern.n), x, pattern, dim, uniform, _wide(x))
+
+
+def mvue(
+    x: Tensor,
+    pattern: PatternLike,
+    dim: int = -1,
+    *,
+    uniform: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a sample of the unbiased N:M estimator of least variance.
+
+    ``y_i = x_i / p_i`` where entry i survives, else 0, with p of :func:`mvue_probabilities`: an entry with ``p = 1``
+    keeps its value, any other survivor becomes ``sign(x_i) V``. Entry i survives if a number ``u, u + 1, ..., u + N -
+    1`` falls into its part ``[p_1 + ... + p_(i-1), p_1 + ... + p_i)`` of the line: ``E[y] = x``, up to the rounding
+    of the arithmetic and the resolution of u (2^-24 of V, for a float32 u).
+
+    Args:
+        x: Any shape, any floating dtype, any strides. Half dtypes are computed in float32 and rounded once.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        dim: The axis along which the blocks lie; its size must be a multiple of M.
+        uniform: One number in [0, 1) per block: the shape of ``x`` with the size of ``dim`` divided by M.
+        generator: What ``uniform`` is drawn from where it is not given; torch's default generator if None.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``, without autograd history. Each block has exactly N nonzeros, and one
+        of at most N nonzeros comes back bit for bit (a zero as +0). A block with a NaN or an infinity has N NaNs. A
+        value beyond the range of the dtype is infinite.
+
+    Raises:
+        TypeError: If ``x`` is not of a floating dtype.
+        ValueError: If ``x`` has no axes, M does not divide ``x.shape[dim]``, ``uniform`` has another shape, or both
+            ``uniform`` and ``generator`` are given.
+        IndexError: If ``x`` has no axis ``dim``.
+
+    Example::
+
+        >>> import torch
+        >>> mvue(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4", uniform=torch.tensor([0.5])).tolist()
+        [9.0, 0.0, 4.0, 0.0]
+
+    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
+    arXiv:2203.10991, for 1:2 and 2:4; Madow, "On the theory of systematic sampling, II", Ann. Math. Statist. 20
+    (1949), doi:10.1214/aoms/1177729988, for sampling with given probabilities.
+    """
+    pattern = NMPattern.parse(pattern)
+    rows = _uniform(x, pattern, dim, 1, None if uniform is None else uniform.unsqueeze(0), generator)
+    return _map_blocks(partial(_sample, n=pattern.n), x, pattern, dim, rows, x.dtype)
+
+
+def approx_mvue(
+    x: Tensor,
+    pattern: PatternLike = "2:4",
+    dim: int = -1,
+    *,
+    uniform: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw a sample of the unbiased 2:4 estimator by two successive draws, at less than twice the least variance.
+
+    With ``a = |x|`` and ``S = sum a``: draw i with probability ``a_i / S``, then j among the others with ``a_j / (S -
+    a_i)``. Both survive, as ``x_i / p_i`` with ``p_i = a_i / S + sum_{k != i} (a_k / S) a_i / (S - a_k)``.
+
+    Args:
+        x: Any shape, any floating dtype, any strides. Half dtypes are computed in float32 and rounded once.
+        pattern: ``"2:4"``, the only pattern this estimator is defined for.
+        dim: The axis along which the blocks lie; its size must be a multiple of 4.
+        uniform: Two numbers in [0, 1) per block: ``[2, ...]``, then the shape of ``x`` with the size of ``dim``
+            divided by 4.
+        generator: What ``uniform`` is drawn from where it is not given; torch's default generator if None.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``, without autograd history, with what :func:`mvue` says of blocks of
+        few nonzeros, of NaNs and of infinities.
+
+    Raises:
+        TypeError: If ``x`` is not of a floating dtype.
+        ValueError: If the pattern is not 2:4, and as :func:`mvue` does.
+        IndexError: If ``x`` has no axis ``dim``.
+
+    Example::
+
+        >>> import torch
+        >>> approx_mvue(torch.tensor([3.0, 3.0, -3.0, 3.0]), uniform=torch.tensor([[0.6], [0.2]])).tolist()
+        [6.0, 0.0, -6.0, 0.0]
+
+    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
+    arXiv:2203.10991.
+    """
+    pattern = NMPattern.parse(pattern)
+    if pattern != NMPattern(2, 4):
+        raise ValueError(f"approx_mvue is defined for 2:4, not for {pattern}: use mvue, which takes any pattern")
+    rows = _uniform(x, pattern, dim, 2, uniform, generator)
+    return _map_blocks(_sample_two_of_four, x, pattern, dim, rows, x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _uniform(
+    x: Tensor,
+    pattern: NMPattern,
+    dim: int,
+    rows: int,
+    uniform: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Check the arguments; return ``rows`` random numbers per block, given or drawn, as [rows, *blocks]."""
+    if not x.is_floating_point():
+        raise TypeError(f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype")
+    dim = _check_blocks(x, pattern, dim)
+    shape = (rows, *x.shape[:dim], x.shape[dim] // pattern.m, *x.shape[dim + 1 :])
+    if uniform is None:
+        return torch.rand(shape, generator=generator, dtype=_wide(x), device=x.device)
+    if generator is not None:
+        raise ValueError("uniform and generator are two sources of the same numbers: pass one of them")
+    if uniform.shape != shape:
+        given, wanted = (tuple(uniform.shape), shape) if rows > 1 else (tuple(uniform.shape[1:]), shape[1:])
+        raise ValueError(f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}")
+    return uniform.detach().to(_wide(x))
+
+
+def _map_blocks(
+    function: Callable[[Planes, Tensor, bool], Planes],
+    x: Tensor,
+    pattern: NMPattern,
+    dim: int,
+    uniform: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Apply ``function(planes of x, random numbers, careful)``, which returns planes, to all blocks along ``dim``."""
+    x, dim, wide, m = x.detach(), dim % x.dim(), _wide(x), pattern.m
+    if torch.compiler.is_compiling():
+        entries = x.to(wide).unflatten(dim, (-1, m)).unbind(dim + 1)
+        return torch.stack(function(list(entries), uniform, True), dim + 1).flatten(dim, dim + 1).to(dtype)
+    # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
+    order = sorted(range(x.dim()), key=lambda axis: x.stride()[axis], reverse=True)
+    dense = x.permute(order)
+    inner = dense.shape[order.index(dim) + 1 :].numel()
+    result = torch.empty(dense.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        on_cpu = x.device.type == "cpu"
+        chunk = max(1, (_CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK) // m)
+        height, width = max(1, chunk // inner), min(chunk, inner)
+        numbers = uniform.permute(0, *(axis + 1 for axis in order)).reshape(len(uniform), -1, inner)
+        readable = on_cpu and type(x) is Tensor  # a fake tensor has no values, and reading stalls an accelerator
+        for part, draw, out in zip(
+            dense.reshape(-1, m, inner).split(height),
+            numbers.split(height, 1),
+            result.view(-1, m, inner).split(height),
+            strict=True,
+        ):
+            for block, u, to in zip(part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True):
+                planes = torch.stack([plane.to(wide) for plane in block.unbind(1)])
+                careful = not (readable and bool(planes.norm(1) < torch.finfo(wide).max / 4))
+                for row, plane in zip(to.unbind(1), function(list(planes), u, careful), strict=True):
+                    row.copy_(plane)
+    return result.permute([order.index(axis) for axis in range(x.dim())])
+
+
+class _Saturated(NamedTuple):
+    """What is left to be drawn once the entries with p = 1 are taken."""
+
+    exact: Planes  # 1 where p = 1
+    live: Planes  # 1 where an entry is nonzero and may be drawn
+    part: Planes  # the magnitudes of those that may be drawn, perhaps scaled
+    reach: Planes  # their cumulative sums, the last one being the block's total
+    due: Tensor  # how many are to be drawn
+    level: Tensor  # V, the magnitude of what is drawn
+
+
+def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
+    """Take the entries that exceed the level ``total / due`` of their block, until none does."""
+    live = [_positive(entry) for entry in magnitudes]
+    few = (reduce(torch.add, live) <= n).to(live[0].dtype)
+    due = n - n * few
+    exact = [few * entry for entry in live]
+    tail = magnitudes
+    for _ in range(n - 1):
+        part, _ = _scale(tail, careful)
+        total = reduce(torch.add, part)
+        over = [_less(total, due * entry) for entry in part]
+        taken = reduce(torch.add, over)
+        if not careful and not taken.any():
+            break
+        due = due - taken
+        exact = [entry + more for entry, more in zip(exact, over, strict=True)]
+        tail = [torch.addcmul(entry, entry, more, value=-1) for entry, more in zip(tail, over, strict=True)]
+    part, unit = _scale(tail, careful)
+    reach = list(accumulate(part, torch.add))
+    live = live if n == 1 else [_positive(entry) for entry in tail]
+    return _Saturated(exact, live, part, reach, due, reach[-1] / due.clamp(min=1) / unit)
+
+
+def _probabilities(planes: Planes, _: Tensor, careful: bool, n: int) -> Planes:
+    magnitudes, broken = _clean(planes, careful)
+    blocks = _saturate(magnitudes, n, careful)
+    result = []
+    for part, exact in zip(blocks.part, blocks.exact, strict=True):
+        # Nothing is due where few entries are nonzero, and all of those are exact.
+        p = (part / blocks.reach[-1] * blocks.due).clamp(max=1).nan_to_num(nan=0.0)
+        p = torch.where(exact > 0, 1, p)
+        result.append(p if broken is None else torch.where(broken, torch.nan, p))
+    return result
+
+
+def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
+    magnitudes, broken = _clean(planes, careful)
+    blocks = _saturate(magnitudes, n, careful)
+    due, total = blocks.due, blocks.reach[-1]
+    left = reduce(torch.add, blocks.live)
+    taken = torch.zeros_like(due)
+    result = []
+    for x, exact, live, reach in zip(planes, blocks.exact, blocks.live, blocks.reach, strict=True):
+        # How many of u, u + 1, ... lie below the end of this entry's part. A sum u + j would be rounded.
+        end = reach / total * due
+        whole = end.floor()
+        count = whole + _less(uniform[0], end - whole)
+        # Rounding may put two of them into the part of one entry with p = 1 - tiny, and one beyond the last nonzero:
+        # what exceeds one goes to the next entry, and the last entries are taken if as many are due as are left.
+        left = left - live
+        count = torch.maximum(torch.minimum(count, due), due - left)
+        take = _less(taken, count) * live
+        taken = taken + take
+        result.append(_assemble(x, exact, take, blocks.level, broken))
+    return result
+
+
+def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Planes:
+    magnitudes, broken = _clean(planes, careful)
+    live = [_positive(entry) for entry in magnitudes]
+    few = (reduce(torch.add, live) <= 2).to(live[0].dtype)
+    a, unit = _scale(magnitudes, careful)
+    first, total = _draw(a, uniform[0])
+    rest = [torch.addcmul(entry, entry, hit, value=-1) for entry, hit in zip(a, first, strict=True)]
+    second, _ = _draw(rest, uniform[1])
+    # S - a_k as a sum of the others: a difference would cancel where one entry is most of the block.
+    low, high = a[0] + a[1], a[2] + a[3]
+    # The clamps only keep 0 / 0 out: a p below the smallest normal number is beyond the resolution of any draw.
+    tiny = torch.finfo(total.dtype).tiny
+    others = [a[1] + high, a[0] + high, a[3] + low, a[2] + low]
+    others = [rest.clamp(min=tiny * torch.finfo(total.dtype).eps) for rest in others]
+    share = [entry / total for entry in a]
+    result = []
+    for i, x in enumerate(planes):
+        p = share[i]
+        for k in range(4):
+            if k != i:
+                p = p + share[k] * (a[i] / others[k])
+        take = (first[i] + second[i]) * (1 - few)
+        result.append(_assemble(x, few * live[i], take, a[i] / p.clamp(min=tiny) / unit, broken))
+    return result
+
+
+def _draw(weights: Planes, uniform: Tensor) -> tuple[Planes, Tensor]:
+    """Mark one entry of every block, drawn in proportion to its weight, and return the blocks' totals."""
+    reach = list(accumulate(weights, torch.add))
+    below = [_less(uniform, end / reach[-1]) for end in reach]
+    return [below[0], *(after - before for before, after in pairwise(below))], reach[-1]
+
+
+def _clean(planes: Planes, careful: bool) -> tuple[Planes, Tensor | None]:
+    """Return the magnitudes, with ones for all of a block that is not finite, and which blocks these are."""
+    magnitudes = [plane.abs() for plane in planes]
+    if not careful:
+        return magnitudes, None
+    broken = ~(reduce(torch.maximum, magnitudes) < torch.inf)
+    return [torch.where(broken, 1, magnitude) for magnitude in magnitudes], broken
+
+
+def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
+    """Scale blocks whose sum might overflow by a power of two; return the scaled magnitudes and the scales."""
+    if not careful:
+        return magnitudes, 1.0
+    room = 2.0 ** -(2 * len(magnitudes)).bit_length()
+    top = reduce(torch.maximum, magnitudes)
+    unit = torch.where(top > torch.finfo(top.dtype).max * room, room, 1.0).to(top.dtype)
+    return [magnitude * unit for magnitude in magnitudes], unit
+
+
+def _assemble(x: Tensor, exact: Tensor, take: Tensor, value: Tensor, broken: Tensor | None) -> Tensor:
+    """Return x where exact, sign(x) times the value where taken, and +0 elsewhere."""
+    if broken is None:
+        # Adding zero makes +0 of the -0 that a negative sign makes of 0.
+        return torch.addcmul(x.abs() * exact, value, take) * x.sign() + 0.0
+    value = torch.where(broken, torch.nan, torch.copysign(value, x))
+    return torch.where(exact > 0, x, torch.where(take > 0, value, 0))
+
+
+def _positive(x: Tensor) -> Tensor:
+    """Return 1 where x > 0, else 0, in the dtype of x."""
+    return _less(torch.zeros((), dtype=x.dtype, device=x.device), x)
+
+
+def _less(x: Tensor, y: Tensor) -> Tensor:
+    """Return 1 where x < y, else 0, in the dtype of y."""
+    if torch.compiler.is_compiling():
+        return (x < y).to(y.dtype)
+    return torch.lt(x, y, out=torch.empty_like(y))  # on a CPU many times faster than a comparison into bool

@@ -1,0 +1,115 @@
+"""Counter-based uniform random numbers: a pure function of a seed and an index, in integer arithmetic alone.
+
+Philox4x32-10 turns a counter of four 32-bit words and a key of two into four random words, without any state. The same
+seed gives the same numbers bit for bit in eager mode, in a compiled graph and on every device, and a run that resumes
+needs to save its counters only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+# A multiplier less 2^32. Its product with a 32-bit word x never leaves int64, has the same low half, and x is missing
+# from its high half: that saves splitting a product that would need 64 unsigned bits.
+_MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+# Counters handled at a time, per thread of a CPU: the temporaries of 8 bytes a counter fit its cache.
+_CHUNK = 1 << 14
+
+
+def fold_seed(*words: int | str) -> Tensor:
+    """Mix integers and names into a seed for :func:`counter_uniform`.
+
+    ``BLAKE2b(words)``, 128 bits cut into four words of 32: streams of different words do not meet. An integer and a
+    name never collide, and neither do ``(1, 23)`` and ``(12, 3)``. It runs in Python: call it outside a compiled
+    graph, and pass the tensor in.
+
+    Args:
+        words: For example the run's seed, a layer's name, the step, the micro-batch and the rank.
+
+    Returns:
+        An int64 tensor [4] on the CPU, with values in [0, 2^32); the same in every process and on every platform.
+
+    Example::
+
+        >>> fold_seed(0, "encoder.fc1", 17, 0, 3).tolist() == fold_seed(0, "encoder.fc1", 17, 0, 3).tolist()
+        True
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405, on
+    what makes keys of counter-based generators.
+    """
+    text = repr(tuple(word if isinstance(word, str) else int(word) for word in words))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return torch.tensor([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64)
+
+
+def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | None = None) -> Tensor:
+    """Draw uniform random numbers in [0, 1) that depend on nothing but the seed and their index.
+
+    ``u[i] = floor(w / 2^8) / 2^24`` with ``w`` word ``i % 4`` of ``Philox4x32-10(counter=(i // 4, s2, s3), key=(s0,
+    s1))``, where ``i // 4`` takes 64 bits: multiples of 2^-24, each as likely, that float32 holds exactly.
+
+    Args:
+        count: How many numbers; the first ones are the same for every ``count``.
+        seed: Four words in [0, 2^32) as an int64 tensor, from :func:`fold_seed` or of one's own, on any device.
+        device: Where the numbers are made; where ``seed`` lies by default.
+
+    Returns:
+        A float32 tensor [count].
+
+    Raises:
+        ValueError: If ``seed`` is not an int64 tensor of four words, or ``count`` is negative.
+
+    Example::
+
+        >>> counter_uniform(6, fold_seed(0)).equal(counter_uniform(9, fold_seed(0))[:6])
+        True
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405.
+    """
+    if seed.dtype != torch.int64 or seed.shape != (4,):
+        raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
+    if count < 0:
+        raise ValueError(f"count={count} is negative")
+    words = seed.to(device) & _WORD
+    counters = (count + 3) // 4
+    if torch.compiler.is_compiling() or words.device.type != "cpu":
+        return _uniform(torch.arange(counters, device=words.device), words).flatten()[:count]
+    numbers = torch.empty(counters, 4)
+    start = 0
+    for part in numbers.split(_CHUNK * torch.get_num_threads()):
+        stop = start + len(part)
+        part.copy_(_uniform(torch.arange(start, stop), words))
+        start = stop
+    return numbers.flatten()[:count]
+
+
+def _uniform(index: Tensor, seed: Tensor) -> Tensor:
+    """Return the four numbers of each counter, as float32 [..., 4]."""
+    key0, key1, word2, word3 = seed.unbind()
+    words = _philox((index & _WORD, index >> 32, word2, word3), (key0, key1))
+    return torch.stack([(word >> 8).float() * 2.0**-24 for word in words], -1)
+
+
+def _philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words Philox4x32-10 makes of words in [0, 2^32), all int64."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) + c2) ^ c1 ^ key0,
+            product1 & _WORD,
+            ((product0 >> 32) + c0) ^ c3 ^ key1,
+            product0 & _WORD,
+        )
+        key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
