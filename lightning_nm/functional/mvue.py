@@ -209,7 +209,9 @@ def _map_blocks(
         on_cpu = x.device.type == "cpu"
         chunk = max(1, (_CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK) // m)
         height, width = max(1, chunk // inner), min(chunk, inner)
-        numbers = uniform.permute(0, *(axis + 1 for axis in order)).reshape(len(uniform), -1, inner)
+        numbers = uniform.permute(0, *(axis + 1 for axis in order)).reshape(
+            len(uniform), x.numel() // (m * inner), inner
+        )
         readable = on_cpu and type(x) is Tensor  # a fake tensor has no values, and reading stalls an accelerator
         for part, draw, out in zip(
             dense.reshape(-1, m, inner).split(height),
@@ -303,11 +305,13 @@ def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Plane
     second, _ = _draw(rest, uniform[1])
     # S - a_k as a sum of the others: a difference would cancel where one entry is most of the block.
     low, high = a[0] + a[1], a[2] + a[3]
-    # The clamps only keep 0 / 0 out: a p below the smallest normal number is beyond the resolution of any draw.
-    tiny = torch.finfo(total.dtype).tiny
     others = [a[1] + high, a[0] + high, a[3] + low, a[2] + low]
-    others = [rest.clamp(min=tiny * torch.finfo(total.dtype).eps) for rest in others]
-    share = [entry / total for entry in a]
+    # The clamps only keep 0 / 0 out: nothing lies between 0 and the least subnormal number, and a p below the smallest
+    # normal number is beyond the resolution of any draw.
+    tiny = torch.finfo(total.dtype).tiny
+    least = tiny * torch.finfo(total.dtype).eps
+    others = [rest.clamp(min=least) for rest in others]
+    share = [entry / total.clamp(min=least) for entry in a]
     result = []
     for i, x in enumerate(planes):
         p = share[i]

@@ -1,0 +1,92 @@
+"""Time the unbiased N:M estimators against a plain copy of the tensor, interleaved in one process.
+
+``python -m benchmarks.estimators`` prints medians and their ratios to the copy. The random numbers are given: what it
+takes to draw them, one per block, stands beside. ``--compile`` times compiled versions, the compilation apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.masks import interleaved
+from lightning_nm.functional import approx_mvue, counter_uniform, fold_seed, mvue
+from lightning_nm.pattern import NMPattern
+
+PATTERNS = ("2:4", "1:2", "4:8", "1:16")
+
+
+def uniform(x: Tensor, pattern: NMPattern, dim: int, rows: Sequence[int] = ()) -> Tensor:
+    """Draw the numbers an estimator needs."""
+    blocks = list(x.shape)
+    blocks[dim] //= pattern.m
+    shape = (*rows, *blocks)
+    return counter_uniform(torch.Size(shape).numel(), fold_seed(0)).view(shape)
+
+
+def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
+    """Return the compiled function, and the seconds of its first call."""
+    torch._dynamo.reset()
+    fast = torch.compile(function, fullgraph=True)
+    start = time.perf_counter()
+    fast(x)
+    return fast, time.perf_counter() - start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    parser.add_argument("--compile", action="store_true", help="time what torch.compile makes of them")
+    args = parser.parse_args(argv)
+
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+        print(f"run with {args.threads} threads")
+    mode = "compiled" if args.compile else "eager"
+    print(f"{args.size} x {args.size} {args.dtype}, {mode}, medians of {args.repeats}\n")
+    print("| pattern | estimator | dim | ms | copy ms | times the copy | random numbers ms | first call s | load |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    torch.manual_seed(0)
+    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
+    for pattern in map(NMPattern.parse, args.patterns):
+        size = args.size // pattern.m * pattern.m
+        x = full[:size, :size].contiguous()
+        cases: list[tuple[str, int, Callable[[Tensor], Tensor], tuple[int, ...]]] = []
+        for dim in (-1, 0):
+            numbers = uniform(x, pattern, dim)
+            cases.append(("mvue", dim, partial(mvue, pattern=pattern, dim=dim, uniform=numbers), ()))
+            if pattern == NMPattern(2, 4):
+                pairs = uniform(x, pattern, dim, (2,))
+                cases.append(("approx_mvue", dim, partial(approx_mvue, dim=dim, uniform=pairs), (2,)))
+        first = [0.0] * len(cases)
+        estimators = [function for _, _, function, _ in cases]
+        if args.compile:
+            made = [compiled(function, x) for function in estimators]
+            for (fast, _), function in zip(made, estimators, strict=True):
+                assert torch.equal(fast(x), function(x)), f"{pattern}: the compiled estimator differs"
+            estimators, first = [fast for fast, _ in made], [seconds for _, seconds in made]
+        draws = [partial(uniform, x, pattern, dim, rows) for _, dim, _, rows in cases]
+        runs = [x.clone, *(partial(function, x) for function in estimators), *draws]
+        copy, *times = map(statistics.median, interleaved(runs, args.repeats))
+        own, drawn = times[: len(cases)], times[len(cases) :]
+        for (name, dim, _, _), seconds, draw, start in zip(cases, own, drawn, first, strict=True):
+            columns = (f"{1e3 * seconds:.1f}", f"{1e3 * copy:.1f}", f"{seconds / copy:.1f}", f"{1e3 * draw:.1f}")
+            waited = f"{start:.1f}" if args.compile else "-"
+            load = f"{os.getloadavg()[0]:.1f}"
+            print(f"| {pattern} | {name} | {dim} | {' | '.join(columns)} | {waited} | {load} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
