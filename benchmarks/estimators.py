@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 assert torch.equal(fast(x), function(x)), f"{pattern}: the compiled estimator differs"
             estimators, first = [fast for fast, _ in made], [seconds for _, seconds in made]
         draws = [partial(uniform, x, pattern, dim, rows) for _, dim, _, rows in cases]
-        runs = [x.clone, *(partial(function, x) for function in estimators), *draws]
+        runs: list[Callable[[], object]] = [x.clone, *(partial(function, x) for function in estimators), *draws]
         copy, *times = map(statistics.median, interleaved(runs, args.repeats))
         own, drawn = times[: len(cases)], times[len(cases) :]
         for (name, dim, _, _), seconds, draw, start in zip(cases, own, drawn, first, strict=True):

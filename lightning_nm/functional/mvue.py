@@ -221,7 +221,7 @@ def _map_blocks(
         ):
             for block, u, to in zip(part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True):
                 planes = torch.stack([plane.to(wide) for plane in block.unbind(1)])
-                careful = not (readable and bool(planes.norm(1) < torch.finfo(wide).max / 4))
+                careful = not (readable and bool(planes.abs().sum() < torch.finfo(wide).max / 4))
                 for row, plane in zip(to.unbind(1), function(list(planes), u, careful), strict=True):
                     row.copy_(plane)
     return result.permute([order.index(axis) for axis in range(x.dim())])
@@ -277,21 +277,20 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
     magnitudes, broken = _clean(planes, careful)
     blocks = _saturate(magnitudes, n, careful)
     due, total = blocks.due, blocks.reach[-1]
-    left = reduce(torch.add, blocks.live)
     taken = torch.zeros_like(due)
+    wanted = due - reduce(torch.add, blocks.live)
     result = []
-    for x, exact, live, reach in zip(planes, blocks.exact, blocks.live, blocks.reach, strict=True):
-        # How many of u, u + 1, ... lie below the end of this entry's part. A sum u + j would be rounded.
+    for i, (live, reach) in enumerate(zip(blocks.live, blocks.reach, strict=True)):
+        # How many of u, u + 1, ... lie below the end of this entry's part, due at most. A sum u + j would be rounded.
         end = reach / total * due
         whole = end.floor()
         count = whole + _less(uniform[0], end - whole)
         # Rounding may put two of them into the part of one entry with p = 1 - tiny, and one beyond the last nonzero:
         # what exceeds one goes to the next entry, and the last entries are taken if as many are due as are left.
-        left = left - live
-        count = torch.maximum(torch.minimum(count, due), due - left)
-        take = _less(taken, count) * live
+        wanted = wanted + live
+        take = _less(taken, torch.maximum(count, wanted)) * live
         taken = taken + take
-        result.append(_assemble(x, exact, take, blocks.level, broken))
+        result.append(_assemble(planes[i], magnitudes[i], blocks.exact[i], take, blocks.level, broken))
     return result
 
 
@@ -319,7 +318,7 @@ def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Plane
             if k != i:
                 p = p + share[k] * (a[i] / others[k])
         take = (first[i] + second[i]) * (1 - few)
-        result.append(_assemble(x, few * live[i], take, a[i] / p.clamp(min=tiny) / unit, broken))
+        result.append(_assemble(x, magnitudes[i], few * live[i], take, a[i] / p.clamp(min=tiny) / unit, broken))
     return result
 
 
@@ -349,11 +348,13 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
     return [magnitude * unit for magnitude in magnitudes], unit
 
 
-def _assemble(x: Tensor, exact: Tensor, take: Tensor, value: Tensor, broken: Tensor | None) -> Tensor:
+def _assemble(
+    x: Tensor, magnitude: Tensor, exact: Tensor, take: Tensor, value: Tensor, broken: Tensor | None
+) -> Tensor:
     """Return x where exact, sign(x) times the value where taken, and +0 elsewhere."""
     if broken is None:
         # Adding zero makes +0 of the -0 that a negative sign makes of 0.
-        return torch.addcmul(x.abs() * exact, value, take) * x.sign() + 0.0
+        return torch.addcmul(magnitude * exact, value, take) * x.sign() + 0.0
     value = torch.where(broken, torch.nan, torch.copysign(value, x))
     return torch.where(exact > 0, x, torch.where(take > 0, value, 0))
 
