@@ -113,6 +113,7 @@ def test_compiled_is_eager(numbers):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised inside torch
 def test_inductor_is_eager(numbers):
     torch._dynamo.reset()
     compiled = torch.compile(lambda seed: counter_uniform(COUNT, seed), fullgraph=True)
