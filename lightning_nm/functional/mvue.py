@@ -76,9 +76,10 @@ def mvue(
     """Draw a sample of the unbiased N:M estimator of least variance.
 
     ``y_i = x_i / p_i`` where entry i survives, else 0, with p of :func:`mvue_probabilities`: an entry with ``p = 1``
-    keeps its value, any other survivor becomes ``sign(x_i) V``. Entry i survives if a number ``u, u + 1, ..., u + N -
-    1`` falls into its part ``[p_1 + ... + p_(i-1), p_1 + ... + p_i)`` of the line: ``E[y] = x``, up to the rounding
-    of the arithmetic and the resolution of u (2^-24 of V, for a float32 u).
+    always survives with its value, any other survivor becomes ``sign(x_i) V`` (either, where p is 1 to rounding). The
+    others lie in order along a line, entry i taking up ``p_i`` of it, and those survive into whose parts one of ``u, u
+    + 1, u + 2, ...`` falls. ``E[y] = x``, up to the rounding of the arithmetic and the resolution of u (2^-24 of V, for
+    a float32 u).
 
     Args:
         x: Any shape, any floating dtype, any strides. Half dtypes are computed in float32 and rounded once.
