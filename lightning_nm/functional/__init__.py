@@ -2,11 +2,11 @@
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
-from lightning_nm.functional.mvue import approx_mvue, mvue, mvue_probabilities
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed
 from lightning_nm.functional.transposable import transposable_mask
+from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 
 __all__ = [
     "FlopsKind",

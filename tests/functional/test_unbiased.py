@@ -1,4 +1,3 @@
-import importlib
 import math
 import shutil
 
@@ -7,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_nm.functional import unbiased as module
 from lightning_nm.functional.masks import is_nm
-from lightning_nm.functional.mvue import approx_mvue, mvue, mvue_probabilities
+from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 from lightning_nm.pattern import NMPattern
 
-module = importlib.import_module("lightning_nm.functional.mvue")  # the package's name `mvue` is the function
 PATTERNS = ["1:2", "2:4", "1:4", "2:8", "4:8", "1:16", "3:4", "3:5", "7:9"]
 
 
