@@ -2,7 +2,7 @@
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method
+from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -18,6 +18,7 @@ __all__ = [
     "NMPattern",
     "NMSparsifier",
     "NMSparsityCallback",
+    "TransposableMask",
     "functional",
 ]
 

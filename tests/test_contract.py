@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_nm import ASP, BAME, NMSparsifier
+from lightning_nm import ASP, BAME, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.names import key_of_layer
@@ -26,6 +26,7 @@ METHODS = {
     "sr-ste": lambda: "sr-ste",
     "asp": lambda: "asp",
     "asp-late": lambda: ASP(start=2),
+    "transposable": lambda: TransposableMask(update_every=2),
     "bi-mask": lambda: "bi-mask",
     "bame": lambda: BAME(stop=100, every=2, budget=1.0),
     "bame-late": lambda: BAME(start=1, stop=100, every=2, score="taylor-abs", selection="quantile", budget=1.0),
@@ -66,6 +67,9 @@ def check_nm(layer):
     if layer.marks is not None or isinstance(layer.method, SoftThreshold):
         assert layer.forward_reason or nmf.is_nm(layer.rows(forward), layer.pattern, dim=1)
         assert not torch.signbit(forward[forward == 0]).any(), "-0.0 breaks compressors"
+    if isinstance(layer.method, TransposableMask) and not layer.dgrad_reason:
+        for group in layer.rows(layer.forward_mask).chunk(layer.groups):
+            assert nmf.is_nm(group, layer.pattern, dim=0)
     if layer.own_backward:
         rows = layer.rows(layer.backward_weight())[layer.permutation]
         for group in rows.chunk(layer.groups):

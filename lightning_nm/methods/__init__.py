@@ -9,12 +9,25 @@ from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.ste import SRSTE, STE
+from lightning_nm.methods.transposable import TransposableMask
 
-__all__ = ["ASP", "BAME", "SRSTE", "STE", "BiMask", "Dense", "MaskMethod", "Method", "MethodName", "resolve_method"]
+__all__ = [
+    "ASP",
+    "BAME",
+    "SRSTE",
+    "STE",
+    "BiMask",
+    "Dense",
+    "MaskMethod",
+    "Method",
+    "MethodName",
+    "TransposableMask",
+    "resolve_method",
+]
 
-MethodName = Literal["dense", "ste", "sr-ste", "asp", "bi-mask", "bame"]
+MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
 
-_CLASSES: tuple[type[Method], ...] = (Dense, STE, SRSTE, ASP, BiMask, BAME)
+_CLASSES: tuple[type[Method], ...] = (Dense, STE, SRSTE, ASP, TransposableMask, BiMask, BAME)
 _BY_NAME: dict[str, type[Method]] = dict(zip(get_args(MethodName), _CLASSES, strict=True))
 
 
