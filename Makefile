@@ -31,6 +31,9 @@ notebooks: .venv/.dev
 benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.masks
 	$(BIN)/python -m benchmarks.permutation
+	$(BIN)/python -m benchmarks.transposable
+	$(BIN)/python -m benchmarks.estimators
+	$(BIN)/python -m benchmarks.step_overhead
 
 # torch goes first: the constraint selects one build of it before anything can ask for another.
 .venv/.torch: constraints.txt
