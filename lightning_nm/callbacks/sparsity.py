@@ -46,8 +46,8 @@ class NMSparsityCallback(pl.Callback):
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method` by
-            ``class_path``.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
+            by ``class_path``.
         grad_estimator: A :class:`GradientEstimator` for the weight-gradient GEMM; ``None`` keeps dY.
         include: Globs over module names to mask; all maskable layers by default. A name without wildcards
             must be maskable.
