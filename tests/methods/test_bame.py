@@ -895,3 +895,32 @@ def test_an_optimizer_that_cannot_be_matched_is_refused_before_training():
     sparsifier = NMSparsifier(module, "2:4", BAME(stop=10, every=5), skip_first_last=False).attach()
     with pytest.raises(ValueError, match=r"LBFGS.*layer '0'"):
         sparsifier.register(torch.optim.LBFGS(module.parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("dgrad", ["masked", "bi-mask"])
+def test_masks_evolve_alike_on_a_gpu(name, dgrad):
+    def train(device):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.float64)).to(device)
+        method = BAME(stop=20, every=2, budget=0.5, score="taylor-abs", dgrad=dgrad)
+        sparsifier = NMSparsifier(module, "2:4", method, skip_first_last=False).attach()
+        optimizer = OPTIMIZERS[name](module.parameters())
+        sparsifier.register(optimizer)
+        for step in range(12):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(32, 64, generator=generator, dtype=torch.float64).to(device)
+            optimizer.zero_grad()
+            (module(x) - 1).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        (layer,) = sparsifier.layers.values()
+        assert layer.total_flips > 0
+        return layer.forward_mask.cpu(), layer.weight.detach().cpu(), sparsifier.stats()
+
+    (mask, weight, stats), (gpu_mask, gpu_weight, gpu_stats) = train("cpu"), train("cuda")
+    assert torch.equal(mask, gpu_mask)
+    torch.testing.assert_close(weight, gpu_weight)
+    assert gpu_stats == pytest.approx(stats, rel=1e-5)
