@@ -6,7 +6,6 @@ takes to draw them, one per block, stands beside. ``--compile`` times compiled v
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -16,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.masks import interleaved
+from benchmarks.timing import begin, interleaved, matrix_parser
 from lightning_nm.functional import approx_mvue, counter_uniform, fold_seed, mvue
 from lightning_nm.pattern import NMPattern
 
@@ -41,25 +40,15 @@ def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    parser = matrix_parser(__doc__, 5, PATTERNS)
     parser.add_argument("--compile", action="store_true", help="time what torch.compile makes of them")
     args = parser.parse_args(argv)
 
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        print(f"run with {args.threads} threads")
+    full = begin(args)
     mode = "compiled" if args.compile else "eager"
     print(f"{args.size} x {args.size} {args.dtype}, {mode}, medians of {args.repeats}\n")
     print("| pattern | estimator | dim | ms | copy ms | times the copy | random numbers ms | first call s | load |")
     print("|---|---|---|---|---|---|---|---|---|")
-    torch.manual_seed(0)
-    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         x = full[:size, :size].contiguous()

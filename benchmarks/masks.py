@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import begin, interleaved, matrix_parser
 from lightning_nm.functional.masks import magnitude_mask, nm_mask
 from lightning_nm.pattern import NMPattern
 
@@ -34,38 +33,15 @@ def score_mask(weight: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     return nm_mask(weight.abs(), pattern, dim)
 
 
-def interleaved(functions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Return the seconds of each function, called in turn after one call each to warm up."""
-    for function in functions:
-        function()
-    seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for times, function in zip(seconds, functions, strict=True):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-    return seconds
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser = matrix_parser(__doc__, 5, PATTERNS)
     parser.add_argument("--dim", type=int, default=-1, choices=[-1, 0])
-    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
     args = parser.parse_args(argv)
 
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        print(f"run with {args.threads} threads")
+    full = begin(args)
     print(f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n")
     print("| pattern | topk ms | nm_mask ms | magnitude_mask ms | nm_mask / topk | magnitude_mask / topk | load |")
     print("|---|---|---|---|---|---|---|")
-    torch.manual_seed(0)
-    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full.narrow(args.dim, 0, size).contiguous()

@@ -31,6 +31,7 @@ METHODS: dict[str, Any] = {
     "ste": "ste",
     "sr-ste": "sr-ste",
     "asp": "asp",
+    "transposable": "transposable",
     "bi-mask": "bi-mask",
     "bame": BAME(start=NEVER, stop=NEVER),
     "bame-bi-mask": BAME(start=NEVER, stop=NEVER, dgrad="bi-mask"),

@@ -6,7 +6,6 @@ a sample of tiles, relative to the optimum that a linear-programming solver find
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from benchmarks.masks import interleaved, score_mask
+from benchmarks.masks import score_mask
+from benchmarks.timing import begin, interleaved, matrix_parser
 from lightning_nm.functional import transposable_mask
 from lightning_nm.pattern import NMPattern
 
@@ -42,24 +42,14 @@ def ratios_to_optimum(weight: Tensor, mask: Tensor, pattern: NMPattern, tiles: i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the matrix")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
+    parser = matrix_parser(__doc__, 3, PATTERNS)
     parser.add_argument("--sample", type=int, default=50, help="tiles to solve exactly")
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
     args = parser.parse_args(argv)
 
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads by default, {os.cpu_count()} cores")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        print(f"run with {args.threads} threads")
+    full = begin(args)
     print(f"{args.size} x {args.size} {args.dtype}, normal, medians of {args.repeats}, {args.sample} tiles sampled\n")
     print("| pattern | nm_mask s | transposable_mask s | kept / rows alone | kept / optimum, mean (min) | load |")
     print("|---|---|---|---|---|---|")
-    torch.manual_seed(0)
-    full = torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full[:size, :size].contiguous()

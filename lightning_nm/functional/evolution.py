@@ -29,6 +29,7 @@ class Swaps(NamedTuple):
     Args:
         pruned: Entry to prune, int16 ``[B, S]``.
         regrown: Entry to regrow, int16 ``[B, S]``.
+        ahead: What the regrown entry would hold had it made the coming step, -eta G, ``[B, S]``.
         improving: How many of the S raise the score, int16 ``[B]``.
         gain: What these raise the score by, ``[B]``, 0 or more.
         loss_change: First-order change of the loss that these should cause, ``[B]``.
@@ -36,6 +37,7 @@ class Swaps(NamedTuple):
 
     pruned: Tensor
     regrown: Tensor
+    ahead: Tensor
     improving: Tensor
     gain: Tensor
     loss_change: Tensor
@@ -130,6 +132,7 @@ def best_swaps(
     return Swaps(
         pruned.to(torch.int16),
         regrown.to(torch.int16),
+        -(step * grad).gather(1, regrown),
         better.sum(1, dtype=torch.int16),
         torch.where(better, won - lost, 0).sum(1),
         torch.where(better, change, 0).sum(1),
@@ -180,12 +183,14 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Se
     return candidates.nonzero().squeeze(1)
 
 
-def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The exchanges of the chosen blocks, one element each.
 
     Returns:
-        Block, pruned entry and regrown entry, int64 ``[K]``; a block of several exchanges appears several times.
+        Block, pruned entry and regrown entry, int64 ``[K]``, and what the last is ahead; a block of several exchanges
+        appears several times.
     """
     counted = torch.arange(swaps.pruned.shape[1], device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
     blocks = chosen.unsqueeze(1).expand_as(counted)[counted]
-    return blocks, swaps.pruned[chosen][counted].long(), swaps.regrown[chosen][counted].long()
+    pruned, regrown, ahead = (each[chosen][counted] for each in (swaps.pruned, swaps.regrown, swaps.ahead))
+    return blocks, pruned.long(), regrown.long(), ahead

@@ -286,23 +286,20 @@ class BAME(MaskMethod):
             w, g, *moment = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (w, g, *moment))
             g = -g if size.maximize else g
             step = size.of_blocks(moment[0] if moment else None, g, keep)
-            swaps = best_swaps(w, g, keep, step, self.score, max_swaps)
-            parts.append((*swaps, -(step * g).gather(1, swaps.regrown.long())))
-        *found, ahead = (torch.cat(column) for column in zip(*parts, strict=True))
-        swaps = Swaps(*found)
-        del parts, found
+            parts.append(best_swaps(w, g, keep, step, self.score, max_swaps))
+        swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        del parts
         start, stop = layer.schedule
         progress = (layer.clock - start) / (stop - start) if stop > start else 0.0
         value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
         budget = swap_budget(len(value), self.budget, progress)
         chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
-        blocks, pruned, regrown = chosen_swaps(swaps, chosen)
-        counted = torch.arange(max_swaps, device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
+        blocks, pruned, regrown, ahead = chosen_swaps(swaps, chosen)
         return Move(
             blocks,
             layer.locate(block_index(mask.shape, m, blocks, pruned)),
             layer.locate(block_index(mask.shape, m, blocks, regrown)),
-            ahead[chosen][counted],
+            ahead,
             len(chosen),
             (value > 0).sum() - len(chosen),
             swaps.loss_change[chosen].sum(),

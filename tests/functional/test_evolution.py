@@ -88,12 +88,13 @@ def test_the_predicted_loss_change_is_that_of_a_linear_loss_after_a_step(pattern
     n, m = pattern
     weight, grad, mask, size = blocks_of(pattern, seed, step=step)
     swaps = best_swaps(weight, grad, mask, size, score, min(2, n, m - n))
-    blocks, pruned, regrown = chosen_swaps(swaps, torch.arange(len(mask)))
+    blocks, pruned, regrown, regrown_ahead = chosen_swaps(swaps, torch.arange(len(mask)))
     assert len(blocks) == int(swaps.improving.sum())
     made = mask.clone()
     made[blocks, pruned] = False
     made[blocks, regrown] = True
     ahead = weight - size * grad
+    torch.testing.assert_close(regrown_ahead, ahead[blocks, regrown])
     loss = (grad * torch.where(made, ahead, 0)).sum(1) - (grad * torch.where(mask, ahead, 0)).sum(1)
     torch.testing.assert_close(swaps.loss_change, loss)
 
