@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.estimators import GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn import figures
+from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
@@ -89,15 +89,11 @@ class NMSparsifier:
         self.planned_steps = planned_steps
         self.clock = 0
         """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
-        self._stepped = False
         self.plan = Plan()
         self.attached = False
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
-        self._handles: list[RemovableHandle] = []
-        self._optimizers: dict[int, Optimizer] = {}  # held, so that an id stays its own
-        self._owners: dict[int, tuple[int, list[NMLayer]]] = {}
-        self._depth: dict[int, int] = {}
+        self._follower = OptimizerFollower(())
 
     # --------------------------------------------------------------------------------------------- in and out
 
@@ -140,6 +136,7 @@ class NMSparsifier:
                 layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
             install(self.model, self.plan.layers)
+            self._follower = OptimizerFollower(self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
             self.attached = True
@@ -147,18 +144,7 @@ class NMSparsifier:
 
     def detach(self) -> None:
         """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        own = {id(parameter) for layer in self.plan.layers for parameter in layer.parameters.values()}
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                kept = [k for k, parameter in enumerate(group["params"]) if id(parameter) not in own]
-                for key in ("params", "param_names"):
-                    if key in group:
-                        group[key] = [group[key][k] for k in kept]
-        self._optimizers.clear()
-        self._owners.clear()
+        self._follower.release()
         self._close_counter()
         if self.attached:
             uninstall(self.model, self.plan.layers)
@@ -185,21 +171,12 @@ class NMSparsifier:
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M "
                 "could be lost; pass the torch optimizer that it wraps"
             )
-        if id(optimizer) in self._optimizers:
-            return
-        for layer in self.plan.layers:
-            if any(p is layer.weight for group in optimizer.param_groups for p in group["params"]):
-                layer.method.check_optimizer(layer, optimizer)
-        self._optimizers[id(optimizer)] = optimizer
-        self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        self._owned(optimizer)
+        self._follower.add(optimizer)
 
     @property
     def unowned(self) -> list[str]:
         """Masked layers that no registered optimizer trains: their clocks and masks stand still."""
-        owned = {layer.name for optimizer in self._optimizers.values() for layer in self._owned(optimizer)}
-        return [layer.name for layer in self.plan.layers if layer.name not in owned]
+        return [layer.name for layer in self._follower.unowned()]
 
     def before_step(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients just before ``optimizer.step()``, before clipping.
@@ -208,7 +185,7 @@ class NMSparsifier:
             optimizer: A registered optimizer.
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
-        for layer in self._owned(optimizer):
+        for layer in self._follower.owned(optimizer):
             grads = [p.grad for p in (layer.weight, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:
                 for grad in grads:
@@ -217,21 +194,6 @@ class NMSparsifier:
             if loss_scale != 1:
                 for grad in grads:
                     grad.mul_(loss_scale)
-
-    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
-        if depth > 0:  # a subclass's step that calls its base's runs the hooks twice
-            return
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
-            return
-        self._stepped = True
-        for layer in self._owned(optimizer):
-            layer.count_step()
-            layer.method.after_step(layer, optimizer)
 
     def step(self) -> bool:
         """Move the masks of every layer whose optimizer has stepped since the last call.
@@ -243,16 +205,15 @@ class NMSparsifier:
             RuntimeError: If no optimizer was registered, so that no step was ever counted.
         """
         self._require_attached("step")
-        if not self._optimizers:
+        if not self._follower:
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
         self._close_counter()
-        self._depth.clear()  # a step that raised may have left something
         for layer in self.plan.layers:
             if layer.step > layer.updated_at:
                 layer.method.update(layer)
                 layer.updated_at = layer.step
                 layer.parked = None
-        stepped, self._stepped = self._stepped, False
+        stepped = self._follower.settle()
         if stepped:
             self.clock += 1
             for layer in self.plan.layers:
@@ -272,23 +233,6 @@ class NMSparsifier:
         Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches.
         """
         return [layer.name for layer in self.plan.layers if layer.name not in self.macs] if self.macs else []
-
-    def _owned(self, optimizer: Optimizer) -> list[NMLayer]:
-        """The layers whose weight the optimizer holds now: parameters may join while training."""
-        if id(optimizer) not in self._optimizers:
-            raise RuntimeError("this optimizer is not registered: call sparsifier.register(optimizer) before training")
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._owners.get(id(optimizer))
-        if known is None or known[0] != count:
-            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            layers = [layer for layer in self.plan.layers if id(layer.weight) in groups]
-            for layer in layers:
-                for name, parameter in layer.parameters.items():
-                    if id(parameter) not in groups:
-                        _join(groups[id(layer.weight)], optimizer, layer, name, parameter)
-            count = sum(len(group["params"]) for group in optimizer.param_groups)
-            self._owners[id(optimizer)] = (count, layers)
-        return self._owners[id(optimizer)][1]
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
@@ -371,7 +315,7 @@ class NMSparsifier:
             "schema": SCHEMA,
             "seed": self.seed,
             "clock": self.clock,
-            "stepped": self._stepped,
+            "stepped": self._follower.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
             "macs": dict(self.macs),
         }
@@ -407,7 +351,7 @@ class NMSparsifier:
                     "with the averaging callback, too"
                 )
         self.seed = state["seed"]
-        self.clock, self._stepped = state["clock"], state["stepped"]
+        self.clock, self._follower.stepped = state["clock"], state["stepped"]
         self._compare_schedules(saved)
         for name, layer in layers.items():
             load_layer_state(layer, saved[name])
@@ -482,15 +426,3 @@ def make_rules(
             )
         )
     return [*made, general]
-
-
-def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:
-    """Add a method's parameter to the group of the layer's weight, whose schedule and decay then apply to it."""
-    if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-        raise ValueError(
-            f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
-            f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-        )
-    group["params"].append(parameter)
-    if "param_names" in group:
-        group["param_names"].append(f"{layer.name}.{name}")
