@@ -5,9 +5,11 @@ accuracies in per cent, the mean difference to each baseline with its 95 % inter
 differences), and the training FLOPs of the whole run as they were counted, relative to dense training and to the first
 baseline. On text (``--data help-topics``, a small transformer under AdamW) it is bits per byte instead, less is better.
 
-A method is a short name, or one of the variants in ``VARIANTS``: ``fixed`` is BAME without any adaptation.
+A method is a short name, or one of the variants in ``VARIANTS``: ``fixed`` is BAME without any adaptation, ``mvue-1:2``
+is dense weights with that gradient estimator, ``three-gemms`` is transposable masks with ``mvue-2:4``.
 
     python -m benchmarks.accuracy --seeds 5 --methods bi-mask sr-ste
+    python -m benchmarks.accuracy --seeds 6 --batch-size 256 --methods top-n-2:4 mvue-2:4 three-gemms
     python -m benchmarks.accuracy --seeds 6 --pattern 1:16 --baselines sr-ste fixed --methods bame
 """
 
@@ -28,18 +30,28 @@ import lightning.pytorch as pl
 import torch
 from scipy.stats import t as student_t
 
-from lightning_nm import BAME, NMSparsityCallback
+from lightning_nm import BAME, MVUE, ApproxMVUE, NMSparsityCallback, TopN
 from lightning_nm.demo import Digits, FashionMNIST, HelpTopics, ResidualCNN, TinyTransformer
 
-VARIANTS: dict[str, Callable[[], Any]] = {
-    "bame": lambda: BAME(every=25),
-    "bame-every-100": lambda: BAME(every=100),
-    "bame-budget-0.05": lambda: BAME(every=25, budget=0.05),
-    "bame-loss": lambda: BAME(every=25, rank_by="loss"),
-    "bame-taylor": lambda: BAME(every=25, score="taylor-abs"),
-    "bame-quantile": lambda: BAME(every=25, selection="quantile"),
-    "bame-bi-mask": lambda: BAME(every=25, dgrad="bi-mask"),
-    "fixed": lambda: BAME(start=1.0, stop=1.0),
+# Method and gradient estimator.
+VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "bame": lambda: (BAME(every=25), None),
+    "bame-every-100": lambda: (BAME(every=100), None),
+    "bame-budget-0.05": lambda: (BAME(every=25, budget=0.05), None),
+    "bame-loss": lambda: (BAME(every=25, rank_by="loss"), None),
+    "bame-taylor": lambda: (BAME(every=25, score="taylor-abs"), None),
+    "bame-quantile": lambda: (BAME(every=25, selection="quantile"), None),
+    "bame-bi-mask": lambda: (BAME(every=25, dgrad="bi-mask"), None),
+    "fixed": lambda: (BAME(start=1.0, stop=1.0), None),
+    "top-n-2:4": lambda: ("dense", TopN("2:4")),
+    "top-n-1:4": lambda: ("dense", TopN("1:4")),
+    "top-n-1:16": lambda: ("dense", TopN("1:16")),
+    "mvue-1:2": lambda: ("dense", MVUE("1:2")),
+    "mvue-2:4": lambda: ("dense", MVUE("2:4")),
+    "mvue-1:4": lambda: ("dense", MVUE("1:4")),
+    "mvue-1:16": lambda: ("dense", MVUE("1:16")),
+    "approx-mvue-2:4": lambda: ("dense", ApproxMVUE()),
+    "three-gemms": lambda: ("transposable", MVUE("2:4")),
 }
 
 
@@ -60,13 +72,15 @@ def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, d
     """Train once; the figure of the test, the FLOPs ratios to dense training and the seconds that it took."""
     pl.seed_everything(seed, verbose=False)
     data: Any
+    batches = {} if options.batch_size is None else {"batch_size": options.batch_size}
     if options.data == "fashion-mnist":
-        data = FashionMNIST(options.data_dir, train_size=options.train_size, seed=seed)
+        data = FashionMNIST(options.data_dir, train_size=options.train_size, seed=seed, **batches)
     else:
-        data = {"digits": Digits, "help-topics": HelpTopics}[options.data](seed=seed)
+        data = {"digits": Digits, "help-topics": HelpTopics}[options.data](seed=seed, **batches)
     text = options.data == "help-topics"
     model = TinyTransformer() if text else ResidualCNN(width=options.width)
-    masks = NMSparsityCallback(options.pattern, VARIANTS.get(method, lambda: method)(), show_tables=False)
+    made = VARIANTS.get(method, lambda: (method, None))()
+    masks = NMSparsityCallback(options.pattern, *made, show_tables=False, grad_snr_every=0)
     flops = Flops(masks)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
@@ -126,6 +140,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps, if that is earlier")
+    parser.add_argument("--batch-size", type=int)
     parser.add_argument("--train-size", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write the runs there")
@@ -153,7 +168,8 @@ def main() -> None:
         "help-topics": "bits per byte",
     }[options.data]
     length = f"{options.epochs} epochs" if options.steps < 0 else f"{options.steps} steps"
-    print(f"{options.data}, {size}, {length}, {options.pattern}, ", end="")
+    batch = "" if options.batch_size is None else f"batches of {options.batch_size}, "
+    print(f"{options.data}, {size}, {length}, {batch}{options.pattern}, ", end="")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     digits = ".3f" if options.data == "help-topics" else ".2f"
     print("| seed | " + " | ".join(methods) + " | seconds |\n|" + "---|" * (len(methods) + 2))

@@ -1,7 +1,7 @@
 """N:M sparse training for PyTorch Lightning."""
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.estimators import GradientEstimator
+from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
@@ -9,8 +9,10 @@ from lightning_nm.sparsifier import NMSparsifier
 __all__ = [
     "ASP",
     "BAME",
+    "MVUE",
     "SRSTE",
     "STE",
+    "ApproxMVUE",
     "BiMask",
     "Dense",
     "GradientEstimator",
@@ -18,6 +20,7 @@ __all__ = [
     "NMPattern",
     "NMSparsifier",
     "NMSparsityCallback",
+    "TopN",
     "TransposableMask",
     "functional",
 ]

@@ -10,18 +10,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_nm.estimators import GradientEstimator, resolve_estimator
+from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn import figures
 from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
+from lightning_nm.nn.schedule import within
 from lightning_nm.nn.select import Plan, Rule, as_globs, select
 from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
 from lightning_nm.pattern import NMPattern, PatternLike
 
 SCHEMA = 1
+
+_OBSERVED = 4
+"""Layers whose gradient estimates are observed at a time."""
 
 
 class NMSparsifier:
@@ -31,7 +35,8 @@ class NMSparsifier:
         model: The model; its modules and parameters stay the same objects.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: What replaces dY in the wgrad GEMM; ``None`` keeps it.
+        grad_estimator: What replaces dY in the wgrad GEMM: a short name (``"mvue"``) or a
+            :class:`GradientEstimator`; ``None`` keeps it.
         include: Globs over module names that are masked; ``None`` takes every layer that can be. A glob without
             wildcards names a layer that must be maskable.
         exclude: Globs over module names that stay dense.
@@ -43,9 +48,11 @@ class NMSparsifier:
         seed: Base of all random choices; equal on all ranks.
         planned_steps: Training steps (calls of :meth:`step` after an optimizer's) that the whole training will take,
             for schedules given as shares of it.
+        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones, each in a
+            few layers, which take turns; 0 for none.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or a bad rule, naming it.
+        ValueError: For an impossible pattern, an unknown method or estimator, or a bad rule, naming it.
 
     Example::
 
@@ -68,7 +75,7 @@ class NMSparsifier:
         model: nn.Module,
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
-        grad_estimator: GradientEstimator | None = None,
+        grad_estimator: EstimatorName | GradientEstimator | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
         rules: Sequence[Mapping[str, Any]] | None = None,
@@ -77,9 +84,12 @@ class NMSparsifier:
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
         planned_steps: int | None = None,
+        grad_snr_every: int = 100,
     ) -> None:
         if conv_layout not in ("channels", "flat"):
             raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
+        if grad_snr_every < 0:
+            raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
         self.rules = make_rules(pattern, method, grad_estimator, include, rules)
         self.exclude = as_globs(exclude, "exclude") or ()
@@ -87,6 +97,7 @@ class NMSparsifier:
         self.conv_layout = conv_layout
         self.seed = seed
         self.planned_steps = planned_steps
+        self.grad_snr_every = grad_snr_every
         self.clock = 0
         """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
         self.plan = Plan()
@@ -107,17 +118,18 @@ class NMSparsifier:
         """Why each other weight is dense, by layer name."""
         return self.plan.skipped
 
-    def attach(self, schedules: Mapping[str, Sequence[int]] | None = None) -> NMSparsifier:
+    def attach(self, state: Mapping[str, Any] | None = None) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
         Everything is checked and every mask is made before the model is touched.
 
         Args:
-            schedules: By layer name, the schedules of a training that is to go on; others are planned now.
+            state: The state of a training that is to go on, for :meth:`load_state_dict` to load next: its schedules
+                hold, and need no plan.
 
         Raises:
-            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`, or a method's schedule does
-                not go with ``planned_steps``.
+            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`, or the schedule of a method
+                or an estimator does not go with ``planned_steps``.
         """
         if not self.attached:
             self.plan = select(
@@ -128,19 +140,51 @@ class NMSparsifier:
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
-            kept = schedules or {}
-            for method in {layer.method for layer in self.plan.layers if not kept.get(layer.name)}:
-                method.check(self.planned_steps)
+            self._plan_schedules(state["layers"] if state else {})
             for layer in self.plan.layers:
-                layer.schedule = tuple(kept.get(layer.name) or layer.method.schedule(self.planned_steps))
                 layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
+                layer.draw_seed()
+            self._settle_window()
             install(self.model, self.plan.layers)
             self._follower = OptimizerFollower(self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
             self.attached = True
         return self
+
+    def _plan_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Turn shares of the training into steps, once: what was planned when it began stays."""
+        new = set()
+        for layer in self.plan.layers:
+            state = saved.get(layer.name, {"method": "", "estimator": ""})
+            if state["method"] == type(layer.method).__name__:
+                layer.schedule = tuple(state["schedule"])
+            else:
+                new.add(layer.method)
+                layer.schedule = tuple(layer.method.schedule(self.planned_steps))
+            if state["estimator"] == type(layer.estimator).__name__:
+                layer.estimator_schedule = tuple(state["estimator_schedule"])
+            elif layer.estimator is not None:
+                layer.estimator_schedule = tuple(layer.estimator.schedule(self.planned_steps))
+        for method in new:
+            method.check(self.planned_steps)
+
+    def _settle_window(self) -> None:
+        """Settle what the coming batches do: every micro-batch of an accumulation window does the same."""
+        every = self.grad_snr_every
+        estimating = []
+        for layer in self.plan.layers:
+            layer.clock = self.clock
+            layer.estimating = layer.estimator is not None and within(layer.estimator_schedule, self.clock)
+            layer.observing = False
+            if layer.estimating and layer.weight.requires_grad:
+                estimating.append(layer)
+        if every and self.clock % every == 0:
+            first = self.clock // every * _OBSERVED
+            for k in range(min(_OBSERVED, len(estimating))):
+                layer = estimating[(first + k) % len(estimating)]
+                layer.observing, layer.observed = True, None
 
     def detach(self) -> None:
         """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones."""
@@ -208,17 +252,20 @@ class NMSparsifier:
         if not self._follower:
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
         self._close_counter()
+        stepped = self._follower.settle()
+        self.clock += stepped
         for layer in self.plan.layers:
-            if layer.step > layer.updated_at:
+            layer.clock = self.clock
+            # What begins or ends now does so in layers that made no step, too.
+            if layer.step > layer.updated_at or (stepped and self.clock in layer.schedule):
                 layer.method.update(layer)
                 layer.updated_at = layer.step
                 layer.parked = None
-        stepped = self._follower.settle()
+            layer.draw_seed()
         if stepped:
-            self.clock += 1
             for layer in self.plan.layers:
-                layer.clock = self.clock
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
+            self._settle_window()
         return stepped
 
     def _close_counter(self) -> None:
@@ -271,14 +318,21 @@ class NMSparsifier:
 
         Per layer: ``density`` (share of the forward mask's bits that are set), ``flip_rate`` (share of the forward
         mask's bits that the last update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap``
-        (share of the forward mask's entries that the backward mask keeps); and what the layer's method adds.
+        (share of the forward mask's entries that the backward mask keeps); what the layer's method adds; and where the
+        layer's gradient estimates were observed, ``grad_snr`` (norm of dW over the norm of its error, when last
+        observed: every ``grad_snr_every`` steps in a few layers, never in compiled ones) and ``grad_density`` (share of
+        nonzeros in E(dY)).
 
         Raises:
             ValueError: If a weight holds NaN, naming the layer.
         """
         self._require_attached("layer_stats")
         return {
-            layer.name: {**figures.statistics([figures.count(layer)]), **layer.method.statistics([layer])}
+            layer.name: {
+                **figures.statistics([figures.count(layer)]),
+                **figures.gradient_statistics([layer]),
+                **layer.method.statistics([layer]),
+            }
             for layer in self.plan.layers
         }
 
@@ -286,6 +340,7 @@ class NMSparsifier:
         """The same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
         self._require_attached("stats")
         together = figures.statistics([figures.count(layer) for layer in self.plan.layers])
+        together.update(figures.gradient_statistics(self.plan.layers))
         by_class: dict[type[Method], list[NMLayer]] = {}
         for layer in self.plan.layers:
             by_class.setdefault(type(layer.method), []).append(layer)
@@ -354,25 +409,31 @@ class NMSparsifier:
         self.clock, self._follower.stepped = state["clock"], state["stepped"]
         self._compare_schedules(saved)
         for name, layer in layers.items():
+            layer.seed = self.seed
             load_layer_state(layer, saved[name])
-            layer.seed, layer.clock = self.seed, self.clock
+        self._settle_window()
         self.macs.update(state["macs"])
 
     def _compare_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Warn once of each schedule that would be another if training began now: the saved one holds."""
         differences = set()
         for layer in self.plan.layers:
-            try:
-                here = layer.method.schedule(self.planned_steps)
-            except ValueError:  # no plan now, and none is needed any more
-                continue
-            then = tuple(saved[layer.name]["schedule"])
-            if here != then:
-                differences.add((type(layer.method).__name__, then, here))
-        for method, then, here in sorted(differences):
+            state = saved[layer.name]
+            pairs: list[tuple[Method | GradientEstimator, str]] = [(layer.method, "schedule")]
+            if layer.estimator is not None and state["estimator"] == type(layer.estimator).__name__:
+                pairs.append((layer.estimator, "estimator_schedule"))
+            for owner, key in pairs:
+                try:
+                    here = owner.schedule(self.planned_steps)
+                except ValueError:  # no plan now, and none is needed any more
+                    continue
+                then = tuple(state[key])
+                if here != then:
+                    differences.add((type(owner).__name__, then, here))
+        for name, then, here in sorted(differences):
             warnings.warn(
-                f"this training began with {method} scheduled at steps {then}, which stays; the settings and the plan "
-                f"of now would make that {here}",
+                f"this training began with {name} scheduled at steps {then}, which stays; the settings and the plan of "
+                f"now would make that {here}",
                 stacklevel=3,
             )
 
@@ -393,7 +454,7 @@ def check_schema(state: dict[str, Any]) -> None:
 def make_rules(
     pattern: PatternLike,
     method: MethodName | Method,
-    grad_estimator: GradientEstimator | None,
+    grad_estimator: EstimatorName | GradientEstimator | None,
     include: str | Sequence[str] | None,
     rules: Sequence[Mapping[str, Any]] | None,
 ) -> list[Rule]:

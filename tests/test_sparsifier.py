@@ -179,7 +179,7 @@ def test_flops_count_dense_layers_and_dense_phases():
 class Halve(GradientEstimator):
     """Uses every second token, twice: an estimator from outside."""
 
-    def estimate(self, layer, grad):
+    def estimate(self, layer, grad, seed):
         scale = torch.zeros(grad.shape[0], 1, dtype=grad.dtype)
         scale[::2] = 2
         return grad * scale

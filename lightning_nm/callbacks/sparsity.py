@@ -15,7 +15,7 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.trial import trial_step
-from lightning_nm.estimators import GradientEstimator
+from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.move import achieved_loss_change, adapted_now
 from lightning_nm.nn.names import key_of_layer
@@ -29,7 +29,7 @@ class RuleSpec(TypedDict, total=False):
     include: Required[str | list[str]]
     pattern: PatternLike
     method: MethodName | Method
-    grad_estimator: GradientEstimator | None
+    grad_estimator: EstimatorName | GradientEstimator | None
 
 
 class NMSparsityCallback(pl.Callback):
@@ -42,13 +42,15 @@ class NMSparsityCallback(pl.Callback):
 
     Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
     ``nm/overlap`` and ``nm/train_flops_ratio``, see :meth:`NMSparsifier.stats` for their definitions; and what the
-    method adds, see its ``statistics``.
+    method adds, see its ``statistics``. With a gradient estimator also ``nm/grad_snr`` and ``nm/grad_density``.
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
             by ``class_path``.
-        grad_estimator: A :class:`GradientEstimator` for the weight-gradient GEMM; ``None`` keeps dY.
+        grad_estimator: What replaces the output gradient dY in the weight-gradient GEMM: ``mvue``, ``approx-mvue``,
+            ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. With a short name its
+            pattern is each layer's own.
         include: Globs over module names to mask; all maskable layers by default. A name without wildcards
             must be maskable.
         exclude: Globs over module names to keep dense.
@@ -62,12 +64,14 @@ class NMSparsityCallback(pl.Callback):
         log_achieved_loss: Whenever BAME adapts, compute the batch's loss with the old and with the new masks, and log
             the difference as ``nm/achieved_loss_change`` beside the predicted one (of this process alone). It costs two
             forward passes and a copy of the model each time, and needs automatic optimization.
+        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
+            GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
         show_tables: Print the table of layers before training and the summary after it.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or a bad rule, at once; for layers that cannot be
-            masked, when fit starts and before anything is changed.
+        ValueError: For an impossible pattern, an unknown method or estimator or a bad rule, at once; for layers that
+            cannot be masked, when fit starts and before anything is changed.
 
     Example::
 
@@ -79,7 +83,7 @@ class NMSparsityCallback(pl.Callback):
         self,
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
-        grad_estimator: GradientEstimator | None = None,
+        grad_estimator: EstimatorName | GradientEstimator | None = None,
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         rules: list[RuleSpec] | None = None,
@@ -88,6 +92,7 @@ class NMSparsityCallback(pl.Callback):
         seed: int = 0,
         log_layers: bool = False,
         log_achieved_loss: bool = False,
+        grad_snr_every: int = 100,
         show_tables: bool = True,
         name: str | None = None,
     ) -> None:
@@ -101,6 +106,7 @@ class NMSparsityCallback(pl.Callback):
             "skip_first_last": skip_first_last,
             "conv_layout": conv_layout,
             "seed": seed,
+            "grad_snr_every": grad_snr_every,
         }
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
         self.log_layers = log_layers
@@ -113,6 +119,7 @@ class NMSparsityCallback(pl.Callback):
         self._from_checkpoint = False
         self._fresh = True
         self._checked = False
+        self._open = False
         self._achieved: float | None = None
         self._batch: Any = None
         self._evaluating = False
@@ -158,10 +165,9 @@ class NMSparsityCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
-        if any(type(rule.method).schedule is not Method.schedule for rule in sparsifier.rules):
+        if any(_has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
             sparsifier.planned_steps = _planned_steps(trainer, pl_module)
-        layers = self._state["layers"] if self._state else {}
-        return sparsifier.attach({name: state["schedule"] for name, state in layers.items()})
+        return sparsifier.attach(self._state)
 
     def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         if self._state is None:
@@ -176,6 +182,7 @@ class NMSparsityCallback(pl.Callback):
             self._fresh, self._state = True, None
             sparsifier.detach()
             return self._attach(trainer, pl_module)
+        self._open = self._state["open"]
         self._state, self._from_checkpoint = None, False
         return sparsifier
 
@@ -194,7 +201,7 @@ class NMSparsityCallback(pl.Callback):
         if self._fresh and not any(layer.step for layer in sparsifier.layers.values()):
             sparsifier.detach()  # nothing was trained: leave the weights as they came
             return
-        self._state, self._from_checkpoint = sparsifier.state_dict(), False
+        self._state, self._from_checkpoint = {**sparsifier.state_dict(), "open": self._open}, False
         sparsifier.bake()
         sparsifier.detach()
 
@@ -205,7 +212,9 @@ class NMSparsityCallback(pl.Callback):
         sparsifier = self._installed()
         for optimizer in trainer.optimizers:
             sparsifier.register(optimizer)
-        sparsifier.step()  # a checkpoint may lie between an optimizer step and the move of the masks
+        if self._open:  # the checkpoint lies within a batch, perhaps between its step and the move of the masks
+            sparsifier.step()
+        self._open = False
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
         if self.show_tables:
@@ -228,6 +237,7 @@ class NMSparsityCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch as it came if its loss is to be computed again: training steps like to pop from it."""
+        self._open = True
         if self.log_achieved_loss and any(layer.dense_gradient for layer in self._installed().layers.values()):
             try:
                 self._batch = copy.deepcopy(batch)
@@ -248,7 +258,8 @@ class NMSparsityCallback(pl.Callback):
                 )
         if self.log_achieved_loss:
             self._try_masks(trainer, pl_module, batch_idx)
-        if sparsifier.step() and self._logs_now(trainer, pl_module):
+        stepped, self._open = sparsifier.step(), False
+        if stepped and self._logs_now(trainer, pl_module):
             statistics = sparsifier.stats()
             if self._achieved is not None:  # as the predicted change, 0 once the masks are frozen
                 statistics["achieved_loss_change"] = self._achieved if statistics["adapted_blocks"] else 0.0
@@ -304,7 +315,7 @@ class NMSparsityCallback(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """The sparsifier's state, during fit and after it."""
         if self.sparsifier is not None:
-            return self.sparsifier.state_dict()
+            return {**self.sparsifier.state_dict(), "open": self._open}
         return self._state or {}
 
     def on_save_checkpoint(
@@ -333,8 +344,19 @@ class NMSparsityCallback(pl.Callback):
         check_schema(state_dict)
         if self.sparsifier is not None:
             self.sparsifier.load_state_dict(state_dict)
+            self._open = state_dict["open"]
         else:
             self._state, self._from_checkpoint = state_dict, not self._evaluating
+
+
+def _has_schedule(part: Method | GradientEstimator | None) -> bool:
+    """Whether something begins or ends while training, so that the plan matters."""
+    if part is None:
+        return False
+    try:
+        return bool(part.schedule(None))
+    except ValueError:  # shares of a plan
+        return True
 
 
 def _planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:

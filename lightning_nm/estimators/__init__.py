@@ -1,20 +1,35 @@
-"""Gradient estimators for the wgrad GEMM."""
+"""Gradient estimators for the wgrad GEMM, and their short names."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning_nm.estimators.base import GradientEstimator
+from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
+from lightning_nm.estimators.top_n import TopN
 
-__all__ = ["GradientEstimator", "resolve_estimator"]
+__all__ = ["MVUE", "ApproxMVUE", "EstimatorName", "GradientEstimator", "TopN", "resolve_estimator"]
+
+EstimatorName = Literal["mvue", "approx-mvue", "top-n"]
+
+_CLASSES: tuple[type[GradientEstimator], ...] = (MVUE, ApproxMVUE, TopN)
+_BY_NAME: dict[str, type[GradientEstimator]] = dict(zip(get_args(EstimatorName), _CLASSES, strict=True))
 
 
-def resolve_estimator(estimator: GradientEstimator | Any | None) -> GradientEstimator | None:
-    """Return a gradient estimator object as it is, and ``None`` as ``None``.
+def resolve_estimator(estimator: EstimatorName | GradientEstimator | Any | None) -> GradientEstimator | None:
+    """Make an estimator from its short name; an object is returned as it is, and ``None`` as ``None``.
 
     Raises:
+        ValueError: If no estimator has this name.
         TypeError: If the object is not a :class:`GradientEstimator`.
     """
     if estimator is None or isinstance(estimator, GradientEstimator):
         return estimator
-    raise TypeError(f"grad_estimator must be a GradientEstimator or None, not {estimator!r}")
+    if isinstance(estimator, str):
+        if estimator not in _BY_NAME:
+            raise ValueError(
+                f"grad_estimator {estimator!r} does not exist: use one of {', '.join(map(repr, _BY_NAME))}, an object "
+                "or None"
+            )
+        return _BY_NAME[estimator]()
+    raise TypeError(f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}")

@@ -5,22 +5,46 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_nm.nn.layer import Gemm, NMLayer
+from lightning_nm.nn.schedule import Moment, resolve_window
 
 
 class GradientEstimator:
     """Replaces ``dY`` by ``E(dY)`` in ``dW = E(dY)^T X``; the input gradient and the bias gradient keep ``dY``.
 
     ``dY`` arrives as ``[tokens, out]`` (for a convolution the tokens are batch x positions), so blocks along the
-    contraction axis of this GEMM are blocks along dimension 0. :meth:`estimate` is traced by ``torch.compile``.
+    contraction axis of this GEMM are blocks along dimension 0. One instance serves many layers.
     """
 
-    def estimate(self, layer: NMLayer, grad: Tensor) -> Tensor:
-        """``E(dY)``, of the shape and dtype of ``grad``; the identity unless overridden."""
+    dense_start: Moment = 0
+    """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
+    dense_end: Moment = 0
+    """How long wgrad is dense again before training ends, likewise."""
+
+    def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+        """``E(dY)``; the identity unless overridden. Traced by ``torch.compile``, so it must be plain tensor code.
+
+        Args:
+            layer: The layer whose gradient this is.
+            grad: ``dY [tokens, out]``, in the dtype of the GEMM. The number of tokens is whatever the batch brought.
+            seed: Four words, int64 [4], that differ by layer, micro-batch and process: all randomness must come from
+                them, see :func:`~lightning_nm.functional.counter_uniform`.
+
+        Returns:
+            A tensor of the shape and dtype of ``grad``.
+        """
         return grad
 
     def gemm(self, layer: NMLayer) -> Gemm:
         """What the wgrad GEMM does with this estimator and what it costs."""
         return Gemm("dense")
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training steps at which estimation begins and ends; ``()`` if it always works.
+
+        Raises:
+            ValueError: If that takes the number of planned steps, and it is not known.
+        """
+        return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))

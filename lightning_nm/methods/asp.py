@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.methods.base import MaskMethod
-from lightning_nm.nn.layer import Gemms, NMLayer
+from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
 
 
 class ASP(MaskMethod):
@@ -54,6 +54,8 @@ class ASP(MaskMethod):
 
     @torch.no_grad()
     def _prune(self, layer: NMLayer) -> None:
+        if layer.forward_reason:
+            return
         rows = layer.rows(layer.weight.detach())
         if self.source == "zeros":
             if not is_nm(rows, layer.pattern, dim=1):
@@ -83,4 +85,7 @@ class ASP(MaskMethod):
     def gemms(self, layer: NMLayer) -> Gemms:
         """As every mask method; once pruned, wgrad is needed at kept entries alone."""
         gemms = super().gemms(layer)
-        return gemms._replace(wgrad=self._wgrad(layer, kept_only=layer.marks is not None))
+        if layer.marks is None:
+            return gemms
+        kept = Gemm("dense", "dW only at kept entries", arithmetic=layer.pattern.density)
+        return gemms._replace(wgrad=self._wgrad(layer, kept))

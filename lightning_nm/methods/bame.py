@@ -25,6 +25,7 @@ from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
 from lightning_nm.nn.move import Handover, Move, exchange_entries
 from lightning_nm.nn.optimizer import check_optimizer, clear_entries, step_size
+from lightning_nm.nn.schedule import Moment, check_moment, resolve_moment
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
 _CHUNK = 1 << 20
@@ -82,8 +83,8 @@ class BAME(MaskMethod):
 
     def __init__(
         self,
-        start: int | float = 0,
-        stop: int | float = 0.66,
+        start: Moment = 0,
+        stop: Moment = 0.66,
         every: int = 100,
         score: Literal["virtual", "taylor-abs"] = "virtual",
         selection: Literal["ratio", "quantile"] = "ratio",
@@ -93,16 +94,8 @@ class BAME(MaskMethod):
         oscillation: Literal["return", "flip"] = "return",
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
-        for name, moment in (("start", start), ("stop", stop)):
-            if isinstance(moment, bool) or not isinstance(moment, (int, float)):
-                raise TypeError(f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)")
-            if isinstance(moment, float) and not 0 <= moment <= 1:
-                raise ValueError(
-                    f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for "
-                    "training steps"
-                )
-            if moment < 0:
-                raise ValueError(f"{name}={moment} must be a training step, 0 or later")
+        check_moment("start", start)
+        check_moment("stop", stop)
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
             raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
         for name, number in (("every", every), ("max_swaps_per_block", max_swaps_per_block)):
@@ -144,18 +137,10 @@ class BAME(MaskMethod):
         Raises:
             ValueError: If a share was given but the number of steps is not known.
         """
-        steps = []
-        for name, moment in (("start", self.start), ("stop", self.stop)):
-            if isinstance(moment, float):
-                if planned_steps is None:
-                    raise ValueError(
-                        f"BAME's {name}={moment} is a share of the planned training steps, but their number is not "
-                        "known (an endless training, data without a length, changing gradient accumulation or manual "
-                        f"optimization): give {name} as an integer"
-                    )
-                moment = round(moment * planned_steps)
-            steps.append(moment)
-        return steps[0], steps[1]
+        return (
+            resolve_moment(self, "start", self.start, planned_steps),
+            resolve_moment(self, "stop", self.stop, planned_steps),
+        )
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
@@ -369,8 +354,6 @@ class BAME(MaskMethod):
             return gemms
         density = layer.pattern.density
         dgrad = gemms.dgrad if layer.own_backward else gemms.dgrad._replace(paper=density)
-        if layer.estimator is not None:
-            return gemms._replace(dgrad=dgrad)
         needed = 1.0 if layer.dense_gradient else density
-        reason = "dW at kept entries, at all when masks adapt"
-        return Gemms(gemms.forward, dgrad, Gemm("dense", reason, arithmetic=needed, paper=needed))
+        wgrad = self._wgrad(layer, Gemm("dense", "dW at kept entries, at all when masks adapt", needed, needed))
+        return Gemms(gemms.forward, dgrad, wgrad)

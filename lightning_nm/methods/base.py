@@ -113,12 +113,16 @@ class Method:
         return {}
 
     @staticmethod
-    def _wgrad(layer: NMLayer, kept_only: bool = False) -> Gemm:
-        """The wgrad GEMM: sparse only through an estimator; outputs at pruned places may not be needed."""
-        needed = layer.pattern.density if kept_only else 1.0
-        if layer.estimator is not None:
-            return layer.estimator.gemm(layer)
-        return Gemm("dense", "dW only at kept entries" if kept_only else "", arithmetic=needed)
+    def _wgrad(layer: NMLayer, own: Gemm = Gemm("dense")) -> Gemm:  # noqa: B008  # a constant
+        """The wgrad GEMM: sparse only through an estimator; ``own`` is what it is without one."""
+        if not layer.weight.requires_grad:
+            return Gemm("none", "frozen, so no weight gradient")
+        if layer.estimator is None:
+            return own
+        if not layer.estimating:
+            return own._replace(reason="; ".join(filter(None, ("dense phase", own.reason))))
+        gemm = layer.estimator.gemm(layer)
+        return gemm._replace(arithmetic=gemm.arithmetic * own.arithmetic, paper=min(gemm.paper, own.paper))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -148,7 +152,7 @@ class MaskMethod(Method):
         """Forward N:M along `in`; dgrad N:M along `out` only with a backward mask; wgrad dense."""
         pattern, density = str(layer.pattern), layer.pattern.density
         if layer.marks is None or layer.forward_reason:
-            forward = Gemm("dense", layer.forward_reason or "not pruned yet")
+            forward = Gemm("dense", layer.forward_reason or "dense phase")
         else:
             forward = Gemm(pattern, "", density, density, density)
         if layer.own_backward:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.schedule import Moment
 
 
 class BiMask(SRSTE):
@@ -33,9 +34,11 @@ class BiMask(SRSTE):
         criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
         decay: The SR-STE decay of pruned weights.
+        dense_start: As :class:`STE`'s.
+        dense_end: As :class:`STE`'s: the trained model is dense then.
 
     Raises:
-        ValueError: For an unknown ``search`` or ``criterion``, or numbers below 1.
+        ValueError: For an unknown ``search`` or ``criterion``, numbers below 1, and as :class:`STE`.
     """
 
     sparse_dgrad = True
@@ -47,8 +50,10 @@ class BiMask(SRSTE):
         search: Literal["swap", "random"] = "swap",
         criterion: Literal["retained", "eligible", "l1"] = "retained",
         decay: float = 2e-4,
+        dense_start: Moment = 0,
+        dense_end: Moment = 0,
     ) -> None:
-        super().__init__(decay)
+        super().__init__(decay, dense_start, dense_end)
         for name, value in (("permute_every", permute_every), ("candidates", candidates)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -62,12 +67,12 @@ class BiMask(SRSTE):
         self.criterion = criterion
 
     def init(self, layer: NMLayer) -> None:
-        """Search the first permutation and select both masks."""
+        """Search the first permutation and select both masks, unless training starts dense."""
         layer.permutation = None
-        self.update(layer)
+        super().init(layer)
 
     @torch.no_grad()
-    def update(self, layer: NMLayer) -> None:
+    def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         rows = layer.rows(layer.weight.detach())
         forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)

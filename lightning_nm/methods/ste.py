@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.schedule import Moment, check_window, resolve_window, within
 
 
 class STE(MaskMethod):
@@ -15,16 +16,53 @@ class STE(MaskMethod):
 
     :math:`W_F = m \odot W` with :math:`m = \mathrm{nm\_mask}(|W|)`, and :math:`dL/dW = dL/dW_F` for every entry, pruned
     ones included. dgrad uses the same masked weight, which is not N:M along `out`.
+
+    Args:
+        dense_start: How long training stays dense before the first masks: an integer counts training steps (batches
+            after which an optimizer stepped), a float in [0, 1] is a share of those that the training is planned to
+            take.
+        dense_end: How long it is dense again at the end, likewise. **The trained model is dense then**: that is the
+            recipe of FST (arXiv 2404.01847), which uses N:M to pre-train faster. A model that is to be N:M sparse needs
+            0.
+
+    Raises:
+        TypeError: If one of them is no number.
+        ValueError: If a share is not within [0, 1] or no step is left between them; when training starts, if it takes
+            the number of steps of the training and that is not known.
     """
 
+    def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
+        check_window(dense_start, dense_end)
+        self.dense_start = dense_start
+        self.dense_end = dense_end
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training steps at which the masks come and go; ``()`` if they are always there."""
+        return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
+
     def init(self, layer: NMLayer) -> None:
-        """Mask by magnitude."""
-        self.update(layer)
+        """Select the first masks, unless training starts dense."""
+        if within(layer.schedule, layer.clock):
+            self.select(layer)
+        else:
+            layer.set_masks(None)
+
+    def update(self, layer: NMLayer) -> None:
+        """Select the masks anew when it is time; none in a dense phase."""
+        if not within(layer.schedule, layer.clock):
+            layer.set_masks(None)
+        elif layer.marks is None or self.due(layer):
+            self.select(layer)
+
+    def due(self, layer: NMLayer) -> bool:
+        """Whether the masks are to be selected after this step."""
+        return True
 
     @torch.no_grad()
-    def update(self, layer: NMLayer) -> None:
-        """Select the mask from the weight as it is now."""
-        layer.set_masks(layer.unrows(magnitude_mask(layer.rows(layer.weight.detach()), layer.pattern, dim=1)))
+    def select(self, layer: NMLayer) -> None:
+        """Select the masks from the weight as it is now."""
+        if not layer.forward_reason:
+            layer.set_masks(layer.unrows(magnitude_mask(layer.rows(layer.weight.detach()), layer.pattern, dim=1)))
 
 
 class SRSTE(STE):
@@ -35,12 +73,15 @@ class SRSTE(STE):
 
     Args:
         decay: :math:`\lambda`, the paper's 2e-4 by default; useful values lie between 6e-5 and 6e-4.
+        dense_start: As :class:`STE`'s.
+        dense_end: As :class:`STE`'s: the trained model is dense then.
 
     Raises:
-        ValueError: If ``decay`` is negative.
+        ValueError: If ``decay`` is negative, and as :class:`STE`.
     """
 
-    def __init__(self, decay: float = 2e-4) -> None:
+    def __init__(self, decay: float = 2e-4, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
+        super().__init__(dense_start, dense_end)
         if decay < 0:
             raise ValueError(f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'")
         self.decay = decay

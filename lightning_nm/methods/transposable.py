@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_nm.functional import magnitude_mask, transposable_mask
+from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.schedule import Moment
 
 
 class TransposableMask(SRSTE):
@@ -21,41 +22,40 @@ class TransposableMask(SRSTE):
     Args:
         update_every: Optimizer steps between two selections of the mask (the paper's 40).
         decay: The SR-STE decay of pruned weights; 0, the paper's, is none.
+        dense_start: As :class:`STE`'s.
+        dense_end: As :class:`STE`'s: the trained model is dense then.
 
     Raises:
-        ValueError: If ``update_every`` is below 1 or ``decay`` is negative.
+        ValueError: If ``update_every`` is below 1, ``decay`` is negative, and as :class:`STE`.
     """
 
     # Not `sparse_dgrad`: without a forward mask there is none for dgrad.
 
-    def __init__(self, update_every: int = 40, decay: float = 0.0) -> None:
-        super().__init__(decay)
+    def __init__(
+        self, update_every: int = 40, decay: float = 0.0, dense_start: Moment = 0, dense_end: Moment = 0
+    ) -> None:
+        super().__init__(decay, dense_start, dense_end)
         if update_every < 1:
             raise ValueError(f"update_every={update_every} must be at least 1")
         self.update_every = update_every
 
-    def init(self, layer: NMLayer) -> None:
-        """Select the mask from the weight as it is now."""
-        self._select(layer)
-
-    def update(self, layer: NMLayer) -> None:
-        """Select the mask anew when it is time."""
-        if layer.crossed(self.update_every):
-            self._select(layer)
+    def due(self, layer: NMLayer) -> bool:
+        """Every ``update_every`` steps."""
+        return layer.crossed(self.update_every)
 
     @torch.no_grad()
-    def _select(self, layer: NMLayer) -> None:
-        rows = layer.rows(layer.weight.detach())
-        if layer.dgrad_reason:
-            mask = magnitude_mask(rows, layer.pattern, dim=1)
+    def select(self, layer: NMLayer) -> None:
+        """Select the mask from the weight as it is now: row-wise where it cannot be transposable."""
+        if layer.dgrad_reason or layer.forward_reason:
+            super().select(layer)
         else:
-            mask = transposable_mask(rows, layer.pattern, layer.groups)
-        layer.set_masks(layer.unrows(mask))
+            rows = layer.rows(layer.weight.detach())
+            layer.set_masks(layer.unrows(transposable_mask(rows, layer.pattern, layer.groups)))
 
     def gemms(self, layer: NMLayer) -> Gemms:
         """As every mask method, but dgrad has the forward's operand, which is N:M along `out`, too."""
         gemms = super().gemms(layer)
-        if layer.dgrad_reason:
+        if layer.dgrad_reason or layer.forward_mask is None:
             return gemms
         density = layer.pattern.density
         return gemms._replace(dgrad=Gemm(str(layer.pattern), "", density, density, density))

@@ -66,6 +66,16 @@ def statistics(counts: Sequence[Counts]) -> dict[str, float]:
     }
 
 
+def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
+    """What the last observation of these layers' gradient estimates found; empty if there was none."""
+    observed = [layer.observed for layer in layers if layer.observed is not None]
+    if not observed:
+        return {}
+    exact, error, nonzeros, entries = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()
+    snr = math.sqrt(exact / error) if error else math.inf
+    return {"grad_snr": snr, "grad_density": nonzeros / entries}
+
+
 def violations(layer: NMLayer) -> int:
     """Blocks of W_F that hold more than N nonzeros; 0 where the forward weight is not masked."""
     if layer.forward_mask is None:

@@ -114,6 +114,7 @@ class OptimizerFollower:
         for layer in self.owned(optimizer):
             layer.count_step()
             layer.method.after_step(layer, optimizer)
+            layer.draw_seed()  # a batch may hold several steps
 
 
 def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:

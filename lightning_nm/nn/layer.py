@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
@@ -27,7 +28,7 @@ class Gemm(NamedTuple):
 
     Args:
         treatment: ``"2:4"`` (an operand is N:M along the contraction axis), ``"masked"`` (zeros, but not along the
-            contraction axis) or ``"dense"``.
+            contraction axis), ``"dense"``, or ``"none"`` (the GEMM is not run).
         reason: Why, in a few words; empty when there is nothing to explain.
         arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
         paper: Share counted as the N:M training papers count it.
@@ -117,6 +118,18 @@ class NMLayer:
         """The training steps at which the method begins or ends something, as they were planned when training began."""
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         """Density of each GEMM, summed over the steps so far."""
+        self.estimating = estimator is not None
+        """Whether the estimator works in the current window: settled before its first forward."""
+        self.estimator_schedule: tuple[int, ...] = ()
+        """As ``schedule``, the estimator's."""
+        self.draws = 0
+        """Number of the last :meth:`draw_seed`."""
+        self.noise: Tensor | None = None
+        """Four words that the estimator's random numbers are made of, another each micro-batch; int64 [4]."""
+        self.observing = False
+        """Whether the coming backward passes compare the estimate with the exact gradient."""
+        self.observed: Tensor | None = None
+        """What the last such passes found: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
         self.step = 0
         """Real optimizer steps of the weight so far."""
         self.updated_at = 0
@@ -225,6 +238,30 @@ class NMLayer:
         key = hashlib.sha256(f"{self.seed}/{self.name}/{self.step}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
+    def draw_seed(self, draw: int | None = None) -> None:
+        """Make the ``noise`` of this draw, by default the next: the seed, the layer's name and the process do the rest.
+
+        The old tensor stays as it is: a graph that was made with it keeps it.
+        """
+        if self.estimator is not None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            self.draws = self.draws + 1 if draw is None else draw
+            self.noise = fold_seed(self.seed, self.name, self.draws, rank).to(self.weight.device)
+
+    def observe(self, grad: Tensor, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
+        """Add what one backward pass of an observed layer tells.
+
+        Args:
+            grad: dY.
+            estimate: E(dY), of the same shape.
+            exact: dW made of dY.
+            found: dW made of E(dY).
+        """
+        exact, found = exact.float(), found.float()
+        nonzeros = torch.count_nonzero(estimate).float()
+        sums = (exact.square().sum(), (found - exact).square().sum(), nonzeros, torch.full_like(nonzeros, grad.numel()))
+        self.observed = torch.stack(sums) if self.observed is None else self.observed + torch.stack(sums)
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
         for tensor in (self.marks, self.permutation, *self.buffers.values(), *self.parameters.values()):
@@ -234,7 +271,7 @@ class NMLayer:
     def follow(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.weight.device
-        for name in ("marks", "permutation", "flips", "total_flips"):
+        for name in ("marks", "permutation", "flips", "total_flips", "noise", "observed"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
                 setattr(self, name, tensor.to(device))

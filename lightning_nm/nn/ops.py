@@ -6,8 +6,8 @@ For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
     dX = dY W_B           backward weight W_B = method.backward_weight(W)
     dW = E(dY)^T X        E = the gradient estimator, routed to W by method.weight_gradient
 
-Only X, the parameter W and the masks that the layer keeps anyway are saved for backward: W_F and W_B are made again.
-The masks are saved so that autograd notices when they move between forward and backward.
+Only X, the parameter W, the seed of the estimator and the masks that the layer keeps anyway are saved for backward: W_F
+and W_B are made again. The masks are saved so that autograd notices when they move between forward and backward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def nm_linear(
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(x, weight, bias, layer, dtype, rows, *layer.tensors())
+        return _Linear.apply(x, weight, bias, layer, dtype, rows, layer.noise, *layer.tensors())
 
 
 def nm_conv(
@@ -81,7 +81,8 @@ def nm_conv(
     """
     x, bias, dtype = _autocast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return _Conv.apply(x, weight, bias, layer, dtype, (stride, padding, dilation, groups), *layer.tensors())
+        geometry = (stride, padding, dilation, groups)
+        return _Conv.apply(x, weight, bias, layer, dtype, geometry, layer.noise, *layer.tensors())
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -93,8 +94,17 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return x, bias, weight.dtype
 
 
-def _estimate(layer: NMLayer, grad: Tensor) -> Tensor:
-    return grad if layer.estimator is None else layer.estimator.estimate(layer, grad)
+def _wgrad(layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[Tensor], Tensor]) -> Tensor:
+    """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``."""
+    if layer.estimator is None or noise is None or not layer.estimating:
+        return gemm(grad)
+    by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
+    tokens = layer.estimator.estimate(layer, by_token.flatten(0, -2), noise)
+    estimate = tokens.reshape(by_token.shape).movedim(-1, 1)
+    found = gemm(estimate)
+    if not torch.compiler.is_compiling() and layer.observing:  # a compiled graph cannot hand figures out
+        layer.observe(grad, estimate, gemm(grad), found)
+    return found
 
 
 def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[Tensor | None, list[Any]]:
@@ -114,15 +124,16 @@ class _Linear(torch.autograd.Function):
         layer: NMLayer,
         dtype: torch.dtype,
         rows: tuple[int, int] | None,
+        noise: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, *tensors)
+        ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
         return F.linear(x, layer.rows(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, *tensors = ctx.saved_tensors
+        x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
         (grad,) = grads
         tokens = grad.reshape(-1, grad.shape[-1])
@@ -131,15 +142,18 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             backward_weight = layer.rows(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
             grad_x = (tokens @ backward_weight).view(x.shape)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
-            full = _estimate(layer, tokens).t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[7:]):
+            inputs = x.reshape(-1, x.shape[-1])
+            if noise is not None and ctx.rows.start:  # parts of a joint projection draw different numbers
+                noise = noise + ctx.rows.start
+            full = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs)
             if ctx.rows != slice(None):
                 part, full = full, torch.zeros_like(layer.rows(weight), dtype=full.dtype)
                 full[ctx.rows] = part
             grad_weight, rest = _route(layer, weight, layer.unrows(full), len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = tokens.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, *rest
+        return grad_x, grad_weight, grad_bias, None, None, None, None, *rest
 
 
 class _Conv(torch.autograd.Function):
@@ -152,15 +166,16 @@ class _Conv(torch.autograd.Function):
         layer: NMLayer,
         dtype: torch.dtype,
         geometry: tuple[Any, ...],
+        noise: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, *tensors)
+        ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.geometry = layer, dtype, geometry
         return _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, *tensors = ctx.saved_tensors
+        x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
         (grad,) = grads
         spatial = x.dim() - 2
@@ -169,13 +184,10 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             backward_weight = layer.method.backward_weight(layer, weight).to(ctx.dtype)
             grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[6:]):
-            estimate = grad
-            if layer.estimator is not None:  # blocks lie along batch x positions, for one output channel
-                by_token = grad.movedim(1, -1)
-                estimate = _estimate(layer, by_token.flatten(0, -2)).view(by_token.shape).movedim(-1, 1)
-            full = _CONV_WEIGHT[spatial](x, weight.shape, estimate, *ctx.geometry)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[7:]):
+            conv = _CONV_WEIGHT[spatial]
+            full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, *range(2, grad.dim())))
-        return grad_x, grad_weight, grad_bias, None, None, None, *rest
+        return grad_x, grad_weight, grad_bias, None, None, None, None, *rest

@@ -36,6 +36,9 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "total_flips": 0 if layer.total_flips is None else int(layer.total_flips),
         "dense_gradient": layer.dense_gradient,
         "schedule": list(layer.schedule),
+        "estimator": type(layer.estimator).__name__,
+        "estimator_schedule": list(layer.estimator_schedule),
+        "draws": layer.draws,
         "backward_density": layer.backward_density,
         "spent": {kind: list(sums) for kind, sums in layer.spent.items()},
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
@@ -104,6 +107,7 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
     layer.dense_gradient = state["dense_gradient"]
     layer.schedule = tuple(state["schedule"])
+    layer.draw_seed(state["draws"])
     layer.backward_density = state["backward_density"]
     layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
 

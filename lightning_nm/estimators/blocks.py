@@ -1,0 +1,62 @@
+"""What all estimators that prune blocks of tokens share: their pattern, their schedule, and padding."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_nm.estimators.base import GradientEstimator
+from lightning_nm.functional import counter_uniform
+from lightning_nm.nn.layer import Gemm, NMLayer
+from lightning_nm.nn.schedule import Moment, check_window
+from lightning_nm.pattern import NMPattern, PatternLike
+
+
+class BlockEstimator(GradientEstimator):
+    """Keeps N of M consecutive tokens' gradients, for each output by itself.
+
+    Tokens that are no multiple of M are padded with zeros, which changes nothing: a zero is never kept.
+
+    Args:
+        pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
+        dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
+            which an optimizer stepped), a float in [0, 1] is a share of those that the training is planned to take.
+        dense_end: How long wgrad is dense again before training ends, likewise.
+
+    Raises:
+        ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
+    """
+
+    draws = 0
+    """Random numbers per block."""
+
+    def __init__(self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
+        check_window(dense_start, dense_end)
+        self.pattern = None if pattern is None else NMPattern.parse(pattern)
+        self.dense_start = dense_start
+        self.dense_end = dense_end
+
+    def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
+        """Make ``[tokens, out]`` N:M along the tokens, a multiple of M.
+
+        Args:
+            grad: ``dY``.
+            pattern: The pattern.
+            uniform: Random numbers in [0, 1), float32 ``[draws, tokens / M, out]``.
+        """
+        raise NotImplementedError
+
+    def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+        """``E(dY)``: pad, prune, cut."""
+        pattern = self.pattern or layer.pattern
+        tokens, out = grad.shape
+        padding = -tokens % pattern.m
+        padded = F.pad(grad, (0, 0, 0, padding)) if padding else grad
+        blocks = padded.shape[0] // pattern.m
+        uniform = counter_uniform(self.draws * blocks * out, seed).view(self.draws, blocks, out)
+        return self.prune(padded, pattern, uniform)[:tokens]
+
+    def gemm(self, layer: NMLayer) -> Gemm:
+        """N:M along the tokens."""
+        pattern = self.pattern or layer.pattern
+        return Gemm(str(pattern), "", pattern.density, pattern.density, pattern.density)

@@ -1,0 +1,29 @@
+"""The N largest gradients of every M: biased, and here to show what that does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_nm.estimators.blocks import BlockEstimator
+from lightning_nm.functional import nm_mask
+from lightning_nm.pattern import NMPattern
+
+
+class TopN(BlockEstimator):
+    """Keeps the N largest of every M gradients and drops the others: the least error in one block, but always the same.
+
+    The error of a sum of many gradients does not average out, which is what the MVUE paper (arXiv 2203.10991) warns of.
+
+    Args:
+        pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
+        dense_start: As :class:`~lightning_nm.MVUE`'s.
+        dense_end: As :class:`~lightning_nm.MVUE`'s.
+
+    Raises:
+        ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
+    """
+
+    def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
+        """The largest; a NaN counts as such, so that a GradScaler sees it."""
+        return torch.where(nm_mask(grad.abs().nan_to_num(nan=torch.inf, posinf=torch.inf), pattern, 0), grad, 0)

@@ -1,0 +1,95 @@
+"""Moments of a training, given as steps or as shares of it, and the window between a dense start and a dense end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Moment = int | float
+"""An integer counts training steps, a float in [0, 1] is a share of those that the training is planned to take."""
+
+
+def check_moment(name: str, moment: Moment) -> None:
+    """Refuse what is neither a step nor a share.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If a share is not within [0, 1], or a step is negative.
+    """
+    if isinstance(moment, bool) or not isinstance(moment, (int, float)):
+        raise TypeError(f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)")
+    if isinstance(moment, float) and not 0 <= moment <= 1:
+        raise ValueError(
+            f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for training "
+            "steps"
+        )
+    if moment < 0:
+        raise ValueError(f"{name}={moment} must be a training step, 0 or later")
+
+
+def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
+    """Turn a moment into a training step.
+
+    Raises:
+        ValueError: If it is a share, but the number of planned steps is not known.
+    """
+    if isinstance(moment, float):
+        return round(moment * _known(owner, name, moment, planned_steps))
+    return moment
+
+
+def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
+    if planned_steps is None:
+        what = "is a share of the planned training steps" if isinstance(moment, float) else "counts from their end"
+        raise ValueError(
+            f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
+            "data without a length, changing gradient accumulation or manual optimization): "
+            + (f"give {name} as an integer" if name != "dense_end" else "leave dense_end out")
+        )
+    return planned_steps
+
+
+def check_window(dense_start: Moment, dense_end: Moment) -> None:
+    """Refuse a dense start and a dense end that leave nothing between them, as far as that can be told."""
+    check_moment("dense_start", dense_start)
+    check_moment("dense_end", dense_end)
+    if isinstance(dense_start, float) and isinstance(dense_end, float) and dense_start + dense_end >= 1:
+        raise ValueError(
+            f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: their sum must be "
+            "below 1"
+        )
+
+
+def resolve_window(owner: object, dense_start: Moment, dense_end: Moment, planned_steps: int | None) -> tuple[int, ...]:
+    """The training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
+
+    Args:
+        owner: What is scheduled, for the errors.
+        dense_start: Dense steps, or share of them, at the beginning.
+        dense_end: The same at the end.
+        planned_steps: Training steps of the whole training, if known.
+
+    Raises:
+        ValueError: If it takes the number of steps and that is not known, or no step is left.
+    """
+    start = resolve_moment(owner, "dense_start", dense_start, planned_steps)
+    if not dense_end:
+        return (start,) if start else ()
+    planned = _known(owner, "dense_end", dense_end, planned_steps)
+    stop = planned - resolve_moment(owner, "dense_end", dense_end, planned)
+    if stop <= start:
+        raise ValueError(
+            f"{type(owner).__name__} would never be sparse: dense_start={dense_start} ends at step {start} and "
+            f"dense_end={dense_end} begins at step {stop} of {planned}"
+        )
+    return start, stop
+
+
+def within(window: Sequence[int], clock: int) -> bool:
+    """Whether a training step lies in a window of :func:`resolve_window`.
+
+    Example::
+
+        >>> within((), 5), within((6,), 5), within((2, 5), 5)
+        (True, False, False)
+    """
+    return (not window or window[0] <= clock) and (len(window) < 2 or clock < window[1])
