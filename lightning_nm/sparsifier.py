@@ -17,15 +17,12 @@ from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
-from lightning_nm.nn.schedule import within
 from lightning_nm.nn.select import Plan, Rule, as_globs, select
 from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
+from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
 from lightning_nm.pattern import NMPattern, PatternLike
 
 SCHEMA = 1
-
-_OBSERVED = 4
-"""Layers whose gradient estimates are observed at a time."""
 
 
 class NMSparsifier:
@@ -140,51 +137,18 @@ class NMSparsifier:
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
-            self._plan_schedules(state["layers"] if state else {})
+            plan_schedules(self.plan.layers, state["layers"] if state else {}, self.planned_steps)
             for layer in self.plan.layers:
                 layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
                 layer.draw_seed()
-            self._settle_window()
+            settle_window(self.plan.layers, self.clock, self.grad_snr_every)
             install(self.model, self.plan.layers)
             self._follower = OptimizerFollower(self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
             self.attached = True
         return self
-
-    def _plan_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Turn shares of the training into steps, once: what was planned when it began stays."""
-        new = set()
-        for layer in self.plan.layers:
-            state = saved.get(layer.name, {"method": "", "estimator": ""})
-            if state["method"] == type(layer.method).__name__:
-                layer.schedule = tuple(state["schedule"])
-            else:
-                new.add(layer.method)
-                layer.schedule = tuple(layer.method.schedule(self.planned_steps))
-            if state["estimator"] == type(layer.estimator).__name__:
-                layer.estimator_schedule = tuple(state["estimator_schedule"])
-            elif layer.estimator is not None:
-                layer.estimator_schedule = tuple(layer.estimator.schedule(self.planned_steps))
-        for method in new:
-            method.check(self.planned_steps)
-
-    def _settle_window(self) -> None:
-        """Settle what the coming batches do: every micro-batch of an accumulation window does the same."""
-        every = self.grad_snr_every
-        estimating = []
-        for layer in self.plan.layers:
-            layer.clock = self.clock
-            layer.estimating = layer.estimator is not None and within(layer.estimator_schedule, self.clock)
-            layer.observing = False
-            if layer.estimating and layer.weight.requires_grad:
-                estimating.append(layer)
-        if every and self.clock % every == 0:
-            first = self.clock // every * _OBSERVED
-            for k in range(min(_OBSERVED, len(estimating))):
-                layer = estimating[(first + k) % len(estimating)]
-                layer.observing, layer.observed = True, None
 
     def detach(self) -> None:
         """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones."""
@@ -265,7 +229,7 @@ class NMSparsifier:
         if stepped:
             for layer in self.plan.layers:
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
-            self._settle_window()
+            settle_window(self.plan.layers, self.clock, self.grad_snr_every)
         return stepped
 
     def _close_counter(self) -> None:
@@ -280,6 +244,17 @@ class NMSparsifier:
         Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches.
         """
         return [layer.name for layer in self.plan.layers if layer.name not in self.macs] if self.macs else []
+
+    @property
+    def short_of_tokens(self) -> dict[str, str]:
+        """Layers whose batches so far had fewer tokens than one block of the estimator has, with both numbers."""
+        found = {}
+        for layer in self.plan.layers:
+            pattern = layer.estimator.pattern_of(layer) if layer.estimating and layer.estimator is not None else None
+            tokens = self.macs.get(layer.name, 0) // layer.weight.numel()
+            if pattern is not None and 0 < tokens < pattern.m:
+                found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
+        return found
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
@@ -407,35 +382,17 @@ class NMSparsifier:
                 )
         self.seed = state["seed"]
         self.clock, self._follower.stepped = state["clock"], state["stepped"]
-        self._compare_schedules(saved)
-        for name, layer in layers.items():
-            layer.seed = self.seed
-            load_layer_state(layer, saved[name])
-        self._settle_window()
-        self.macs.update(state["macs"])
-
-    def _compare_schedules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Warn once of each schedule that would be another if training began now: the saved one holds."""
-        differences = set()
-        for layer in self.plan.layers:
-            state = saved[layer.name]
-            pairs: list[tuple[Method | GradientEstimator, str]] = [(layer.method, "schedule")]
-            if layer.estimator is not None and state["estimator"] == type(layer.estimator).__name__:
-                pairs.append((layer.estimator, "estimator_schedule"))
-            for owner, key in pairs:
-                try:
-                    here = owner.schedule(self.planned_steps)
-                except ValueError:  # no plan now, and none is needed any more
-                    continue
-                then = tuple(state[key])
-                if here != then:
-                    differences.add((type(owner).__name__, then, here))
-        for name, then, here in sorted(differences):
+        for name, then, here in changed_schedules(self.plan.layers, saved, self.planned_steps):
             warnings.warn(
                 f"this training began with {name} scheduled at steps {then}, which stays; the settings and the plan of "
                 f"now would make that {here}",
-                stacklevel=3,
+                stacklevel=2,
             )
+        for name, layer in layers.items():
+            layer.seed = self.seed
+            load_layer_state(layer, saved[name])
+        settle_window(self.plan.layers, self.clock, self.grad_snr_every)
+        self.macs.update(state["macs"])
 
 
 def check_schema(state: dict[str, Any]) -> None:

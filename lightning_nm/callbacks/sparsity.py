@@ -256,6 +256,12 @@ class NMSparsityCallback(pl.Callback):
                     f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
                     "their weights directly, it reads dense ones: name the layers in `exclude`"
                 )
+            if sparsifier.short_of_tokens:
+                rank_zero_warn(
+                    "the first batch had fewer tokens than one block of the gradient estimator, so it is padded with "
+                    f"zeros and nothing is gained: {sparsifier.short_of_tokens}. Use larger batches, a smaller M for "
+                    "the gradients, or a rule with `grad_estimator: null` for these layers"
+                )
         if self.log_achieved_loss:
             self._try_masks(trainer, pl_module, batch_idx)
         stepped, self._open = sparsifier.step(), False

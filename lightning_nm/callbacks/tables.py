@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.methods import STE, MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -43,12 +44,29 @@ def _why(layer: NMLayer) -> str:
     return "; ".join(f"{name}: {gemm.reason}" for name, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
 
 
+def _phases(sparsifier: NMSparsifier) -> list[str]:
+    """What begins or ends while training, once for each method and estimator."""
+    lines = []
+    for layer in sparsifier.layers.values():
+        window = layer.schedule
+        if isinstance(layer.method, STE) and window:
+            until = f" to {window[1]}; the model is dense after that" if len(window) > 1 else ""
+            lines.append(f"{type(layer.method).__name__}: masks from training step {window[0]}{until}")
+        window = layer.estimator_schedule
+        if window:
+            until = f" to {window[1]}, then wgrad is dense" if len(window) > 1 else ""
+            lines.append(f"{type(layer.estimator).__name__}: from training step {window[0]}{until}")
+    return list(dict.fromkeys(lines))
+
+
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the layer table and the shares of the model that are masked; warn when they are small."""
     console = console or Console()
     console.print(layer_table(sparsifier))
     if sparsifier.skip_first_last:
         console.print("first convolution and last linear layer: skip_first_last=False masks them, too", style="dim")
+    for phase in _phases(sparsifier):
+        console.print(phase, style="dim")
     shares = sparsifier.shares()
     flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
     console.print(f"masked: {shares['parameters']:.1%} of the model's parameters, {flops}")
@@ -75,6 +93,8 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
     table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
+    if "grad_snr" in stats:
+        table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")
     ratios = sparsifier.mean_flops_ratios()
     table.add_row(
         "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands and needed outputs; dense is 1"
@@ -90,6 +110,13 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
     """Print the summary and where the log and the checkpoint are."""
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
+    masked = [layer for layer in sparsifier.layers.values() if isinstance(layer.method, MaskMethod)]
+    dense = [layer.name for layer in masked if layer.forward_mask is None and not layer.forward_reason]
+    if dense:
+        console.print(
+            f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {len(sparsifier.layers)} layers: their "
+            "masks have not come yet, or have gone (dense_end)"
+        )
     checkpoint = trainer.checkpoint_callback
     path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
     if path:

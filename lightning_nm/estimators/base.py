@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_nm.nn.layer import Gemm, NMLayer
 from lightning_nm.nn.schedule import Moment, resolve_window
+from lightning_nm.pattern import NMPattern
 
 
 class GradientEstimator:
@@ -37,6 +38,10 @@ class GradientEstimator:
     def gemm(self, layer: NMLayer) -> Gemm:
         """What the wgrad GEMM does with this estimator and what it costs."""
         return Gemm("dense")
+
+    def pattern_of(self, layer: NMLayer) -> NMPattern | None:
+        """The pattern along the tokens; ``None`` for an estimator without blocks."""
+        return None
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which estimation begins and ends; ``()`` if it always works.

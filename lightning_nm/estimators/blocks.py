@@ -36,6 +36,10 @@ class BlockEstimator(GradientEstimator):
         self.dense_start = dense_start
         self.dense_end = dense_end
 
+    def pattern_of(self, layer: NMLayer) -> NMPattern:
+        """The estimator's own pattern, or the layer's."""
+        return self.pattern or layer.pattern
+
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """Make ``[tokens, out]`` N:M along the tokens, a multiple of M.
 
@@ -48,7 +52,7 @@ class BlockEstimator(GradientEstimator):
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
         """``E(dY)``: pad, prune, cut."""
-        pattern = self.pattern or layer.pattern
+        pattern = self.pattern_of(layer)
         tokens, out = grad.shape
         padding = -tokens % pattern.m
         padded = F.pad(grad, (0, 0, 0, padding)) if padding else grad
@@ -58,5 +62,5 @@ class BlockEstimator(GradientEstimator):
 
     def gemm(self, layer: NMLayer) -> Gemm:
         """N:M along the tokens."""
-        pattern = self.pattern or layer.pattern
+        pattern = self.pattern_of(layer)
         return Gemm(str(pattern), "", pattern.density, pattern.density, pattern.density)

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_nm import MVUE, ApproxMVUE, GradientEstimator, NMSparsifier, TopN
 from lightning_nm import functional as nmf
-
 from tests.kinds import KINDS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
