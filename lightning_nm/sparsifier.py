@@ -215,7 +215,8 @@ class NMSparsifier:
         self._require_attached("step")
         if not self._follower:
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
-        self._close_counter()
+        if self.macs:  # hooks that a compiled model was traced with are left alone: it would be compiled anew
+            self._close_counter()
         stepped = self._follower.settle()
         self.clock += stepped
         for layer in self.plan.layers:
@@ -247,11 +248,11 @@ class NMSparsifier:
 
     @property
     def short_of_tokens(self) -> dict[str, str]:
-        """Layers whose batches so far had fewer tokens than one block of the estimator has, with both numbers."""
+        """Layers that saw fewer tokens in the first batch than the estimator's blocks have, with both numbers."""
         found = {}
         for layer in self.plan.layers:
-            pattern = layer.estimator.pattern_of(layer) if layer.estimating and layer.estimator is not None else None
-            tokens = self.macs.get(layer.name, 0) // layer.weight.numel()
+            pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
+            tokens = self._counter.least.get(layer.name, 0) // layer.weight.numel() if self._counter else 0
             if pattern is not None and 0 < tokens < pattern.m:
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found

@@ -87,6 +87,10 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         (["conv_layout: hwc"], ["hwc"]),
         (["method: {class_path: lightning_nm.BAME, init_args: {budget: 0}}"], ["budget=0", "(0, 1]"]),
         (["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"], ["stop=1.5", "an integer"]),
+        (["grad_estimator: mvu"], ["mvu", "approx-mvue"]),
+        (["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {pattern: 5:4}}"], ["5:4", "smaller than M"]),
+        (["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {dense_end: 1.5}}"], ["dense_end=1.5"]),
+        (["method: {class_path: lightning_nm.TransposableMask, init_args: {dense_end: -1}}"], ["dense_end=-1"]),
     ],
 )
 def test_typos_are_named(tmp_path, capsys, lines, words):
@@ -107,6 +111,21 @@ def test_steps_and_shares_stay_apart(tmp_path, capsys, written):
     assert repr(printed["stop"]) == written
 
 
+@pytest.mark.parametrize("written", ["pattern: 1:2", "pattern: '1:2'", "pattern: {n: 1, m: 2}"])
+def test_gradients_have_a_pattern_of_their_own(tmp_path, capsys, written):
+    estimator = f"grad_estimator: {{class_path: lightning_nm.MVUE, init_args: {{{written}, dense_end: 0.1}}}}"
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, estimator), "--print_config"])
+    printed = capsys.readouterr().out
+    arguments = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]["grad_estimator"]["init_args"]
+    assert arguments == {"pattern": "1:2", "dense_start": 0, "dense_end": 0.1}
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(again), "--print_config"])
+    assert capsys.readouterr().out == printed
+
+
 def test_help_is_complete(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.callbacks.help=lightning_nm.NMSparsityCallback"])
@@ -122,6 +141,7 @@ def test_help_is_complete(capsys):
         "conv_layout",
         "seed",
         "log_layers",
+        "grad_snr_every",
         "show_tables",
     ):
         assert f".{option}" in text

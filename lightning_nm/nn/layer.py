@@ -130,6 +130,8 @@ class NMLayer:
         """Whether the coming backward passes compare the estimate with the exact gradient."""
         self.observed: Tensor | None = None
         """What the last such passes found: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
+        self.observed_at = 0
+        """The clock at which they were."""
         self.step = 0
         """Real optimizer steps of the weight so far."""
         self.updated_at = 0
@@ -260,7 +262,9 @@ class NMLayer:
         exact, found = exact.float(), found.float()
         nonzeros = torch.count_nonzero(estimate).float()
         sums = (exact.square().sum(), (found - exact).square().sum(), nonzeros, torch.full_like(nonzeros, grad.numel()))
-        self.observed = torch.stack(sums) if self.observed is None else self.observed + torch.stack(sums)
+        begun = self.observed is not None and self.observed_at == self.clock
+        self.observed = torch.stack(sums) + (self.observed if begun else 0)
+        self.observed_at = self.clock
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""

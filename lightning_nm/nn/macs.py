@@ -24,6 +24,8 @@ class MacsCounter:
 
     def __init__(self, model: nn.Module) -> None:
         self.macs: dict[str, int] = {}
+        self.least: dict[str, int] = {}
+        """The multiply-adds of the smallest call in training mode."""
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
@@ -48,9 +50,10 @@ class _Hook:
         inputs = (*args, *(kwargs[key] for key in ("query", "key", "value") if key in kwargs))
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
-            self.counter.macs[key] = self.counter.macs.get(key, 0) + found[0].macs(
-                module, spec.parameter, inputs, output
-            )
+            cost = found[0].macs(module, spec.parameter, inputs, output)
+            self.counter.macs[key] = self.counter.macs.get(key, 0) + cost
+            if module.training:
+                self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self  # a copied model must not carry a copy of the counter

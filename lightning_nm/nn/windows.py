@@ -82,5 +82,4 @@ def settle_window(layers: Sequence[NMLayer], clock: int, observe_every: int) -> 
     if observe_every and clock % observe_every == 0:
         first = clock // observe_every * _OBSERVED
         for k in range(min(_OBSERVED, len(able))):
-            layer = able[(first + k) % len(able)]
-            layer.observing, layer.observed = True, None
+            able[(first + k) % len(able)].observing = True

@@ -160,6 +160,9 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"pattern": "2:0"}, "2:0"),
         ({"pattern": "2-4"}, "2-4"),
         ({"method": "bimask"}, "'bimask' does not exist"),
+        ({"grad_estimator": "mvu"}, "'mvu' does not exist: use one of 'mvue'"),
+        ({"rules": [{"include": "x", "grad_estimator": "topn"}]}, "'topn' does not exist"),
+        ({"grad_snr_every": -1}, "grad_snr_every=-1"),
         ({"rules": [{"include": "x", "metod": "ste"}]}, "unknown key 'metod'"),
     ],
 )

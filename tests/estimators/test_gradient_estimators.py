@@ -245,6 +245,20 @@ def test_two_steps_in_one_batch_draw_anew_and_an_open_graph_keeps_its_seed():
     assert not torch.equal(spy.seen[1][3], before)
 
 
+def test_ranks_draw_different_numbers(monkeypatch):
+    module = nn.Linear(16, 16)
+    (layer,) = attach(module, "mvue").layers.values()
+    alone = layer.noise
+    monkeypatch.setattr("lightning_nm.nn.layer.dist.is_initialized", lambda: True)
+    seeds = []
+    for rank in range(3):
+        monkeypatch.setattr("lightning_nm.nn.layer.dist.get_rank", lambda rank=rank: rank)
+        layer.draw_seed(layer.draws)
+        seeds.append(layer.noise)
+    assert torch.equal(seeds[0], alone)
+    assert len({tuple(seed.tolist()) for seed in seeds}) == 3
+
+
 def test_parts_of_a_joint_projection_draw_different_numbers():
     module, x = make("cross-attention")
     spy = Spy(MVUE("2:4"))

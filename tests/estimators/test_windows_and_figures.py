@@ -1,0 +1,235 @@
+"""When estimators work, what they are said to cost, and how good their gradients are measured to be."""
+
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, NMSparsifier, NMSparsityCallback, TopN
+from lightning_nm.callbacks.tables import print_layers
+from tests.lightning_models import Data, make_trainer, new_model
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def attach(model, estimator, method="dense", pattern="2:4", **options):
+    return NMSparsifier(model, pattern, method, estimator, skip_first_last=False, **options).attach()
+
+
+def train(model, sparsifier, steps, look=None, accumulate=1):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    sparsifier.register(optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for k in range(accumulate):
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step * accumulate + k))
+            model(x).square().mean().backward()
+            if k + 1 == accumulate:
+                sparsifier.before_step(optimizer)
+                optimizer.step()
+                if look:
+                    look(step)
+            sparsifier.step()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_wgrad_is_dense_before_and_after_the_window(accumulate):
+    model, exact_model = network(), network()
+    estimator = MVUE("1:2", dense_start=2, dense_end=0.3)
+    sparsifier = attach(model, estimator, planned_steps=10)
+    exact = attach(exact_model, None)
+    assert [layer.estimator_schedule for layer in sparsifier.layers.values()] == [(2, 7)] * 3
+    grads, treatments = {id(model): [], id(exact_model): []}, []
+
+    def looks(model, sparsifier):
+        def look(step):
+            grads[id(model)].append([layer.weight.grad.clone() for layer in sparsifier.layers.values()])
+            if model is not exact_model:
+                treatments.append(sparsifier.layers["0"].gemms().wgrad.treatment)
+                exact_model.load_state_dict(model.state_dict())
+
+        return look
+
+    train(model, sparsifier, 10, looks(model, sparsifier), accumulate)
+    assert treatments == ["dense"] * 2 + ["1:2"] * 5 + ["dense"] * 3
+    # The dense steps are those of a training without an estimator.
+    twin = network()
+    train(twin, attach(twin, None), 2, None, accumulate)
+    start = network()
+    train(start, attach(start, estimator, planned_steps=10), 2, None, accumulate)
+    for a, b in zip(twin.parameters(), start.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert exact.layers
+    ratios = sparsifier.mean_flops_ratios()
+    for kind in ("arithmetic", "paper", "eligible"):
+        assert ratios[kind] == pytest.approx(1 - 5 / 10 / 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MVUE("5:4"), "5:4"),
+        (lambda: MVUE("4:4"), "4:4"),
+        (lambda: TopN("0:4"), "0:4"),
+        (lambda: MVUE(dense_start=-1), "dense_start=-1"),
+        (lambda: MVUE(dense_end=1.2), r"dense_end=1\.2 is not a share"),
+        (lambda: ApproxMVUE(dense_start=0.5, dense_end=0.5), "whole training dense"),
+    ],
+)
+def test_bad_estimators(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_windows_fail_before_anything_is_touched():
+    for options, message in (
+        ({}, r"MVUE's dense_end=0\.1 is a share .* leave dense_end out"),
+        ({"planned_steps": 0}, "would never be sparse"),
+    ):
+        model = network()
+        kinds = [type(m) for m in model.modules()]
+        with pytest.raises(ValueError, match=message):
+            attach(model, MVUE(dense_end=0.1), **options)
+        assert [type(m) for m in model.modules()] == kinds
+    with pytest.raises(ValueError, match="dense_start=6 ends at step 6 and dense_end=5 begins at step 5 of 10"):
+        attach(network(), MVUE(dense_start=6, dense_end=5), planned_steps=10)
+    with pytest.raises(ValueError, match="dense_end=5 counts from their end, but their number is not known"):
+        attach(network(), MVUE(dense_end=5))
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern", "estimator", "expected"),
+    [
+        ("dense", "2:4", MVUE(), (5 / 6, 5 / 6, 5 / 6)),
+        ("transposable", "2:4", MVUE(), (0.5, 0.5, 0.5)),
+        ("sr-ste", "1:4", TopN("1:2"), ((0.25 + 0.25 + 0.5) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3)),
+        # dW is needed at kept entries only: of the halved multiply-adds another three quarters
+        (ASP(), "1:4", ApproxMVUE(), ((0.25 + 0.25 + 0.125) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3)),
+    ],
+)
+def test_flops(method, pattern, estimator, expected):
+    model = network()
+    ratios = attach(model, estimator, method, pattern).flops_ratios()
+    assert [ratios[kind] for kind in ("arithmetic", "paper", "eligible")] == pytest.approx(expected)
+
+
+def test_flops_of_bame_take_the_lesser_of_both():
+    model = network()
+    sparsifier = attach(model, MVUE("2:4"), BAME(start=5, stop=6), "1:4")
+    wgrad = sparsifier.layers["0"].gemms().wgrad
+    assert (wgrad.treatment, wgrad.arithmetic, wgrad.paper, wgrad.eligible) == ("2:4", 0.125, 0.25, 0.5)
+
+
+def test_a_frozen_layer_is_skipped_and_said_so():
+    model = network()
+    model[2].weight.requires_grad_(False)
+    sparsifier = attach(model, "mvue", "transposable")
+    console = Console(width=160, file=io.StringIO())
+    print_layers(sparsifier, console)
+    (row,) = [line for line in console.file.getvalue().splitlines() if line.strip().startswith("2 ")]
+    assert row.split()[3:6] == ["2:4", "2:4", "none"]
+    assert "frozen, so no weight gradient" in row
+    train(model, sparsifier, 2)
+    assert model[2].weight.grad is None
+    assert sparsifier.layers["2"].observed is None
+    model[2].weight.requires_grad_()
+    assert sparsifier.layers["2"].gemms().wgrad.treatment == "2:4"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_grad_snr_is_the_norm_over_the_error(accumulate):
+    model, twin = network(), network()
+    sparsifier = attach(model, MVUE("1:2"), grad_snr_every=1)
+    seen = {}
+
+    def look(step):
+        seen.update({name: layer.weight.grad.clone() for name, layer in sparsifier.layers.items()})
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    sparsifier.register(optimizer)
+    sums = dict.fromkeys(sparsifier.layers, (0.0, 0.0))
+    for k in range(accumulate):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(k))
+        for m in (model, twin):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        for name in sparsifier.layers:
+            exact, found = twin[int(name)].weight.grad, model[int(name)].weight.grad
+            sums[name] = (
+                sums[name][0] + exact.square().sum().item(),
+                sums[name][1] + (found - exact).square().sum().item(),
+            )
+        if k + 1 < accumulate:
+            sparsifier.step()
+    found = {name: values["grad_snr"] for name, values in sparsifier.layer_stats().items()}
+    assert found == pytest.approx({name: math.sqrt(e / d) for name, (e, d) in sums.items()}, rel=1e-4)
+    total = [sum(column) for column in zip(*sums.values(), strict=True)]
+    assert sparsifier.stats()["grad_snr"] == pytest.approx(math.sqrt(total[0] / total[1]), rel=1e-4)
+    assert sparsifier.stats()["grad_density"] <= 0.5  # ReLU leaves blocks with no gradient at all
+
+
+def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
+    def run(every):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), *(nn.Linear(16, 16) for _ in range(5)))
+        sparsifier = attach(model, "mvue", grad_snr_every=every)
+        turns = []
+
+        def look(step):
+            turns.append([name for name, layer in sparsifier.layers.items() if layer.observing])
+
+        train(model, sparsifier, 7, look)
+        return list(model.parameters()), turns, sparsifier.stats()
+
+    plain, none, stats = run(0)
+    assert none == [[]] * 7
+    assert "grad_snr" not in stats
+    observed, turns, stats = run(3)
+    assert turns == [["0", "1", "2", "3"], [], [], ["0", "1", "4", "5"], [], [], ["2", "3", "4", "5"]]
+    assert stats["grad_density"] == pytest.approx(0.5)
+    assert stats["grad_snr"] > 0
+    for a, b in zip(plain, observed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_model_is_not_observed_and_compiles_once():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model = network()
+    sparsifier = attach(model, "mvue", grad_snr_every=2)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    sparsifier.register(optimizer)
+    for _ in range(4):
+        compiled(torch.randn(32, 16)).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+    assert counter.frame_count == 1
+    assert "grad_snr" not in sparsifier.stats()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_too_few_tokens_are_said(tmp_path):
+    nm = NMSparsityCallback("2:4", "dense", MVUE("1:32"), include="net.6", show_tables=False)
+    with pytest.warns(UserWarning, match=r"fewer tokens.*'net\.6': '16 tokens, blocks of 32'"):
+        make_trainer(tmp_path, [nm], max_epochs=1).fit(new_model(), Data())
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_statistics_reach_the_trainer(tmp_path):
+    nm = NMSparsityCallback("2:4", "transposable", "mvue", grad_snr_every=1, log_layers=True, show_tables=False)
+    trainer = make_trainer(tmp_path, [nm], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    assert trainer.callback_metrics["nm/grad_snr"] > 0
+    assert 0 < trainer.callback_metrics["nm/grad_density"] <= 0.5
+    assert "nm/grad_snr/net.6" in trainer.callback_metrics
+    assert trainer.callback_metrics["nm/train_flops_ratio"] < 0.66  # without the estimator it is above
