@@ -204,7 +204,9 @@ class NMSparsifier:
                     grad.mul_(loss_scale)
 
     def step(self) -> bool:
-        """Move the masks of every layer whose optimizer has stepped since the last call.
+        """Move the masks of every layer whose optimizer has stepped since the last call; call it after every batch.
+
+        Batches that only accumulate gradients are no exception: estimators draw other random numbers for each.
 
         Returns:
             Whether any optimizer had stepped.
@@ -221,6 +223,8 @@ class NMSparsifier:
         self.clock += stepped
         for layer in self.plan.layers:
             layer.clock = self.clock
+            if stepped and layer.step == layer.updated_at:
+                layer.count_cost()
             # What begins or ends now does so in layers that made no step, too.
             if layer.step > layer.updated_at or (stepped and self.clock in layer.schedule):
                 layer.method.update(layer)
@@ -253,7 +257,7 @@ class NMSparsifier:
         for layer in self.plan.layers:
             pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
             tokens = self._counter.least.get(layer.name, 0) // layer.weight.numel() if self._counter else 0
-            if pattern is not None and 0 < tokens < pattern.m:
+            if pattern is not None and layer.weight.requires_grad and 0 < tokens < pattern.m:
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found
 
@@ -263,9 +267,17 @@ class NMSparsifier:
 
     # -------------------------------------------------------------------------------------------------- figures
 
-    def shares(self) -> dict[str, float]:
-        """Share of the parameters and, once a batch ran, of the weights' dense multiply-adds in masked layers."""
-        names = {layer.name: layer for layer in self.plan.layers}
+    def shares(self, gradients: bool = False) -> dict[str, float]:
+        """Share of the parameters and, once a batch ran, of the weights' dense multiply-adds in masked layers.
+
+        Args:
+            gradients: Take the layers with a gradient estimator instead.
+        """
+        names = {
+            layer.name: layer
+            for layer in self.plan.layers
+            if (layer.estimator is not None and layer.weight.requires_grad if gradients else layer.maskable)
+        }
         total = sum(p.numel() for p in self.model.parameters())
         shares = {"parameters": sum(layer.weight.numel() for layer in names.values()) / total}
         if self.macs:

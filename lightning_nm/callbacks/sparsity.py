@@ -19,6 +19,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.move import achieved_loss_change, adapted_now
 from lightning_nm.nn.names import key_of_layer
+from lightning_nm.nn.windows import finished_windows
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
 
@@ -182,7 +183,7 @@ class NMSparsityCallback(pl.Callback):
             self._fresh, self._state = True, None
             sparsifier.detach()
             return self._attach(trainer, pl_module)
-        self._open = self._state["open"]
+        self._open = self._state.get("open", True)
         self._state, self._from_checkpoint = None, False
         return sparsifier
 
@@ -215,6 +216,9 @@ class NMSparsityCallback(pl.Callback):
         if self._open:  # the checkpoint lies within a batch, perhaps between its step and the move of the masks
             sparsifier.step()
         self._open = False
+        if not self._fresh:
+            for over in finished_windows(sparsifier.plan.layers):
+                rank_zero_warn(f"{over}; for another training with phases of its own, make a new callback")
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
         if self.show_tables:
@@ -350,7 +354,7 @@ class NMSparsityCallback(pl.Callback):
         check_schema(state_dict)
         if self.sparsifier is not None:
             self.sparsifier.load_state_dict(state_dict)
-            self._open = state_dict["open"]
+            self._open = state_dict.get("open", True)
         else:
             self._state, self._from_checkpoint = state_dict, not self._evaluating
 

@@ -67,14 +67,18 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         console.print("first convolution and last linear layer: skip_first_last=False masks them, too", style="dim")
     for phase in _phases(sparsifier):
         console.print(phase, style="dim")
-    shares = sparsifier.shares()
-    flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
-    console.print(f"masked: {shares['parameters']:.1%} of the model's parameters, {flops}")
-    if shares.get("flops", shares["parameters"]) < 0.5:
-        console.print(
-            "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
-            "the last column says why"
-        )
+    for what, gradients in (("masked", False), ("N:M gradients", True)):
+        shares = sparsifier.shares(gradients)
+        share = shares.get("flops", shares["parameters"])
+        if not share:
+            continue
+        flops = f"{share:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
+        console.print(f"{what}: {shares['parameters']:.1%} of the model's parameters, {flops}")
+        if share < 0.5 and not gradients:
+            console.print(
+                "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
+                "the last column says why"
+            )
 
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:

@@ -28,7 +28,8 @@ class Gemm(NamedTuple):
 
     Args:
         treatment: ``"2:4"`` (an operand is N:M along the contraction axis), ``"masked"`` (zeros, but not along the
-            contraction axis), ``"dense"``, or ``"none"`` (the GEMM is not run).
+            contraction axis), ``"dense"``, or ``"none"`` (a frozen weight's wgrad: neither this training nor the
+            dense one runs it, so it counts as dense).
         reason: Why, in a few words; empty when there is nothing to explain.
         arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
         paper: Share counted as the N:M training papers count it.
@@ -118,6 +119,8 @@ class NMLayer:
         """The training steps at which the method begins or ends something, as they were planned when training began."""
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         """Density of each GEMM, summed over the steps so far."""
+        self.counted = 0
+        """How many steps these are."""
         self.estimating = estimator is not None
         """Whether the estimator works in the current window: settled before its first forward."""
         self.estimator_schedule: tuple[int, ...] = ()
@@ -125,7 +128,8 @@ class NMLayer:
         self.draws = 0
         """Number of the last :meth:`draw_seed`."""
         self.noise: Tensor | None = None
-        """Four words that the estimator's random numbers are made of, another each micro-batch; int64 [4]."""
+        """Four words that the estimator's random numbers are made of, int64 [4]; others after each
+        :meth:`NMSparsifier.step` and each optimizer step."""
         self.observing = False
         """Whether the coming backward passes compare the estimate with the exact gradient."""
         self.observed: Tensor | None = None
@@ -171,6 +175,12 @@ class NMLayer:
         return index[::-1] if self.layout == "transposed" else index
 
     # ----------------------------------------------------------------------------------------------- the masks
+
+    @property
+    def maskable(self) -> bool:
+        """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
+        forward, dgrad = self.method.sparse_forward, self.method.sparse_dgrad
+        return (forward and not self.forward_reason) or (dgrad and not self.dgrad_reason)
 
     @property
     def forward_mask(self) -> Tensor | None:
@@ -262,8 +272,8 @@ class NMLayer:
         exact, found = exact.float(), found.float()
         nonzeros = torch.count_nonzero(estimate).float()
         sums = (exact.square().sum(), (found - exact).square().sum(), nonzeros, torch.full_like(nonzeros, grad.numel()))
-        begun = self.observed is not None and self.observed_at == self.clock
-        self.observed = torch.stack(sums) + (self.observed if begun else 0)
+        before = self.observed if self.observed_at == self.clock else None
+        self.observed = torch.stack(sums) if before is None else before + torch.stack(sums)
         self.observed_at = self.clock
 
     def tensors(self) -> Iterator[Tensor]:
@@ -294,17 +304,22 @@ class NMLayer:
 
     def mean_densities(self) -> dict[FlopsKind, GemmDensity]:
         """What they cost on average over the steps so far; now if there were none."""
-        if not self.step:
+        if not self.counted:
             return self.densities()
-        return {kind: GemmDensity(*(total / self.step for total in totals)) for kind, totals in self.spent.items()}
+        return {kind: GemmDensity(*(total / self.counted for total in totals)) for kind, totals in self.spent.items()}
 
     def count_step(self) -> None:
-        """Advance the clock by a real optimizer step and add up what its GEMMs cost."""
+        """Advance by a real optimizer step and add up what its GEMMs cost."""
+        self.count_cost()
+        self.step += 1
+
+    def count_cost(self) -> None:
+        """Add up what the GEMMs of a training step cost, whether or not it trained this layer."""
         gemms = self.gemms()
         for kind, totals in self.spent.items():
             for k, gemm in enumerate(gemms):
                 totals[k] += getattr(gemm, kind)
-        self.step += 1
+        self.counted += 1
 
     def __repr__(self) -> str:
         settings: dict[str, Any] = {"pattern": str(self.pattern), "method": self.method}

@@ -32,9 +32,9 @@ def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int 
     Raises:
         ValueError: If it is a share, but the number of planned steps is not known.
     """
-    if isinstance(moment, float):
+    if isinstance(moment, float) and moment:
         return round(moment * _known(owner, name, moment, planned_steps))
-    return moment
+    return int(moment)
 
 
 def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
@@ -52,10 +52,10 @@ def check_window(dense_start: Moment, dense_end: Moment) -> None:
     """Refuse a dense start and a dense end that leave nothing between them, as far as that can be told."""
     check_moment("dense_start", dense_start)
     check_moment("dense_end", dense_end)
-    if isinstance(dense_start, float) and isinstance(dense_end, float) and dense_start + dense_end >= 1:
+    if sum(moment for moment in (dense_start, dense_end) if isinstance(moment, float)) >= 1:
         raise ValueError(
-            f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: their sum must be "
-            "below 1"
+            f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: shares must add up to "
+            "less than 1"
         )
 
 
@@ -72,16 +72,20 @@ def resolve_window(owner: object, dense_start: Moment, dense_end: Moment, planne
         ValueError: If it takes the number of steps and that is not known, or no step is left.
     """
     start = resolve_moment(owner, "dense_start", dense_start, planned_steps)
-    if not dense_end:
+    end = 0
+    if dense_end:
+        end = resolve_moment(owner, "dense_end", dense_end, _known(owner, "dense_end", dense_end, planned_steps))
+    if planned_steps is None:
         return (start,) if start else ()
-    planned = _known(owner, "dense_end", dense_end, planned_steps)
-    stop = planned - resolve_moment(owner, "dense_end", dense_end, planned)
-    if stop <= start:
+    stop = planned_steps - end
+    if start >= stop:
         raise ValueError(
             f"{type(owner).__name__} would never be sparse: dense_start={dense_start} ends at step {start} and "
-            f"dense_end={dense_end} begins at step {stop} of {planned}"
+            f"dense_end={dense_end} begins at step {stop} of {planned_steps}"
         )
-    return start, stop
+    if end:  # a share may round to no step: then nothing is left to be trained densely, and the masks stay
+        return start, stop
+    return (start,) if start else ()
 
 
 def within(window: Sequence[int], clock: int) -> bool:

@@ -120,17 +120,15 @@ def select(
         if not reason and rule is not None:
             reasons = _eligibility(candidate, rule.pattern, conv_layout)
             wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
-            gains = (
-                (rule.method.sparse_forward and not reasons[0])
-                or (rule.method.sparse_dgrad and not reasons[1])
-                or rule.estimator is not None
-            )
-            if wants_masks and not gains:
+            gains = (rule.method.sparse_forward and not reasons[0]) or (rule.method.sparse_dgrad and not reasons[1])
+            # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
+            if wants_masks and not gains and (rule.estimator is None or is_named):
                 needed = reasons if rule.method.sparse_dgrad else reasons[:1]
                 reason = "; ".join(text for text in needed if text)
         if reason or rule is None:
             if is_named and rule is not None:
-                raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}")
+                way = "; a rule with `method: dense` gives it N:M gradients alone" if rule.estimator is not None else ""
+                raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}")
             plan.skipped[candidate.name] = reason
             continue
         weight = getattr(candidate.module, candidate.spec.parameter)

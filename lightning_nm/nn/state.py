@@ -41,6 +41,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "draws": layer.draws,
         "backward_density": layer.backward_density,
         "spent": {kind: list(sums) for kind, sums in layer.spent.items()},
+        "counted": layer.counted,
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
         "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
@@ -107,9 +108,12 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
     layer.dense_gradient = state["dense_gradient"]
     layer.schedule = tuple(state["schedule"])
-    layer.draw_seed(state["draws"])
+    if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
+        layer.estimator_schedule = tuple(state["estimator_schedule"])
+        layer.draw_seed(state["draws"])
     layer.backward_density = state["backward_density"]
     layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
+    layer.counted = state.get("counted", state["step"])
 
 
 _AROUND = ("marks", "own_backward", "flips", "total_flips", "permutation", "buffers", "parameters")

@@ -27,13 +27,13 @@ def plan_schedules(
     """
     new = set()
     for layer in layers:
-        state = saved.get(layer.name, {"method": "", "estimator": ""})
-        if state["method"] == type(layer.method).__name__:
+        state = saved.get(layer.name, {})
+        if state.get("method") == type(layer.method).__name__:
             layer.schedule = tuple(state["schedule"])
         else:
             new.add(layer.method)
             layer.schedule = tuple(layer.method.schedule(planned_steps))
-        if state["estimator"] == type(layer.estimator).__name__:
+        if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
             layer.estimator_schedule = tuple(state["estimator_schedule"])
         elif layer.estimator is not None:
             layer.estimator_schedule = tuple(layer.estimator.schedule(planned_steps))
@@ -49,7 +49,7 @@ def changed_schedules(
     for layer in layers:
         state = saved[layer.name]
         owners: list[tuple[Any, str]] = [(layer.method, "schedule")]
-        if layer.estimator is not None and state["estimator"] == type(layer.estimator).__name__:
+        if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
             owners.append((layer.estimator, "estimator_schedule"))
         for owner, key in owners:
             try:
@@ -83,3 +83,13 @@ def settle_window(layers: Sequence[NMLayer], clock: int, observe_every: int) -> 
         first = clock // observe_every * _OBSERVED
         for k in range(min(_OBSERVED, len(able))):
             able[(first + k) % len(able)].observing = True
+
+
+def finished_windows(layers: Sequence[NMLayer]) -> list[str]:
+    """What masks and estimates no more, because the dense phase at the end of its training has begun."""
+    found = []
+    for layer in layers:
+        for owner, window in ((layer.method, layer.schedule), (layer.estimator, layer.estimator_schedule)):
+            if getattr(owner, "dense_end", 0) and len(window) > 1 and layer.clock >= window[1]:
+                found.append(f"{type(owner).__name__} is in the dense phase that began at training step {window[1]}")
+    return list(dict.fromkeys(found))

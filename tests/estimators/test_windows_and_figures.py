@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,8 @@ def test_wgrad_is_dense_before_and_after_the_window(accumulate):
         (lambda: MVUE(dense_start=-1), "dense_start=-1"),
         (lambda: MVUE(dense_end=1.2), r"dense_end=1\.2 is not a share"),
         (lambda: ApproxMVUE(dense_start=0.5, dense_end=0.5), "whole training dense"),
+        (lambda: MVUE(dense_start=1.0), "whole training dense"),
+        (lambda: MVUE(dense_end=1.0), "whole training dense"),
     ],
 )
 def test_bad_estimators(make, message):
@@ -174,6 +177,58 @@ def test_grad_snr_is_the_norm_over_the_error(accumulate):
     assert sparsifier.stats()["grad_density"] <= 0.5  # ReLU leaves blocks with no gradient at all
 
 
+def test_observations_are_there_whenever_figures_are_read():
+    model = network()
+    sparsifier = attach(model, "mvue", grad_snr_every=2)
+    there = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    sparsifier.register(optimizer)
+    for _ in range(5):
+        model(torch.randn(32, 16)).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+        there.append("grad_snr" in sparsifier.stats())
+    assert there == [True] * 5
+
+
+def test_a_loaded_state_keeps_the_estimators_schedule():
+    def start(planned):
+        model = network()
+        return model, attach(model, MVUE("1:2", dense_end=0.5), planned_steps=planned)
+
+    model, sparsifier = start(20)
+    train(model, sparsifier, 4)
+    fresh, resumed = start(40)
+    fresh.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match=r"MVUE scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"):
+        resumed.load_state_dict(sparsifier.state_dict())
+    assert resumed.layers["0"].estimator_schedule == (0, 10)
+
+
+def test_a_second_fit_in_the_dense_phase_is_said(tmp_path):
+    model = new_model()
+    nm = NMSparsityCallback("2:4", "sr-ste", MVUE(dense_end=0.5), show_tables=False)
+    make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+    with pytest.warns(UserWarning, match="MVUE is in the dense phase that began at training step 3; .* new callback"):
+        make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+
+
+def test_shares_tell_masks_from_gradients():
+    model = nn.Sequential(nn.Linear(16, 10), nn.Linear(10, 16))
+    sparsifier = attach(model, "mvue", "sr-ste")
+    sizes = {name: layer.weight.numel() for name, layer in sparsifier.layers.items()}
+    total = sum(p.numel() for p in model.parameters())
+    assert sparsifier.shares() == {"parameters": sizes["0"] / total}
+    assert sparsifier.shares(gradients=True) == {"parameters": sum(sizes.values()) / total}
+    console = Console(width=160, file=io.StringIO())
+    print_layers(sparsifier, console)
+    assert "masked: 46.2% of" in console.file.getvalue()
+    assert "N:M gradients: 92.5% of" in console.file.getvalue()
+    sparsifier.detach()
+    with pytest.raises(ValueError, match=r"'1' is named by `include` but cannot be masked: in 10 .*`method: dense`"):
+        attach(model, "mvue", "sr-ste", include=["0", "1"])
+
+
 def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
     def run(every):
         torch.manual_seed(0)
@@ -218,10 +273,17 @@ def test_a_compiled_model_is_not_observed_and_compiles_once():
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-def test_too_few_tokens_are_said(tmp_path):
-    nm = NMSparsityCallback("2:4", "dense", MVUE("1:32"), include="net.6", show_tables=False)
-    with pytest.warns(UserWarning, match=r"fewer tokens.*'net\.6': '16 tokens, blocks of 32'"):
+@pytest.mark.parametrize("estimator", [MVUE("1:32"), MVUE("1:32", dense_start=2)])
+def test_too_few_tokens_are_said(tmp_path, estimator):
+    nm = NMSparsityCallback("2:4", "dense", estimator, show_tables=False)  # net.3 has enough: batch x positions
+    with pytest.warns(UserWarning, match=r"fewer tokens.*: \{'net\.6': '16 tokens, blocks of 32'\}"):
         make_trainer(tmp_path, [nm], max_epochs=1).fit(new_model(), Data())
+    model = new_model()
+    model.net[6].weight.requires_grad_(False)
+    nm = NMSparsityCallback("2:4", "dense", estimator, show_tables=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*fewer tokens")
+        make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")

@@ -125,11 +125,36 @@ def test_a_model_that_ends_dense_is_said_to_be_dense(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_phases_at_their_limits(method):
+    made = METHODS[method]
+    assert made(dense_start=0.0, dense_end=0.0).schedule(None) == ()
+    assert made(dense_end=0.04).schedule(10) == (), "no dense step, so the masks stay"
+    assert made(dense_start=9).schedule(10) == (9,)
+    with pytest.raises(ValueError, match="dense_start=10 ends at step 10 and dense_end=0 begins at step 10 of 10"):
+        made(dense_start=10).schedule(10)
+
+
+def test_flops_of_a_layer_that_no_optimizer_trains():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", STE(0, 5), skip_first_last=False, planned_steps=10).attach()
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.05)
+    sparsifier.register(optimizer)
+    for _ in range(10):
+        model(torch.randn(8, 16)).sum().backward()
+        optimizer.step()
+        sparsifier.step()
+    for layer in sparsifier.layers.values():
+        assert layer.mean_densities()["eligible"].forward == 0.75
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_bad_phases(method):
     for phases, message in (
         ({"dense_start": 1.5}, r"dense_start=1\.5 is not a share"),
         ({"dense_end": -2}, "dense_end=-2"),
         ({"dense_start": 0.6, "dense_end": 0.4}, "whole training dense"),
+        ({"dense_start": 1.0}, "whole training dense"),
+        ({"dense_end": 1.0}, "whole training dense"),
     ):
         with pytest.raises(ValueError, match=message):
             METHODS[method](**phases)
