@@ -280,9 +280,13 @@ class NMSparsifier:
         }
         total = sum(p.numel() for p in self.model.parameters())
         shares = {"parameters": sum(layer.weight.numel() for layer in names.values()) / total}
-        if self.macs:
+        if any(self.macs.values()):
             shares["flops"] = sum(self.macs.get(name, 0) for name in names) / sum(self.macs.values())
         return shares
+
+    @property
+    def _costs(self) -> dict[str, int]:
+        return self.macs if any(self.macs.values()) else self.plan.sizes
 
     def flops_ratios(self) -> dict[str, float]:
         """Multiply-adds of a training step relative to the dense step, by counting: arithmetic, paper, eligible.
@@ -291,15 +295,11 @@ class NMSparsifier:
         multiply-adds that the first batches showed. Before any batch, and for a compiled model, whose batches are not
         seen, by the number of weights.
         """
-        return figures.flops_ratios(
-            {name: layer.densities() for name, layer in self.layers.items()}, self.macs or self.plan.sizes
-        )
+        return figures.flops_ratios({name: layer.densities() for name, layer in self.layers.items()}, self._costs)
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """:meth:`flops_ratios` averaged over the steps so far, so that dense phases count as dense."""
-        return figures.flops_ratios(
-            {name: layer.mean_densities() for name, layer in self.layers.items()}, self.macs or self.plan.sizes
-        )
+        return figures.flops_ratios({name: layer.mean_densities() for name, layer in self.layers.items()}, self._costs)
 
     def layer_stats(self) -> dict[str, dict[str, float]]:
         """Statistics of every masked layer.

@@ -121,6 +121,7 @@ class NMSparsityCallback(pl.Callback):
         self._fresh = True
         self._checked = False
         self._open = False
+        self._steps_before = 0
         self._achieved: float | None = None
         self._batch: Any = None
         self._evaluating = False
@@ -134,6 +135,7 @@ class NMSparsityCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the other package before anything happens."""
+        self._steps_before = 0
         if not isinstance(trainer, pl.Trainer):
             raise TypeError(
                 f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
@@ -167,7 +169,10 @@ class NMSparsityCallback(pl.Callback):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
         if any(_has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
-            sparsifier.planned_steps = _planned_steps(trainer, pl_module)
+            planned = _planned_steps(trainer, pl_module)
+            if planned is not None and self._state is None:  # the clock begins when this callback joins a run
+                planned -= self._steps_before
+            sparsifier.planned_steps = planned
         return sparsifier.attach(self._state)
 
     def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
@@ -241,12 +246,15 @@ class NMSparsityCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch as it came if its loss is to be computed again: training steps like to pop from it."""
-        self._open = True
         if self.log_achieved_loss and any(layer.dense_gradient for layer in self._installed().layers.values()):
             try:
                 self._batch = copy.deepcopy(batch)
             except Exception as error:
                 self._give_up_trying(pl_module, error)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        """Note that a batch is open: its noise is used, and a step may follow before the masks move."""
+        self._open = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -346,6 +354,7 @@ class NMSparsityCallback(pl.Callback):
     ) -> None:
         """Note whether the state that follows is of the run to continue, or of weights to evaluate."""
         self._evaluating = trainer.state.fn != "fit"
+        self._steps_before = 0 if self._evaluating else checkpoint.get("global_step", 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore at once if installed, else when fit starts; strategies differ in which comes first."""

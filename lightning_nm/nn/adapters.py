@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_nm.nn.layer import Layout, NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
-from lightning_nm.nn.state import fits, layer_state, load_layer_state
+from lightning_nm.nn.state import fits, layer_state, restore_weights
 
 
 class WeightSpec(NamedTuple):
@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for layer in loaded:
             if fits(layer, layer.parked):  # type: ignore[arg-type]
-                load_layer_state(layer, layer.parked)  # type: ignore[arg-type]
+                restore_weights(layer, layer.parked)  # type: ignore[arg-type]  # its clocks and counts went on
             else:
                 layer.method.init(layer)  # other weights: the old masks say nothing about them
 

@@ -67,11 +67,13 @@ def statistics(counts: Sequence[Counts]) -> dict[str, float]:
 
 
 def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
-    """What the last observation of these layers' gradient estimates found; empty if there was none."""
+    """What the last observation of these layers' gradient estimates found; empty if there was nothing to be seen."""
     observed = [layer.observed for layer in layers if layer.observed is not None]
     if not observed:
         return {}
     exact, error, nonzeros, entries = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()
+    if not entries:
+        return {}
     snr = math.sqrt(exact / error) if error else math.inf
     return {"grad_snr": snr, "grad_density": nonzeros / entries}
 

@@ -51,6 +51,11 @@ class Gemms(NamedTuple):
     wgrad: Gemm
 
 
+def _as_bool(marks: Tensor) -> Tensor:
+    """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
+    return marks.ne(0) if torch.compiler.is_compiling() else marks.view(torch.bool)
+
+
 class NMLayer:
     """A weight under an N:M method.
 
@@ -127,6 +132,8 @@ class NMLayer:
         """As ``schedule``, the estimator's."""
         self.draws = 0
         """Number of the last :meth:`draw_seed`."""
+        self.calls = 0
+        """Backward passes since then; compiled ones are not counted."""
         self.noise: Tensor | None = None
         """Four words that the estimator's random numbers are made of, int64 [4]; others after each
         :meth:`NMSparsifier.step` and each optimizer step."""
@@ -185,14 +192,14 @@ class NMLayer:
     @property
     def forward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
-        return None if self.marks is None or self.forward_reason else (self.marks & FORWARD).view(torch.bool)
+        return None if self.marks is None or self.forward_reason else _as_bool(self.marks & FORWARD)
 
     @property
     def kept(self) -> Tensor | None:
         """:attr:`forward_mask` for use at once: it may be a view of ``marks``, which changes when the masks move."""
         if self.marks is None or self.own_backward:
             return self.forward_mask
-        return None if self.forward_reason else self.marks.view(torch.bool)
+        return None if self.forward_reason else _as_bool(self.marks)
 
     @property
     def backward_mask(self) -> Tensor | None:
@@ -258,8 +265,15 @@ class NMLayer:
         if self.estimator is not None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self.draws = self.draws + 1 if draw is None else draw
+            self.calls = 0
             self.noise = fold_seed(self.seed, self.name, self.draws, rank).to(self.weight.device)
 
+    def call_noise(self, noise: Tensor) -> Tensor:
+        """The noise of one backward pass: a module that is called several times in a micro-batch has several."""
+        self.calls += 1
+        return noise if self.calls == 1 else noise + self.calls * 0x9E3779B1
+
+    @torch.no_grad()
     def observe(self, grad: Tensor, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
         """Add what one backward pass of an observed layer tells.
 
@@ -271,9 +285,11 @@ class NMLayer:
         """
         exact, found = exact.float(), found.float()
         nonzeros = torch.count_nonzero(estimate).float()
-        sums = (exact.square().sum(), (found - exact).square().sum(), nonzeros, torch.full_like(nonzeros, grad.numel()))
+        size = torch.full_like(nonzeros, grad.numel())
+        sums = torch.stack([exact.square().sum(), (found - exact).square().sum(), nonzeros, size])
+        sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
         before = self.observed if self.observed_at == self.clock else None
-        self.observed = torch.stack(sums) if before is None else before + torch.stack(sums)
+        self.observed = sums if before is None else before + sums
         self.observed_at = self.clock
 
     def tensors(self) -> Iterator[Tensor]:

@@ -98,6 +98,8 @@ def _wgrad(layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[T
     """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``."""
     if layer.estimator is None or noise is None or not layer.estimating:
         return gemm(grad)
+    if not torch.compiler.is_compiling():  # a compiled graph would have to be compiled anew for each count
+        noise = layer.call_noise(noise)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
     tokens = layer.estimator.estimate(layer, by_token.flatten(0, -2), noise)
     estimate = tokens.reshape(by_token.shape).movedim(-1, 1)

@@ -89,8 +89,8 @@ def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
-    """Set a layer whose module holds W_F to a saved state that :func:`fits`."""
+def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
+    """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
     weight, mask, latent = layer.weight, _mask(layer, state["forward_mask"]), state["latent"]
     if latent is not None:
         latent = latent.to(weight.device, weight.dtype)
@@ -98,14 +98,20 @@ def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
             weight.copy_(latent)
         else:
             weight[~mask] = latent  # type: ignore[operator]
-    parameters = layer.parameters
+    parameters, flips, total_flips = layer.parameters, layer.flips, layer.total_flips
     _restore_around(layer, state)
     for name, parameter in parameters.items():  # the optimizer may know these objects
         parameter.copy_(layer.parameters[name])
-    layer.parameters = parameters
+    layer.parameters, layer.flips, layer.total_flips = parameters, flips, total_flips
+
+
+def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
+    """Set a layer whose module holds W_F to a saved state that :func:`fits`: its weights, clocks and counts."""
+    restore_weights(layer, state)
+    device = layer.weight.device
     layer.step, layer.updated_at = state["step"], state["updated_at"]
-    layer.flips = torch.tensor(state["flips"], device=weight.device)
-    layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
+    layer.flips = torch.tensor(state["flips"], device=device)
+    layer.total_flips = torch.tensor(state["total_flips"], device=device)
     layer.dense_gradient = state["dense_gradient"]
     layer.schedule = tuple(state["schedule"])
     if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:

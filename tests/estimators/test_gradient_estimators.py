@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import pytest
 import torch
@@ -44,7 +45,11 @@ class Spy(GradientEstimator):
 
 
 def gradients(module, x, dy_seed=0):
+    """All gradients of one micro-batch, with the noise of the layers' last draw."""
     module.zero_grad()
+    for part in module.modules():
+        for layer in getattr(part, "nm_layers", {}).values():
+            layer.draw_seed(layer.draws)
     x = x.detach().clone().requires_grad_()
     y = module(x)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed), dtype=y.dtype))
@@ -201,6 +206,7 @@ def test_the_scale_of_the_loss_does_not_matter():
     module(x).backward(dy)
     plain = layer.weight.grad.clone()
     module.zero_grad()
+    layer.draw_seed(layer.draws)
     module(x).backward(2.0**16 * dy)
     assert torch.equal(layer.weight.grad, 2.0**16 * plain)
 
@@ -243,6 +249,62 @@ def test_two_steps_in_one_batch_draw_anew_and_an_open_graph_keeps_its_seed():
     optimizer.step()  # as in manual optimization: the batch goes on
     model(x).square().mean().backward()
     assert not torch.equal(spy.seen[1][3], before)
+
+
+def test_a_module_that_is_called_again_draws_anew():
+    spy = Spy(MVUE("2:4"))
+    cell = nn.Linear(16, 16)
+    sparsifier = attach(cell, spy)
+    x = torch.randn(8, 16)
+    cell(cell(cell(x))).square().mean().backward()
+    copied = copy.deepcopy(cell)  # that no sparsifier follows
+    for _ in range(3):
+        copied(x).square().mean().backward()
+    seeds = [tuple(seed.tolist()) for *_, seed in (*spy.seen, *copied.nm_layers["weight"].estimator.seen[3:])]
+    assert len(set(seeds)) == 6
+    (layer,) = sparsifier.layers.values()
+    layer.draw_seed(layer.draws)
+    cell(cell(cell(x))).square().mean().backward()
+    assert [tuple(seed.tolist()) for *_, seed in spy.seen[3:]] == seeds[:3]
+
+
+def test_second_derivatives_leave_nothing_behind():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    sparsifier = attach(module, "mvue", grad_snr_every=1)
+    x = torch.randn(8, 16, requires_grad=True)
+    (g,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    (g.norm(2, 1) - 1).square().mean().backward()
+    assert not any(layer.observed.requires_grad for layer in sparsifier.layers.values() if layer.observed is not None)
+    copy.deepcopy(module)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_tokens_at_all(estimator):
+    module = nn.Linear(16, 8)
+    sparsifier = attach(module, estimator)
+    module(torch.randn(0, 16)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.zeros(8, 16))
+    assert "grad_snr" not in sparsifier.stats()
+    module(torch.randn(16, 16)).square().sum().backward()
+    assert sparsifier.stats()["grad_snr"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("method", "estimator"), [("sr-ste", None), ("transposable", "mvue"), ("bi-mask", "approx-mvue"), ("bame", "top-n")]
+)
+@pytest.mark.filterwarnings("ignore:BAME adapts once", "ignore:.*torch.jit.script_method.* is deprecated")
+def test_inductor_and_eager_agree(method, estimator):
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    sparsifier = attach(module, estimator, method, planned_steps=100)
+    x = torch.randn(64, 16)
+    eager = gradients(module, x)
+    for name, value in gradients(torch.compile(module, fullgraph=True), x).items():
+        torch.testing.assert_close(value, eager[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-4)
+    assert sparsifier.attached
+    torch._dynamo.reset()
 
 
 def test_ranks_draw_different_numbers(monkeypatch):

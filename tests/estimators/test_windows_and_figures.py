@@ -229,6 +229,15 @@ def test_shares_tell_masks_from_gradients():
         attach(model, "mvue", "sr-ste", include=["0", "1"])
 
 
+def test_an_overflow_does_not_spoil_the_figures():
+    model = network()
+    sparsifier = attach(model, "mvue", grad_snr_every=1)
+    model(torch.full((32, 16), 1e30)).square().sum().backward()
+    assert "grad_snr" not in sparsifier.stats()
+    model(torch.randn(32, 16)).square().sum().backward()
+    assert 0 < sparsifier.stats()["grad_snr"] < math.inf
+
+
 def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
     def run(every):
         torch.manual_seed(0)
