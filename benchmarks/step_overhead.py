@@ -1,8 +1,8 @@
 """What a method adds to a training step, and what an adaptation of BAME costs.
 
-First table: a whole training step (forward, backward, optimizer, masks) of a two-layer MLP under every method over the
-same step of the same model without masks; interleaved in one process, medians over the rounds. Every GEMM is a dense
-one here, so this is overhead alone. BAME is timed between adaptations.
+First table: a whole training step (forward, backward, optimizer, masks) of a two-layer MLP under every method, and with
+gradient estimators, over the same step of the same model without masks; interleaved in one process, medians over the
+rounds. Every GEMM is a dense one here, so this is overhead alone. BAME is timed between adaptations.
 
 Second table: an adaptation of one layer, beside what the same two calls cost in a step without one.
 
@@ -22,19 +22,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_nm import BAME, NMSparsifier
+from lightning_nm import BAME, MVUE, ApproxMVUE, NMSparsifier, TopN
 from lightning_nm.nn.layer import NMLayer
 
 NEVER = 1 << 40
-METHODS: dict[str, Any] = {
-    "dense": "dense",
-    "ste": "ste",
-    "sr-ste": "sr-ste",
-    "asp": "asp",
-    "transposable": "transposable",
-    "bi-mask": "bi-mask",
-    "bame": BAME(start=NEVER, stop=NEVER),
-    "bame-bi-mask": BAME(start=NEVER, stop=NEVER, dgrad="bi-mask"),
+# Method and gradient estimator.
+METHODS: dict[str, tuple[Any, Any]] = {
+    "dense": ("dense", None),
+    "ste": ("ste", None),
+    "sr-ste": ("sr-ste", None),
+    "asp": ("asp", None),
+    "transposable": ("transposable", None),
+    "bi-mask": ("bi-mask", None),
+    "bame": (BAME(start=NEVER, stop=NEVER), None),
+    "bame-bi-mask": (BAME(start=NEVER, stop=NEVER, dgrad="bi-mask"), None),
+    "dense, top-n 2:4": ("dense", TopN("2:4")),
+    "dense, mvue 1:2": ("dense", MVUE("1:2")),
+    "dense, mvue 2:4": ("dense", MVUE("2:4")),
+    "dense, approx-mvue": ("dense", ApproxMVUE()),
+    "transposable, mvue 2:4": ("transposable", MVUE("2:4")),
 }
 
 
@@ -75,7 +81,10 @@ def steps(options: argparse.Namespace) -> dict[str, list[float]]:
         copied = copy.deepcopy(model)
         optimizer, sparsifier = optimizer_of(options.optimizer, copied), None
         if name != "plain":
-            sparsifier = NMSparsifier(copied, options.pattern, METHODS[name], skip_first_last=False).attach()
+            method, estimator = METHODS[name]
+            sparsifier = NMSparsifier(
+                copied, options.pattern, method, estimator, skip_first_last=False, grad_snr_every=0
+            ).attach()
             sparsifier.register(optimizer)
         runs[name] = Run(copied, optimizer, sparsifier)
     x = torch.randn(options.tokens, width)

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
-from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn import figures
 from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
-from lightning_nm.nn.select import Plan, Rule, as_globs, select
+from lightning_nm.nn.select import Plan, as_globs, select
 from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
 from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
-from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import PatternLike
+from lightning_nm.rules import make_rules
 
 SCHEMA = 1
 
@@ -419,41 +420,3 @@ def check_schema(state: dict[str, Any]) -> None:
             f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: use the "
             "version of lightning_nm that wrote it"
         )
-
-
-def make_rules(
-    pattern: PatternLike,
-    method: MethodName | Method,
-    grad_estimator: EstimatorName | GradientEstimator | None,
-    include: str | Sequence[str] | None,
-    rules: Sequence[Mapping[str, Any]] | None,
-) -> list[Rule]:
-    """The rules in order, the general one last.
-
-    Raises:
-        ValueError: For a bad pattern, method or key, naming it.
-    """
-    general = Rule(
-        as_globs(include, "include"),
-        NMPattern.parse(pattern),
-        resolve_method(method),
-        resolve_estimator(grad_estimator),
-    )
-    made = []
-    for rule in rules or ():
-        unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
-        if unknown or "include" not in rule:
-            problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-            raise ValueError(
-                f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', "
-                "'grad_estimator'"
-            )
-        made.append(
-            Rule(
-                as_globs(rule["include"], "include"),
-                NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
-                resolve_method(rule["method"]) if "method" in rule else general.method,
-                resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
-            )
-        )
-    return [*made, general]

@@ -13,7 +13,7 @@ ORDER = [
     {"kernels"},
     {"nn"},
     {"methods", "estimators"},
-    {"sparsifier"},
+    {"rules", "sparsifier"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"cli"},
     {"__main__"},

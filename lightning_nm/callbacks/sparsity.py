@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Required
 
+from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -168,8 +168,8 @@ class NMSparsityCallback(pl.Callback):
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
-        if any(_has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
-            planned = _planned_steps(trainer, pl_module)
+        if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
+            planned = planned_steps(trainer, pl_module)
             if planned is not None and self._state is None:  # the clock begins when this callback joins a run
                 planned -= self._steps_before
             sparsifier.planned_steps = planned
@@ -366,28 +366,6 @@ class NMSparsityCallback(pl.Callback):
             self._open = state_dict.get("open", True)
         else:
             self._state, self._from_checkpoint = state_dict, not self._evaluating
-
-
-def _has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Whether something begins or ends while training, so that the plan matters."""
-    if part is None:
-        return False
-    try:
-        return bool(part.schedule(None))
-    except ValueError:  # shares of a plan
-        return True
-
-
-def _planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The batches after which the optimizer will step in the whole training, if the Trainer can tell."""
-    if not pl_module.automatic_optimization:  # any number of steps a batch
-        return None
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-        planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
-    else:
-        planned = trainer.estimated_stepping_batches
-    return int(planned) if 0 < planned < math.inf else None
 
 
 def _refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
