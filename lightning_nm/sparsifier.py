@@ -387,8 +387,14 @@ class NMSparsifier:
                 f"the checkpoint is of another sparse model: {shown}. Configure the sparsifier as it was, or load only "
                 "the weights to start anew"
             )
+        unveiled = {}  # weights whose latent values came back with them: they were loaded over themselves
         for name, layer in layers.items():
-            if not fits(layer, saved[name]):
+            if fits(layer, saved[name]):
+                continue
+            forward = layer.forward_weight()
+            if layer.parked is not None and fits(layer, saved[name], forward):
+                unveiled[name] = forward
+            else:
                 raise ValueError(
                     f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the "
                     "checkpoint's weights into the model before its sparsifier state; where they are averages, resume "
@@ -404,7 +410,10 @@ class NMSparsifier:
             )
         for name, layer in layers.items():
             layer.seed = self.seed
+            if name in unveiled:
+                layer.weight.data.copy_(unveiled[name])
             load_layer_state(layer, saved[name])
+            layer.parked = None
         settle_window(self.plan.layers, self.clock, self.grad_snr_every)
         self.macs.update(state["macs"])
 

@@ -1,5 +1,7 @@
 """Without Lightning: a plain loop, Fabric, statistics and FLOPs."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -427,3 +429,32 @@ def test_masks_move_to_the_weights_device():
     model.to("meta")
     for layer in sparsifier.layers.values():
         assert {tensor.device.type for tensor in layer.tensors()} == {"meta"}
+
+
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp", "transposable"])
+def test_a_state_can_be_loaded_over_itself_and_over_later_weights(method):
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", method, "mvue").attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sparsifier.register(optimizer)
+
+    def train():
+        for k in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(k))
+            model(x).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+
+    train()
+    states = [copy.deepcopy(part.state_dict()) for part in (model, sparsifier, optimizer)]
+    latent = [p.detach().clone() for p in model.parameters()]
+    found = []
+    for _ in range(2):
+        for part, state in zip((model, sparsifier, optimizer), states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        assert all(torch.equal(a, b) for a, b in zip(latent, model.parameters(), strict=True))
+        train()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -71,9 +71,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.no_grad()
-def fits(layer: NMLayer, state: dict[str, Any]) -> bool:
-    """Whether W_F made of the saved state equals what the module holds; nothing is changed."""
-    weight, mask, latent = layer.weight.detach(), _mask(layer, state["forward_mask"]), state["latent"]
+def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) -> bool:
+    """Whether W_F made of the saved state equals what the module holds, or `weight`; nothing is changed."""
+    weight = layer.weight.detach() if weight is None else weight
+    mask, latent = _mask(layer, state["forward_mask"]), state["latent"]
     (total, magnitude), (total_here, magnitude_here) = state["checksum"], _checksum(weight)
     tolerance = 1e-4 * max(magnitude, magnitude_here)  # another device or precision may sum a little differently
     if not (abs(total - total_here) <= tolerance and abs(magnitude - magnitude_here) <= tolerance):
