@@ -1,0 +1,46 @@
+"""Two processes: other noise in each, the same weights in both."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_nm import MVUE, NMSparsifier
+
+
+def run(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    sparsifier = NMSparsifier(model, "2:4", "transposable", MVUE("2:4"), skip_first_last=False).attach()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    noise = []
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))  # the same on both
+        noise.append([layer.noise for layer in sparsifier.layers.values()])
+        parallel(x).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    torch.save((noise, model.state_dict(), sparsifier.state_dict()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_draw_independently_and_stay_together(tmp_path):
+    mp.spawn(run, (str(tmp_path),), nprocs=2)
+    (noise, weights, state), (other_noise, other_weights, other_state) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)
+    )
+    words = [tuple(words.tolist()) for step in noise + other_noise for words in step]
+    assert len(set(words)) == len(words) == 16
+    assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+    for name, layer in state["layers"].items():
+        assert torch.equal(layer["forward_mask"], other_state["layers"][name]["forward_mask"])
+        assert layer["draws"] == other_state["layers"][name]["draws"]
