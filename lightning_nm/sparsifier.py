@@ -50,7 +50,8 @@ class NMSparsifier:
             few layers, which take turns; 0 for none.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or estimator, or a bad rule, naming it.
+        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or another argument out of
+            its range, naming it.
 
     Example::
 
@@ -86,7 +87,7 @@ class NMSparsifier:
     ) -> None:
         if conv_layout not in ("channels", "flat"):
             raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
-        if grad_snr_every < 0:
+        if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
             raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
         self.rules = make_rules(pattern, method, grad_estimator, include, rules)
@@ -207,6 +208,8 @@ class NMSparsifier:
     def step(self) -> bool:
         """Move the masks of every layer whose optimizer has stepped since the last call; call it after every batch.
 
+        At a step of a layer's schedule they move in any case: phases begin and end for all layers together.
+
         Batches that only accumulate gradients are no exception: estimators draw other random numbers for each.
 
         Returns:
@@ -274,15 +277,15 @@ class NMSparsifier:
         Args:
             gradients: Take the layers with a gradient estimator instead.
         """
-        names = {
-            layer.name: layer
+        layers = [
+            layer
             for layer in self.plan.layers
             if (layer.estimator is not None and layer.weight.requires_grad if gradients else layer.maskable)
-        }
+        ]
         total = sum(p.numel() for p in self.model.parameters())
-        shares = {"parameters": sum(layer.weight.numel() for layer in names.values()) / total}
+        shares = {"parameters": sum(layer.weight.numel() for layer in layers) / total}
         if any(self.macs.values()):
-            shares["flops"] = sum(self.macs.get(name, 0) for name in names) / sum(self.macs.values())
+            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
         return shares
 
     @property

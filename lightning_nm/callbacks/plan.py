@@ -25,6 +25,8 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
     """The batches after which the optimizer will step in the whole training, if the Trainer can tell."""
     if not pl_module.automatic_optimization:  # any number of steps a batch
         return None
+    if getattr(trainer, "fast_dev_run", False):  # one step of a training whose length it does not know
+        return 1 << 30
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf

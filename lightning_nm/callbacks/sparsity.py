@@ -50,8 +50,8 @@ class NMSparsityCallback(pl.Callback):
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
             by ``class_path``.
         grad_estimator: What replaces the output gradient dY in the weight-gradient GEMM: ``mvue``, ``approx-mvue``,
-            ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. With a short name its
-            pattern is each layer's own.
+            ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. With a short name the
+            pattern of ``mvue`` and ``top-n`` is each layer's own; ``approx-mvue`` is always 2:4.
         include: Globs over module names to mask; all maskable layers by default. A name without wildcards
             must be maskable.
         exclude: Globs over module names to keep dense.
@@ -149,7 +149,7 @@ class NMSparsityCallback(pl.Callback):
                 return
             self._finish()  # another callback's failure kept the last fit from ending
         _refuse_later_averaging(self, trainer)
-        self._fresh = self._state is None
+        self._fresh, self._open = self._state is None, False
         self._achieved = None
         if self.log_achieved_loss and not pl_module.automatic_optimization:
             raise ValueError(

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.methods import STE, MaskMethod
+from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -49,7 +49,7 @@ def _phases(sparsifier: NMSparsifier) -> list[str]:
     lines = []
     for layer in sparsifier.layers.values():
         window = layer.schedule
-        if isinstance(layer.method, STE) and window:
+        if window and (layer.method.dense_start or layer.method.dense_end):
             until = f" to {window[1]}; the model is dense after that" if len(window) > 1 else ""
             lines.append(f"{type(layer.method).__name__}: masks from training step {window[0]}{until}")
         window = layer.estimator_schedule
@@ -57,6 +57,11 @@ def _phases(sparsifier: NMSparsifier) -> list[str]:
             until = f" to {window[1]}, then wgrad is dense" if len(window) > 1 else ""
             lines.append(f"{type(layer.estimator).__name__}: from training step {window[0]}{until}")
     return list(dict.fromkeys(lines))
+
+
+def _share(shares: dict[str, float]) -> str:
+    flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
+    return f"{shares['parameters']:.1%} of the model's parameters, {flops}"
 
 
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
@@ -67,18 +72,16 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         console.print("first convolution and last linear layer: skip_first_last=False masks them, too", style="dim")
     for phase in _phases(sparsifier):
         console.print(phase, style="dim")
-    for what, gradients in (("masked", False), ("N:M gradients", True)):
-        shares = sparsifier.shares(gradients)
-        share = shares.get("flops", shares["parameters"])
-        if not share:
-            continue
-        flops = f"{share:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
-        console.print(f"{what}: {shares['parameters']:.1%} of the model's parameters, {flops}")
-        if share < 0.5 and not gradients:
+    masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
+    if masked["parameters"]:
+        console.print(f"masked: {_share(masked)}")
+        if masked.get("flops", masked["parameters"]) < 0.5:
             console.print(
                 "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
                 "the last column says why"
             )
+    if estimated["parameters"]:
+        console.print(f"N:M gradients: {_share(estimated)}")
 
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:

@@ -47,7 +47,7 @@ class GradientEstimator:
         """The training steps at which estimation begins and ends; ``()`` if it always works.
 
         Raises:
-            ValueError: If that takes the number of planned steps, and it is not known.
+            ValueError: If that takes the number of planned steps and it is not known, or no step is left.
         """
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 

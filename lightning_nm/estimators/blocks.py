@@ -24,10 +24,11 @@ class BlockEstimator(GradientEstimator):
         dense_end: How long wgrad is dense again before training ends, likewise.
 
     Raises:
+        TypeError: If a length of a dense phase is no number.
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
     """
 
-    draws = 0
+    numbers = 0
     """Random numbers per block."""
 
     def __init__(self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
@@ -46,7 +47,7 @@ class BlockEstimator(GradientEstimator):
         Args:
             grad: ``dY``.
             pattern: The pattern.
-            uniform: Random numbers in [0, 1), float32 ``[draws, tokens / M, out]``.
+            uniform: Random numbers in [0, 1), float32 ``[numbers, tokens / M, out]``.
         """
         raise NotImplementedError
 
@@ -57,7 +58,7 @@ class BlockEstimator(GradientEstimator):
         padding = -tokens % pattern.m
         padded = F.pad(grad, (0, 0, 0, padding)) if padding else grad
         blocks = padded.shape[0] // pattern.m
-        uniform = counter_uniform(self.draws * blocks * out, seed).view(self.draws, blocks, out)
+        uniform = counter_uniform(self.numbers * blocks * out, seed).view(self.numbers, blocks, out)
         return self.prune(padded, pattern, uniform)[:tokens]
 
     def gemm(self, layer: NMLayer) -> Gemm:

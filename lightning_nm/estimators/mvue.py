@@ -28,6 +28,7 @@ class MVUE(BlockEstimator):
             no part in the model.
 
     Raises:
+        TypeError: If a length of a dense phase is no number.
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
 
     Example::
@@ -36,7 +37,7 @@ class MVUE(BlockEstimator):
         (0, 900)
     """
 
-    draws = 1
+    numbers = 1
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """A sample of the estimator."""
@@ -54,10 +55,11 @@ class ApproxMVUE(BlockEstimator):
         dense_end: As :class:`MVUE`'s.
 
     Raises:
+        TypeError: If a length of a dense phase is no number.
         ValueError: For a share out of [0, 1], or no step between the dense phases.
     """
 
-    draws = 2
+    numbers = 2
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         super().__init__("2:4", dense_start, dense_end)

@@ -21,6 +21,7 @@ class TopN(BlockEstimator):
         dense_end: As :class:`~lightning_nm.MVUE`'s.
 
     Raises:
+        TypeError: If a length of a dense phase is no number.
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
     """
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.schedule import Moment
 
 
 class Method:
@@ -31,11 +32,18 @@ class Method:
     sparse_dgrad: bool = False
     """Whether the method makes the backward weight N:M along `out`."""
 
+    dense_start: Moment = 0
+    """How long training stays dense before the first masks, for a method that can: training steps, or a share."""
+    dense_end: Moment = 0
+    """How long it is dense again at the end, likewise."""
+
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
+
+        At each of them :meth:`update` is called for every layer, whether or not it made a step.
 
         Raises:
             ValueError: If that takes the number of planned steps, and it is not known.
@@ -102,7 +110,11 @@ class Method:
         """
 
     def update(self, layer: NMLayer) -> None:
-        """Move the masks; ``layer.step`` counts the optimizer steps, ``layer.updated_at`` is the last update's."""
+        """Move the masks: at the end of a batch with a step of this layer, and at every step in ``layer.schedule``.
+
+        ``layer.step`` counts the layer's optimizer steps, ``layer.updated_at`` is the last update's, and
+        ``layer.clock`` counts training steps, this one included.
+        """
 
     def gemms(self, layer: NMLayer) -> Gemms:
         """What each GEMM does at present and what it costs."""

@@ -37,7 +37,11 @@ class STE(MaskMethod):
         self.dense_end = dense_end
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training steps at which the masks come and go; ``()`` if they are always there."""
+        """The training steps at which the masks come and go; ``()`` if they are always there.
+
+        Raises:
+            ValueError: If it takes the number of planned steps and that is not known, or no step is left for masks.
+        """
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def init(self, layer: NMLayer) -> None:

@@ -132,8 +132,8 @@ class NMLayer:
         """As ``schedule``, the estimator's."""
         self.draws = 0
         """Number of the last :meth:`draw_seed`."""
-        self.calls = 0
-        """Backward passes since then; compiled ones are not counted."""
+        self.calls: dict[int, int] = {}
+        """Backward passes since then, by first output row; compiled ones are not counted."""
         self.noise: Tensor | None = None
         """Four words that the estimator's random numbers are made of, int64 [4]; others after each
         :meth:`NMSparsifier.step` and each optimizer step."""
@@ -265,13 +265,24 @@ class NMLayer:
         if self.estimator is not None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self.draws = self.draws + 1 if draw is None else draw
-            self.calls = 0
-            self.noise = fold_seed(self.seed, self.name, self.draws, rank).to(self.weight.device)
+            self.calls.clear()
+            seed = fold_seed(self.seed, self.name, self.draws, rank)
+            self.noise = seed.to(self.weight.device, non_blocking=True)
 
-    def call_noise(self, noise: Tensor) -> Tensor:
-        """The noise of one backward pass: a module that is called several times in a micro-batch has several."""
-        self.calls += 1
-        return noise if self.calls == 1 else noise + self.calls * 0x9E3779B1
+    def call_noise(self, noise: Tensor, row: int) -> Tensor:
+        """The noise of one backward pass.
+
+        Parts of a joint projection have noise of their own, and so has, in eager code, each call of a module that is
+        called several times in a micro-batch: a compiled graph would be compiled anew for each count.
+
+        Args:
+            noise: The noise that the forward pass saw.
+            row: The first output row of the part.
+        """
+        if torch.compiler.is_compiling():
+            return noise + row
+        count = self.calls[row] = self.calls.get(row, 0) + 1
+        return noise + (row + (count - 1) * 0x9E3779B1)
 
     @torch.no_grad()
     def observe(self, grad: Tensor, estimate: Tensor, exact: Tensor, found: Tensor) -> None:

@@ -94,15 +94,21 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return x, bias, weight.dtype
 
 
-def _wgrad(layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[Tensor], Tensor]) -> Tensor:
-    """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``."""
+def _wgrad(
+    layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[Tensor], Tensor], row: int = 0
+) -> Tensor:
+    """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``, whose first output is `row`."""
     if layer.estimator is None or noise is None or not layer.estimating:
         return gemm(grad)
-    if not torch.compiler.is_compiling():  # a compiled graph would have to be compiled anew for each count
-        noise = layer.call_noise(noise)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
-    tokens = layer.estimator.estimate(layer, by_token.flatten(0, -2), noise)
-    estimate = tokens.reshape(by_token.shape).movedim(-1, 1)
+    tokens = by_token.flatten(0, -2)
+    pruned = layer.estimator.estimate(layer, tokens, layer.call_noise(noise, row))
+    if pruned.shape != tokens.shape or pruned.dtype != tokens.dtype:
+        raise TypeError(
+            f"{type(layer.estimator).__name__} made {pruned.dtype} {tuple(pruned.shape)} of the output gradient at "
+            f"layer '{layer.name}', which is {tokens.dtype} {tuple(tokens.shape)}: keep the shape and the dtype"
+        )
+    estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
     if not torch.compiler.is_compiling() and layer.observing:  # a compiled graph cannot hand figures out
         layer.observe(grad, estimate, gemm(grad), found)
@@ -146,9 +152,7 @@ class _Linear(torch.autograd.Function):
             grad_x = (tokens @ backward_weight).view(x.shape)
         if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[7:]):
             inputs = x.reshape(-1, x.shape[-1])
-            if noise is not None and ctx.rows.start:  # parts of a joint projection draw different numbers
-                noise = noise + ctx.rows.start
-            full = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs)
+            full = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs, ctx.rows.start or 0)
             if ctx.rows != slice(None):
                 part, full = full, torch.zeros_like(layer.rows(weight), dtype=full.dtype)
                 full[ctx.rows] = part

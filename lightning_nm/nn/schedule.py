@@ -49,7 +49,12 @@ def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) 
 
 
 def check_window(dense_start: Moment, dense_end: Moment) -> None:
-    """Refuse a dense start and a dense end that leave nothing between them, as far as that can be told."""
+    """Refuse a dense start and a dense end that leave nothing between them, as far as that can be told.
+
+    Raises:
+        TypeError: If one of them is no number.
+        ValueError: If one is negative, or shares reach 1.
+    """
     check_moment("dense_start", dense_start)
     check_moment("dense_end", dense_end)
     if sum(moment for moment in (dense_start, dense_end) if isinstance(moment, float)) >= 1:

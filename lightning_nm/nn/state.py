@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -99,26 +100,25 @@ def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
             weight.copy_(latent)
         else:
             weight[~mask] = latent  # type: ignore[operator]
-    parameters, flips, total_flips = layer.parameters, layer.flips, layer.total_flips
+    parameters = layer.parameters
     _restore_around(layer, state)
     for name, parameter in parameters.items():  # the optimizer may know these objects
         parameter.copy_(layer.parameters[name])
-    layer.parameters, layer.flips, layer.total_flips = parameters, flips, total_flips
+    layer.parameters = parameters
+    layer.flips = torch.tensor(state["flips"], device=weight.device)
+    layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
+    layer.backward_density = state["backward_density"]
 
 
 def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     """Set a layer whose module holds W_F to a saved state that :func:`fits`: its weights, clocks and counts."""
     restore_weights(layer, state)
-    device = layer.weight.device
     layer.step, layer.updated_at = state["step"], state["updated_at"]
-    layer.flips = torch.tensor(state["flips"], device=device)
-    layer.total_flips = torch.tensor(state["total_flips"], device=device)
     layer.dense_gradient = state["dense_gradient"]
     layer.schedule = tuple(state["schedule"])
-    if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
+    if same_estimator(layer, state):
         layer.estimator_schedule = tuple(state["estimator_schedule"])
         layer.draw_seed(state["draws"])
-    layer.backward_density = state["backward_density"]
     layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
     layer.counted = state.get("counted", state["step"])
 
@@ -140,6 +140,11 @@ def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
 
 def _mask(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     return None if packed is None else unpack_mask(packed.to(layer.weight.device), tuple(layer.weight.shape))
+
+
+def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
+    """Whether a layer has an estimator, of the class that the saved state was made with."""
+    return layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__
 
 
 def state_difference(layer: NMLayer, state: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.schedule import within
+from lightning_nm.nn.state import same_estimator
 
 _OBSERVED = 4
 """Layers whose gradient estimates are observed at a time."""
@@ -33,7 +34,7 @@ def plan_schedules(
         else:
             new.add(layer.method)
             layer.schedule = tuple(layer.method.schedule(planned_steps))
-        if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
+        if same_estimator(layer, state):
             layer.estimator_schedule = tuple(state["estimator_schedule"])
         elif layer.estimator is not None:
             layer.estimator_schedule = tuple(layer.estimator.schedule(planned_steps))
@@ -49,7 +50,7 @@ def changed_schedules(
     for layer in layers:
         state = saved[layer.name]
         owners: list[tuple[Any, str]] = [(layer.method, "schedule")]
-        if layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__:
+        if same_estimator(layer, state):
             owners.append((layer.estimator, "estimator_schedule"))
         for owner, key in owners:
             try:
@@ -90,6 +91,6 @@ def finished_windows(layers: Sequence[NMLayer]) -> list[str]:
     found = []
     for layer in layers:
         for owner, window in ((layer.method, layer.schedule), (layer.estimator, layer.estimator_schedule)):
-            if getattr(owner, "dense_end", 0) and len(window) > 1 and layer.clock >= window[1]:
+            if owner is not None and owner.dense_end and len(window) > 1 and layer.clock >= window[1]:
                 found.append(f"{type(owner).__name__} is in the dense phase that began at training step {window[1]}")
     return list(dict.fromkeys(found))

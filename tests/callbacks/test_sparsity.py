@@ -163,6 +163,8 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"grad_estimator": "mvu"}, "'mvu' does not exist: use one of 'mvue'"),
         ({"rules": [{"include": "x", "grad_estimator": "topn"}]}, "'topn' does not exist"),
         ({"grad_snr_every": -1}, "grad_snr_every=-1"),
+        ({"grad_snr_every": None}, "grad_snr_every=None"),
+        ({"grad_snr_every": 1.5}, r"grad_snr_every=1\.5"),
         ({"rules": [{"include": "x", "metod": "ste"}]}, "unknown key 'metod'"),
     ],
 )

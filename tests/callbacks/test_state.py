@@ -502,6 +502,40 @@ def test_weights_that_are_swapped_within_a_window_do_not_rewind_the_noise(tmp_pa
     assert draws(Swap()) == draws() == sorted(set(draws()))
 
 
+@pytest.mark.parametrize("method", ["bi-mask", "transposable", "bame"])
+def test_weights_that_are_swapped_leave_the_figures_alone(tmp_path, method):
+    def figures(*others):
+        seen = []
+
+        def look(trainer, module):
+            (nm,) = [c for c in trainer.callbacks if isinstance(c, NMSparsityCallback)]
+            s = nm.sparsifier
+            seen.append((s.stats(), s.mean_flip_rate(), s.mean_flops_ratios(), s.layer_stats()))
+
+        options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+        make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(new_model(), Data())
+        return seen
+
+    assert figures(Swap()) == figures()
+
+
+def test_a_fit_that_dies_within_a_batch_leaves_none_open(tmp_path):
+    class Dies(pl.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            raise RuntimeError("out of luck")
+
+    def draws(nm):
+        seen = []
+        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].draws))
+        make_trainer(tmp_path, [nm, look], max_epochs=1).fit(new_model(), Data())
+        return seen
+
+    nm = callback("mvue")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_trainer(tmp_path, [nm, Dies()], max_epochs=1).fit(new_model(), Data())
+    assert draws(nm) == draws(callback("mvue"))
+
+
 def test_batches_that_are_skipped_leave_none_open(tmp_path):
     class Skips(Net):
         def on_train_batch_start(self, batch, batch_idx):

@@ -13,8 +13,6 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import print_summary
 from tests.lightning_models import Data, make_trainer, new_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-
 METHODS = {
     "ste": STE,
     "sr-ste": lambda **w: SRSTE(0.05, **w),
