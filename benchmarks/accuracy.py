@@ -30,7 +30,7 @@ import lightning.pytorch as pl
 import torch
 from scipy.stats import t as student_t
 
-from lightning_nm import BAME, MVUE, ApproxMVUE, NMSparsityCallback, TopN
+from lightning_nm import BAME, MVUE, ApproxMVUE, NMSparsityCallback, TopN, TransposableMask
 from lightning_nm.demo import Digits, FashionMNIST, HelpTopics, ResidualCNN, TinyTransformer
 
 # Method and gradient estimator.
@@ -51,6 +51,9 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mvue-1:4": lambda: ("dense", MVUE("1:4")),
     "mvue-1:16": lambda: ("dense", MVUE("1:16")),
     "approx-mvue-2:4": lambda: ("dense", ApproxMVUE()),
+    "transposable-every-10": lambda: (TransposableMask(update_every=10), None),
+    "transposable-decay": lambda: (TransposableMask(decay=2e-4), None),
+    "transposable-dense-end": lambda: (TransposableMask(dense_end=1 / 6), None),
     "three-gemms": lambda: ("transposable", MVUE("2:4")),
 }
 
