@@ -1,0 +1,1 @@
+"""GEMM kernels: how a product with an N:M operand is executed."""
