@@ -1,1 +1,19 @@
 """GEMM kernels: how a product with an N:M operand is executed."""
+
+from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.patterns import two_four_reason
+from lightning_nm.kernels.registry import KernelRegistry
+from lightning_nm.kernels.simulated import SimulatedSparseKernel
+from lightning_nm.kernels.two_four import TwoFourKernel
+
+__all__ = [
+    "CuSparseLtKernel",
+    "GemmKernel",
+    "GemmKey",
+    "GemmName",
+    "KernelRegistry",
+    "SimulatedSparseKernel",
+    "TwoFourKernel",
+    "two_four_reason",
+]

@@ -36,6 +36,11 @@ class GemmKey:
     pattern: NMPattern
     device: str
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = f"[{self.rows}, {self.depth}] x [{self.depth}, {self.columns}]"
+        return f"{self.gemm} {sizes}, {self.pattern}, {dtype}, {self.device}"
+
 
 class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
@@ -47,6 +52,10 @@ class GemmKernel:
 
     def probe(self, device: torch.device) -> str:
         """Why this kernel does not work on a device; empty if a live numeric check passed."""
+        return ""
+
+    def remark(self, device: torch.device) -> str:
+        """What a user of this kernel should know about a device on which it works; mostly empty."""
         return ""
 
     def supports(self, key: GemmKey) -> str:

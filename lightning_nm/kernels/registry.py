@@ -1,0 +1,137 @@
+"""The kernels that are known, which of them can make a product, and a way back to the dense product if one fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.cusparselt import CuSparseLtKernel
+
+
+class KernelRegistry:
+    """Kernels in the order in which they are tried, the reference first.
+
+    Args:
+        kernels: Kernels besides ``reference`` and ``cusparselt``, each under a name of its own.
+
+    Raises:
+        ValueError: If two kernels have one name.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> registry = KernelRegistry([SimulatedSparseKernel()])
+        >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
+        >>> [(kernel.name, reason) for kernel, reason in registry.usable(key)]
+        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
+    """
+
+    def __init__(self, kernels: Sequence[GemmKernel] = ()) -> None:
+        self.reference = GemmKernel()
+        self.kernels: dict[str, GemmKernel] = {}
+        for kernel in (self.reference, CuSparseLtKernel(), *kernels):
+            if kernel.name in self.kernels:
+                raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
+            self.kernels[kernel.name] = kernel
+        self._failed: dict[tuple[str, GemmKey], str] = {}
+
+    def resolve(self, kernel: str | GemmKernel) -> GemmKernel:
+        """Find a kernel by its name; an object is returned as it is.
+
+        Raises:
+            ValueError: If no kernel has that name.
+        """
+        if isinstance(kernel, GemmKernel):
+            return kernel
+        if kernel not in self.kernels:
+            names = ", ".join(f"'{name}'" for name in self.kernels)
+            raise ValueError(f"{kernel!r} is not a kernel: pass one of {names}, or a GemmKernel object")
+        return self.kernels[kernel]
+
+    def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
+        if failure := self._failed.get((kernel.name, key)):
+            return failure
+        try:
+            return kernel.probe(torch.device(key.device)) or kernel.supports(key)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def usable(self, key: GemmKey) -> list[tuple[GemmKernel, str]]:
+        """List all known kernels, each with the reason why it is not used for a product, empty if it can be."""
+        return [(kernel, self.reason(kernel, key)) for kernel in self.kernels.values()]
+
+    def attempt(
+        self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
+    ) -> Tensor:
+        """Make a product by a kernel, and the dense one if that fails, now and from then on.
+
+        A failure is told in one warning, and switches this kernel off for this key. If the dense product fails too,
+        the operands are at fault: its error is raised, and the kernel stays.
+
+        Args:
+            kernel: The kernel that `product` calls.
+            key: The product.
+            product: Makes the product by the kernel.
+            dense: Makes it by the reference.
+        """
+        if (kernel.name, key) in self._failed:
+            return dense()
+        try:
+            return product()
+        except Exception as error:
+            if kernel is self.reference:
+                raise
+            failure = f"it failed, {type(error).__name__}: {error}"
+        result = dense()  # not while the error is handled, which keeps the memory of what failed
+        self._failed[kernel.name, key] = failure
+        warnings.warn(
+            f"kernel '{kernel.name}' is switched off for {key}: {failure}. The dense product takes its place.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return result
+
+    def linear(self, kernel: GemmKernel, key: GemmKey, matrix: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x A^T + bias`` with ``A [rows, depth]`` packed on the way, by a kernel or, if it fails, dense.
+
+        Args:
+            kernel: What should make it.
+            key: The product, with the sizes of `matrix` and `x`.
+            matrix: ``A [rows, depth]``, N:M along `depth`, contiguous.
+            x: ``[tokens, depth]``, contiguous.
+            bias: ``[rows]``.
+
+        Returns:
+            ``[tokens, rows]``.
+        """
+        return self.attempt(
+            kernel,
+            key,
+            lambda: kernel.linear(kernel.pack(matrix), x, bias),
+            lambda: self.reference.linear(matrix, x, bias),
+        )
+
+    def matmul(self, kernel: GemmKernel, key: GemmKey, matrix: Tensor, dense: Tensor) -> Tensor:
+        """``A B`` with ``A [rows, depth]`` packed on the way, by a kernel or, if it fails, dense.
+
+        Args:
+            kernel: What should make it.
+            key: The product, with the sizes of `matrix` and `dense`.
+            matrix: ``A [rows, depth]``, N:M along `depth`, contiguous.
+            dense: ``B [depth, columns]``, contiguous.
+
+        Returns:
+            ``[rows, columns]``.
+        """
+        return self.attempt(
+            kernel,
+            key,
+            lambda: kernel.matmul(kernel.pack(matrix), dense),
+            lambda: self.reference.matmul(matrix, dense),
+        )
