@@ -210,6 +210,7 @@ def test_shapes_to_pack(kernel, matrix, message):
     ("product", "message"),
     [
         (lambda kernel, packed: kernel.linear(packed, normal(16, 48)), "does not fit a packed matrix"),
+        (lambda kernel, packed: kernel.linear(packed, normal(16, 65)), "does not fit a packed matrix"),
         (lambda kernel, packed: kernel.linear(packed, normal(2, 16, 64)), "x must be a matrix"),
         (lambda kernel, packed: kernel.linear(packed, normal(0, 64)), "not empty"),
         (lambda kernel, packed: kernel.linear(packed, normal(16, 64), normal(1)), r"bias must be of shape \(32,\)"),
@@ -238,6 +239,16 @@ class TestProbe:
         assert kernel.probe(CPU) == ""
         assert len(kernel.ops.calls) == made
 
+    def test_it_packs_groups_of_all_kinds_and_pruned_negative_weights(self, kernel):
+        kernel.probe(CPU)
+        matrices = [call[1] for call in kernel.ops.calls if call[0] == "compress"]
+        assert {(tuple(matrix.shape), matrix.dtype) for matrix in matrices} == {
+            (shape, dtype) for shape in ((256, 512), (144, 176)) for dtype in DTYPES
+        }
+        for matrix in matrices:
+            assert set((matrix != 0).unflatten(1, (-1, 4)).sum(2).unique().tolist()) == {0, 1, 2}
+            assert not bool(torch.signbit(matrix[matrix == 0]).any())
+
     @pytest.mark.parametrize("transposed", [True, False])
     def test_one_lost_value_fails_it(self, transposed):
         class Losing(TrappingOps):
@@ -262,7 +273,8 @@ class TestProbe:
         class Unsteady(TrappingOps):
             def _cslt_sparse_mm(self, *arguments, **keywords):
                 result = super()._cslt_sparse_mm(*arguments, **keywords)
-                return result if len(self.calls) < 8 else result * torch.nan
+                calls = [call for call in self.calls if call[0] == "mm" and call[1] is arguments[0]]
+                return result if len(calls) < 8 else result * torch.nan
 
         assert "is wrong by up to nan" in KernelOnCpu(Unsteady()).probe(CPU)
 
@@ -279,6 +291,12 @@ class TestProbe:
                 return torch.nn.functional.pad(super()._cslt_compress(matrix), (0, 8))
 
         assert "is packed into 75776 values, not 9/16" in KernelOnCpu(Padding()).probe(CPU)
+
+    def test_another_packed_size_of_a_shape_that_was_not_probed(self, kernel):
+        kernel.probe(CPU)
+        kernel.ops._cslt_compress = lambda matrix: matrix.new_zeros(32 * 40)
+        with pytest.raises(RuntimeError, match="has 1280 entries and not 32 x 36: the library pads this shape"):
+            kernel.pack(two_four(32, 64))
 
     def test_an_exception_is_a_reason_and_no_second_try(self):
         class Broken(TrappingOps):
