@@ -1,0 +1,194 @@
+"""What brings operands into the form that sparse GEMMs take: contiguous, N:M along the rows, one read of the input.
+
+Each function has two implementations: a few torch operations, which run everywhere and define the result, and a Triton
+kernel, taken for CUDA tensors wherever Triton is installed. ``TRITON_INTERPRET=1`` takes it on the CPU, too, slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_nm.functional import counter_uniform, mvue
+from lightning_nm.pattern import NMPattern, PatternLike
+
+FORWARD, BACKWARD = 1, 2
+"""Bits of a byte of marks, as ``NMLayer.marks`` has them."""
+
+TOKENS = 16
+"""What the tokens of a sparse wgrad must be a multiple of: cuSPARSELt's rule for half types."""
+
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def masked_pair(
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    permutation: Tensor | None = None,
+    *,
+    own_backward: bool,
+) -> tuple[Tensor, Tensor]:
+    """Mask a weight for the forward and the dgrad GEMM: W_F as it lies, and W_B transposed.
+
+    ``W_F[o, i] = W[o, i]`` where bit 1 of the mark is set, and ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``
+    where its bit 2 is set (bit 1, without a backward mask of its own). All other entries are +0, never the -0 that a
+    product with a mask leaves and that some compressors take for a nonzero.
+
+    Args:
+        weight: W ``[out, in]``, contiguous, any floating dtype.
+        marks: Both masks as bits of one byte, uint8 ``[out, in]``, contiguous.
+        dtype: Floating dtype of the results.
+        permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
+            checked: on a GPU that would wait for it.
+        own_backward: Whether W_B has a mask of its own; otherwise it is W_F.
+
+    Returns:
+        W_F ``[out, in]`` and W_B^T ``[in, out]``, both contiguous, of ``dtype``, without autograd history.
+
+    Raises:
+        TypeError: If ``weight`` or ``dtype`` is not floating, ``marks`` not uint8 or ``permutation`` not int64.
+        ValueError: If a tensor is not contiguous, or of another shape or device than the weight asks for.
+
+    Example::
+
+        >>> weight, marks = torch.tensor([[-1.0, 2.0], [3.0, -4.0]]), torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8)
+        >>> forward, backward = masked_pair(weight, marks, torch.float32, torch.tensor([1, 0]), own_backward=True)
+        >>> forward.tolist(), backward.tolist()
+        ([[-1.0, 0.0], [3.0, 0.0]], [[3.0, 0.0], [0.0, 2.0]])
+
+    Source: NVIDIA/cutlass#2110 on -0.
+    """
+    _check_matrix("weight", weight)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
+    if marks.dtype != torch.uint8:
+        raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
+    if marks.shape != weight.shape or marks.device != weight.device or not marks.is_contiguous():
+        raise ValueError(
+            f"marks must be contiguous and lie as the weight does, {tuple(weight.shape)} on {weight.device}; got "
+            f"{tuple(marks.shape)} on {marks.device} with strides {marks.stride()}"
+        )
+    _check_permutation(permutation, weight.shape[0], weight.device)
+    weight, bit = weight.detach(), BACKWARD if own_backward else FORWARD
+    kernels = _kernels_for(weight, dtype)
+    if kernels is not None:
+        return kernels.masked_pair(weight, marks, dtype, bit, permutation)
+    return masked_pair_reference(weight, marks, dtype, bit, permutation)
+
+
+def masked_pair_reference(
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, backward_bit: int, permutation: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`masked_pair` by torch operations, from checked arguments."""
+    forward = torch.where((marks & FORWARD).ne(0), weight, 0).to(dtype)
+    backward = torch.where((marks & backward_bit).ne(0), weight, 0).to(dtype)
+    return forward, _rows(backward, permutation).t().contiguous()
+
+
+def mvue_transposed(
+    grad: Tensor, seed: Tensor, pattern: PatternLike = "2:4", permutation: Tensor | None = None
+) -> Tensor:
+    """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
+
+    ``R[o, t] = E(dY)[t, permutation[o]]`` with E as ``MVUE(pattern).estimate`` draws it from this seed:
+    :func:`lightning_nm.functional.mvue` of blocks of M tokens, where the block of tokens ``M b, ..., M b + M - 1`` of
+    column o takes the number ``b * out + o`` of :func:`lightning_nm.functional.counter_uniform`. The tokens are padded
+    with zeros, which no estimate keeps, to a multiple of 16.
+
+    Args:
+        grad: dY ``[tokens, out]``, contiguous, any floating dtype. Half dtypes are computed in float32 and rounded once.
+        seed: Four words in int64, as :func:`lightning_nm.functional.fold_seed` makes them.
+        pattern: N:M pattern along the tokens; M must divide 16.
+        permutation: Order of the rows of the result, int64 ``[out]``, each once; ``None`` leaves them. It does not
+            change what is drawn, and its values are not checked.
+
+    Returns:
+        ``[out, tokens rounded up to a multiple of 16]``, contiguous, of the dtype of ``grad``, without autograd
+        history. Blocks with a NaN or an infinity have N NaNs.
+
+    Raises:
+        TypeError: If ``grad`` is not floating or ``permutation`` not int64.
+        ValueError: If ``grad`` is not a contiguous matrix, ``seed`` not four int64, M does not divide 16, or
+            ``permutation`` is of another length or device.
+
+    Example::
+
+        >>> from lightning_nm.functional import fold_seed
+        >>> grad = torch.tensor([[5.0], [0.0], [-3.0], [0.0]])
+        >>> mvue_transposed(grad, fold_seed(0))[0, :5].tolist()
+        [5.0, 0.0, -3.0, 0.0, 0.0]
+
+    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
+    arXiv:2203.10991.
+    """
+    pattern = NMPattern.parse(pattern)
+    _check_matrix("grad", grad)
+    if TOKENS % pattern.m:
+        raise ValueError(f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide")
+    if seed.dtype != torch.int64 or seed.shape != (4,):
+        raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
+    _check_permutation(permutation, grad.shape[1], grad.device)
+    grad = grad.detach()
+    kernels = _kernels_for(grad, grad.dtype)
+    if kernels is not None:
+        return kernels.mvue_transposed(grad, seed, pattern, permutation)
+    return mvue_transposed_reference(grad, seed, pattern, permutation)
+
+
+def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None) -> Tensor:
+    """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
+    tokens, out = grad.shape
+    padded = F.pad(grad, (0, 0, 0, -tokens % TOKENS))
+    blocks = padded.shape[0] // pattern.m
+    uniform = counter_uniform(blocks * out, seed, device=grad.device).view(blocks, out)
+    return _rows(mvue(padded, pattern, 0, uniform=uniform).t(), permutation).contiguous()
+
+
+def _rows(matrix: Tensor, permutation: Tensor | None) -> Tensor:
+    return matrix if permutation is None else matrix[permutation]
+
+
+def _check_matrix(name: str, matrix: Tensor) -> None:
+    if not matrix.is_floating_point():
+        raise TypeError(f"{name} must be of a floating dtype; got {matrix.dtype}")
+    if matrix.dim() != 2 or not matrix.is_contiguous():
+        shape, strides = tuple(matrix.shape), matrix.stride()
+        raise ValueError(f"{name} must be a contiguous matrix; got {shape} with strides {strides}: call .contiguous()")
+
+
+def _check_permutation(permutation: Tensor | None, size: int, device: torch.device) -> None:
+    if permutation is None:
+        return
+    if permutation.dtype != torch.int64:
+        raise TypeError(f"a permutation is int64; got {permutation.dtype}")
+    if permutation.shape != (size,) or permutation.device != device or not permutation.is_contiguous():
+        raise ValueError(
+            f"a permutation of {size} rows on {device} is needed, contiguous; got {tuple(permutation.shape)} on "
+            f"{permutation.device} with strides {permutation.stride()}"
+        )
+
+
+def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The Triton kernels, where they can be used; Inductor makes its own of the torch operations."""
+    if torch.compiler.is_compiling() or not matrix.numel() or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES):
+        return None
+    if matrix.device.type != "cuda" and not (matrix.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    return triton_kernels()
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """The module of the Triton kernels; ``None`` where Triton is not installed. It is imported when first needed."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return None
+    return importlib.import_module("lightning_nm.kernels.preprocess_triton")
