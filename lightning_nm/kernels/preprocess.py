@@ -103,7 +103,8 @@ def mvue_transposed(
     with zeros, which no estimate keeps, to a multiple of 16.
 
     Args:
-        grad: dY ``[tokens, out]``, contiguous, any floating dtype. Half dtypes are computed in float32 and rounded once.
+        grad: dY ``[tokens, out]``, contiguous, any floating dtype. Half dtypes are computed in float32, and rounded
+            once.
         seed: Four words in int64, as :func:`lightning_nm.functional.fold_seed` makes them.
         pattern: N:M pattern along the tokens; M must divide 16.
         permutation: Order of the rows of the result, int64 ``[out]``, each once; ``None`` leaves them. It does not

@@ -1,0 +1,227 @@
+"""Triton kernels against the torch operations: in Triton's interpreter, compiled without a GPU, and on one.
+
+`make interpreter` runs all but the last. Whether kernels are interpreted is settled when Triton is imported, so the
+environment decides which of these tests run.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_nm.functional import fold_seed, random
+from lightning_nm.kernels.preprocess import (
+    masked_pair,
+    masked_pair_reference,
+    mvue_transposed,
+    mvue_transposed_reference,
+    triton_kernels,
+)
+from lightning_nm.pattern import NMPattern
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PATTERNS = ["2:4", "1:2", "1:4", "3:4", "2:8", "2:16"]
+SIZES = st.integers(1, 140)
+
+kernels = triton_kernels()
+if kernels is not None:
+    import triton
+    import triton.language as tl
+
+    philox = kernels._philox
+
+    @triton.jit
+    def words(seed, index, result):
+        lane = tl.arange(0, 8)
+        found = philox(seed, tl.load(index + lane))
+        for i in tl.static_range(4):
+            tl.store(result + 8 * i + lane, found[i].to(tl.int64))
+
+
+needs_interpreter = pytest.mark.skipif(kernels is None or not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+needs_compiler = pytest.mark.skipif(kernels is None or INTERPRETED, reason="needs Triton, and no TRITON_INTERPRET")
+pytestmark = [
+    # The interpreter's numpy: 0 / 0 in blocks of zeros, and results beyond float16.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+
+def bits(x):
+    """The bits of numbers, with one pattern for all NaNs."""
+    x = torch.where(x.isnan(), torch.nan, x)
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def interpreted(x, dtype):
+    """Cast float32 as Triton's interpreter does: to bfloat16 it cuts where hardware and torch round to nearest."""
+    return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+
+
+def values(generator, dtype, *shape):
+    """Gaussian numbers over all magnitudes, with zeros, equal ones, and a few that are not finite."""
+    x = torch.randn(shape, generator=generator) * 10 ** (4 * torch.randn(shape, generator=generator))
+    kind = torch.randint(12, shape, generator=generator)
+    x = torch.where(kind < 3, torch.tensor(0.0), x)
+    x = torch.where(kind == 3, torch.tensor(-0.0), x)
+    x = torch.where(kind == 4, torch.tensor(2.0), x)
+    x = torch.where(kind == 5, torch.tensor(3e38), x)
+    rare = torch.randint(40, shape, generator=generator)
+    x = torch.where(rare == 0, torch.tensor(torch.inf), x)
+    return torch.where(rare == 1, torch.tensor(torch.nan), x).to(dtype)
+
+
+def order(generator, size, permuted, device="cpu"):
+    return torch.randperm(size, generator=generator).to(device) if permuted else None
+
+
+@needs_interpreter
+@settings(max_examples=40, deadline=None)
+@given(
+    out=SIZES,
+    columns=SIZES,
+    source=st.sampled_from(DTYPES),
+    target=st.sampled_from(DTYPES),
+    own_backward=st.booleans(),
+    permuted=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_interpreted_pair(out, columns, source, target, own_backward, permuted, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = values(generator, torch.float32, out, columns).nan_to_num(1.0).to(source)
+    marks = torch.randint(4, (out, columns), generator=generator, dtype=torch.uint8)
+    permutation = order(generator, out, permuted)
+    result = masked_pair(weight, marks, target, permutation, own_backward=own_backward)
+    exact = masked_pair_reference(weight.float(), marks, torch.float32, 1 + own_backward, permutation)
+    for found, expected in zip(result, exact, strict=True):
+        assert found.is_contiguous()
+        assert torch.equal(
+            bits(found), bits(expected.to(target) if source == target else interpreted(expected, target))
+        )
+
+
+@needs_interpreter
+@settings(max_examples=80, deadline=None)
+@given(
+    tokens=SIZES,
+    out=SIZES,
+    dtype=st.sampled_from(DTYPES),
+    pattern=st.sampled_from(PATTERNS),
+    permuted=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_interpreted_estimate(tokens, out, dtype, pattern, permuted, seed):
+    generator = torch.Generator().manual_seed(seed)
+    grad = values(generator, dtype, tokens, out)
+    permutation = order(generator, out, permuted)
+    result = mvue_transposed(grad, fold_seed(seed), pattern, permutation)
+    exact = mvue_transposed_reference(grad.float(), fold_seed(seed), NMPattern.parse(pattern), permutation)
+    assert result.is_contiguous()
+    assert result.dtype == dtype
+    assert torch.equal(bits(result), bits(interpreted(exact, dtype)))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_estimate_of_gaussians(dtype):
+    """Blocks that are all finite and nonzero, where the random numbers decide, and a seed that is not reduced."""
+    grad = torch.randn(512, 132, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seed = fold_seed(3) + 5 * 0x9E3779B1
+    exact = mvue_transposed_reference(grad.float(), seed, NMPattern(2, 4), None)
+    assert torch.equal(bits(mvue_transposed(grad, seed)), bits(interpreted(exact, dtype)))
+
+
+@needs_interpreter
+def test_interpreted_random_words():
+    """Counters of more than 32 bits, which only tensors too large for a test have."""
+    index = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 5 * 2**32 + 7, 2**61])
+    seed, result = fold_seed(1), torch.empty(4, 8, dtype=torch.int64)
+    words[(1,)](seed, index, result)
+    expected = random._philox((index & 2**32 - 1, index >> 32, seed[2], seed[3]), (seed[0], seed[1]))
+    assert torch.equal(result, torch.stack(expected))
+
+
+def assembly(kernel, types, constants, **options):
+    """PTX for an H100."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")])
+def test_the_pair_compiles(source, target, permuted):
+    types = {"weight": f"*{source}", "marks": "*u8", "forward": f"*{target}", "backward": f"*{target}"}
+    types |= {"out": "i32", "columns": "i32"} | ({"permutation": "*i64"} if permuted else {})
+    constants = {"BIT": 2, "TILE": kernels.TILE} | ({} if permuted else {"permutation": None})
+    ptx = assembly(kernels._masked_pair, types, constants)
+    assert source == target or "cvt.rn." in ptx  # to nearest, ties to even
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("shared", "permuted"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"), [*((pattern, "bf16") for pattern in PATTERNS), ("2:4", "fp32"), ("2:4", "fp16")]
+)
+def test_the_estimate_compiles(pattern, dtype, shared, permuted):
+    """Divisions are rounded to nearest, and nothing is fused, approximated or flushed: what torch's operations do."""
+    parsed = NMPattern.parse(pattern)
+    types = {"grad": f"*{dtype}", "seed": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32", "padded": "i32"}
+    constants = {"N": parsed.n, "M": parsed.m, "TILE": kernels.TILE, "SHARED": shared}
+    types, constants = (types | {"place": "*i64"}, constants) if permuted else (types, constants | {"place": None})
+    ptx = assembly(kernels._mvue_transposed, types, constants, **kernels.SAMPLING)
+    assert "div.rn.f32" in ptx
+    # A floor may flush: the floor of the numbers that it would lose is zero anyway.
+    assert not re.findall(r"\b(?:fma|div\.full|div\.approx|rcp|(?:add|sub|mul|div|max|setp)[\w.]*\.ftz)[\w.]*", ptx)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(512, 256), (131, 75), (1, 1)])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_on_a_gpu(rows, columns, dtype, permuted):
+    """Bit for bit what the torch operations give, on the GPU and on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    for pattern in PATTERNS:
+        grad, permutation = values(generator, dtype, rows, columns), order(generator, columns, permuted, "cuda")
+        result = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, permutation)
+        for device in ("cuda", "cpu"):
+            moved = None if permutation is None else permutation.to(device)
+            expected = mvue_transposed_reference(grad.to(device), fold_seed(1), NMPattern.parse(pattern), moved)
+            assert torch.equal(bits(result.cpu()), bits(expected.cpu()))
+    weight, permutation = values(generator, dtype, rows, columns), order(generator, rows, permuted, "cuda")
+    marks = torch.randint(4, (rows, columns), generator=generator, dtype=torch.uint8)
+    for target in DTYPES:
+        result = masked_pair(weight.cuda(), marks.cuda(), target, permutation, own_backward=True)
+        moved = None if permutation is None else permutation.cpu()
+        expected = masked_pair_reference(weight, marks, target, 2, moved)
+        for found, wanted in zip(result, expected, strict=True):
+            assert torch.equal(bits(found.cpu()), bits(wanted))
+
+
+@pytest.mark.gpu
+@needs_compiler
+def test_more_than_2_31_entries_on_a_gpu():
+    rows, columns = 2**16 + 16, 2**15
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    x[-2:] = torch.arange(columns, device="cuda") % 256 + 1
+    estimate = mvue_transposed(x, fold_seed(0))  # blocks of two nonzeros come back as they are
+    assert torch.equal(estimate[:, -2:], x[-2:].t())
+    assert int(estimate.count_nonzero()) == 2 * columns
+    del estimate
+    marks = torch.full(x.shape, 3, dtype=torch.uint8, device="cuda")
+    forward, backward = masked_pair(x, marks, torch.bfloat16, own_backward=True)
+    assert torch.equal(forward[-2:], x[-2:])
+    assert torch.equal(backward[:, -2:], x[-2:].t())
+    assert int(backward.count_nonzero()) == 2 * columns
