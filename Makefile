@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test slow lint types notebooks benchmarks clean
+INTERPRETED_TRITON ?= triton==3.6.0
+
+.PHONY: demo test slow interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -16,6 +18,11 @@ test: .venv/.dev
 ## Run the tests that take longer.
 slow: .venv/.dev
 	$(BIN)/python -m pytest -q -m slow
+
+## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
+interpreter: .venv/.interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	$(BIN)/python -m pytest -q -m slow tests/kernels
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -47,6 +54,11 @@ benchmarks: .venv/.dev
 
 .venv/.dev: .venv/.torch pyproject.toml
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# A CUDA build of torch has brought its own Triton, which stays.
+.venv/.interpreter: .venv/.dev
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps $(INTERPRETED_TRITON)
 	@touch $@
 
 clean:

@@ -1,7 +1,8 @@
 """What brings operands into the form that sparse GEMMs take: contiguous, N:M along the rows, one read of the input.
 
 Each function has two implementations: a few torch operations, which run everywhere and define the result, and a Triton
-kernel, taken for CUDA tensors wherever Triton is installed. ``TRITON_INTERPRET=1`` takes it on the CPU, too, slowly.
+kernel, taken for CUDA tensors wherever Triton is installed. The kernels make the same roundings in the same order, so
+that the results are the same bits (but for signs of NaNs). ``TRITON_INTERPRET=1`` takes them on the CPU, too, slowly.
 """
 
 from __future__ import annotations

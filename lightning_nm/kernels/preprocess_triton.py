@@ -1,8 +1,8 @@
 """Triton kernels of :mod:`lightning_nm.kernels.preprocess`: each reads its input once and writes what a GEMM takes.
 
-Tiles and warps are chosen from the assembly for an H100 (all reads and writes coalesced and vectorised, no spills), but
-not tuned, nor timed on one. It has some 20 instructions per weight and 80 per entry of an output gradient: the former
-should be bound by memory, the latter is likely bound by its arithmetic.
+Tiles and warps are chosen from the assembly that Triton 3.6 makes for an H100 (vectorised reads and writes, no spills),
+but not tuned, nor timed on one. It has some 20 instructions per weight and 80 per entry of an output gradient: the
+former should be bound by memory, the latter is likely bound by its arithmetic.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def mvue_transposed(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation:
     with torch.cuda.device_of(grad):
         _mvue_transposed[grid](
             grad,
-            seed.to(grad.device),
+            seed.to(grad.device).contiguous(),
             place,
             result,
             tokens,
