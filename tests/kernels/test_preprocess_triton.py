@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_nm.functional import fold_seed, random
+from lightning_nm.functional import fold_seed, mvue, random
 from lightning_nm.kernels.preprocess import (
     masked_pair,
     masked_pair_reference,
@@ -32,7 +32,7 @@ if kernels is not None:
     import triton
     import triton.language as tl
 
-    philox = kernels._philox
+    philox, sample = kernels._philox, kernels._sample
 
     @triton.jit
     def words(seed, index, result):
@@ -40,6 +40,14 @@ if kernels is not None:
         found = philox(seed, tl.load(index + lane))
         for i in tl.static_range(4):
             tl.store(result + 8 * i + lane, found[i].to(tl.int64))
+
+    @triton.jit
+    def draw(x, uniform, result, BLOCKS: tl.constexpr):
+        lane = tl.arange(0, BLOCKS)
+        at = x + 4 * lane
+        found = sample((tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)), tl.load(uniform + lane), 2, 4)
+        for i in tl.static_range(4):
+            tl.store(result + 4 * lane + i, found[i])
 
 
 needs_interpreter = pytest.mark.skipif(kernels is None or not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
@@ -145,6 +153,20 @@ def test_interpreted_random_words():
     assert torch.equal(result, torch.stack(expected))
 
 
+@needs_interpreter
+def test_interpreted_draws_at_the_edges():
+    """Random numbers within a rounding of where the choice changes, in blocks close to saturation."""
+    generator = torch.Generator().manual_seed(0)
+    step = 2.0**-24
+    sizes = torch.tensor([1, 1 - step, 1 - 2 * step, 1 + 2 * step, 0.5, step, step / 2, 3 * step, 0, 1 / 3])
+    x = sizes[torch.randint(len(sizes), (2**16, 4), generator=generator)]
+    edges = torch.tensor([0, step, 2 * step, 0.5, 1 - 2 * step, 1 - step])
+    uniform = edges[torch.randint(len(edges), (2**16,), generator=generator)]
+    result = torch.empty_like(x)
+    draw[(1,)](x, uniform, result, BLOCKS=2**16)
+    assert torch.equal(result, mvue(x, "2:4", uniform=uniform.unsqueeze(-1)))
+
+
 def assembly(kernel, types, constants, **options):
     """PTX for an H100."""
     from triton.backends.compiler import GPUTarget
@@ -181,6 +203,7 @@ def test_the_estimate_compiles(pattern, dtype, shared, permuted):
     types, constants = (types | {"place": "*i64"}, constants) if permuted else (types, constants | {"place": None})
     ptx = assembly(kernels._mvue_transposed, types, constants, **kernels.SAMPLING)
     assert "div.rn.f32" in ptx
+    assert "max.NaN.f32" in ptx  # the interpreter's maximum always keeps NaNs
     # A floor may flush: the floor of the numbers that it would lose is zero anyway.
     assert not re.findall(r"\b(?:fma|div\.full|div\.approx|rcp|(?:add|sub|mul|div|max|setp)[\w.]*\.ftz)[\w.]*", ptx)
 
