@@ -1,0 +1,89 @@
+"""Timers: seconds of one call on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from statistics import median
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+import torch
+
+Operand = TypeVar("Operand")
+
+_MOST_COPIES = 32
+
+
+class Timer(Protocol):
+    """Measures a function; tests pass recorded times instead."""
+
+    def time(self, function: Callable[[], object], device: torch.device) -> float:
+        """Return the seconds that one call takes, on the device and including what the host does."""
+
+
+class DeviceTimer:
+    """Median over samples of back-to-back calls, after a warm-up.
+
+    On CUDA a sample lies between two events on the current stream, so that it takes as long as the slower of device
+    and host: a kernel that keeps the host busy is not called fast. Elsewhere :func:`time.perf_counter` is read.
+
+    Args:
+        warmup: Calls that are not measured.
+        samples: Samples of which the median is taken.
+        calls: Calls in a sample.
+    """
+
+    def __init__(self, warmup: int = 3, samples: int = 7, calls: int = 10) -> None:
+        self.warmup = warmup
+        self.samples = samples
+        self.calls = calls
+
+    def time(self, function: Callable[[], object], device: torch.device) -> float:
+        """Return the seconds of one call."""
+        for _ in range(self.warmup):
+            function()
+        sample = self._cuda_sample if device.type == "cuda" else self._host_sample
+        return median(sample(function, device) for _ in range(self.samples)) / self.calls
+
+    def _host_sample(self, function: Callable[[], object], device: torch.device) -> float:
+        start = perf_counter()
+        for _ in range(self.calls):
+            function()
+        return perf_counter() - start
+
+    def _cuda_sample(self, function: Callable[[], object], device: torch.device) -> float:
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(self.calls):
+                function()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+
+
+def copies_past_cache(size: int, device: torch.device) -> int:
+    """Count the copies of an operand that together do not stay in the L2 cache: more than twice its size, at most 32.
+
+    Args:
+        size: Bytes of one copy.
+        device: The device; off CUDA the size of its caches is unknown, and one copy has to do.
+    """
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(1 + 2 * cache // size, _MOST_COPIES)
+
+
+def rotated(function: Callable[..., object], *operands: Sequence[Operand]) -> Callable[[], object]:
+    """Call a function with the next copy of each operand every time, beginning again at the end.
+
+    Example::
+
+        >>> call = rotated(lambda a, b: a + b, "abc", "xy")
+        >>> [call() for _ in range(4)]
+        ['ax', 'by', 'cx', 'ay']
+    """
+    rings = [cycle(copies) for copies in operands]
+    return lambda: function(*(next(ring) for ring in rings))

@@ -1,0 +1,99 @@
+"""One kernel tried on one product: is it right, and how long does it take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import nm_prune
+from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
+
+TOLERANCE = 5e-3
+"""Largest relative Frobenius error of a 16-bit product; rounding the result to bfloat16 alone makes about 1.7e-3."""
+
+
+def check(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product of random operands with the dense one, ``|P - D|_F / |D|_F < 5e-3``.
+
+    Returns:
+        What is wrong; empty if nothing is. Whatever the kernel raises passes through.
+    """
+    with _aside():
+        generator = torch.Generator(key.device).manual_seed(0)
+        matrix, dense = _matrix(key, generator), _dense(key, generator)
+        expected = _product(GemmKernel(), key, matrix, dense)
+        result = _product(kernel, key, _packed(kernel, matrix), dense)
+        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+            return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+        norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in (result - expected, expected)])
+        difference, norm = norms.tolist()
+    error = difference / norm
+    if math.isfinite(error) and error < TOLERANCE:
+        return ""
+    return f"wrong by {error:.2g} of the dense product, not less than {TOLERANCE:g}"
+
+
+def dense_ms(key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of the dense product of the N:M operand as the layer has it."""
+    with _aside():
+        matrices, others = _copies(key)
+        return _milliseconds(timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others)
+
+
+def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
+    """Milliseconds of a kernel's product, and of packing the N:M operand once, transposing it included."""
+    with _aside():
+        matrices, others = _copies(key)
+        packs = [_packed(kernel, matrix) for matrix in matrices]
+        product = _milliseconds(timer, key, lambda a, b: _product(kernel, key, a, b), packs, others)
+        return product, _milliseconds(timer, key, lambda a: _packed(kernel, a), matrices)
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Neither recorded by autograd nor cast by autocast."""
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """``A [rows, depth]`` of random numbers, N:M, lying in memory as the layer has it: W and dY, so A^T but in forward.
+
+    A block that the depth cuts off is N:M as well.
+    """
+    whole = -(-key.depth // key.pattern.m) * key.pattern.m
+    matrix = torch.randn(key.rows, whole, dtype=key.dtype, device=key.device, generator=generator)
+    matrix = nm_prune(matrix, key.pattern)[:, : key.depth]
+    return matrix.contiguous() if key.gemm == "forward" else matrix.t().contiguous().t()
+
+
+def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+    shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
+    return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+
+
+def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator(key.device).manual_seed(0)
+    device = torch.device(key.device)
+    matrices, others = (
+        [make(key, generator) for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))]
+        for make, rows in ((_matrix, key.rows), (_dense, key.columns))
+    )
+    return matrices, others
+
+
+def _packed(kernel: GemmKernel, matrix: Tensor) -> Tensor:
+    return kernel.pack(matrix.contiguous())
+
+
+def _product(kernel: GemmKernel, key: GemmKey, packed: Tensor, dense: Tensor) -> Tensor:
+    return kernel.matmul(packed, dense) if key.gemm == "wgrad" else kernel.linear(packed, dense)
+
+
+def _milliseconds(timer: Timer, key: GemmKey, function: Callable[..., Tensor], *operands: Sequence[Tensor]) -> float:
+    return 1e3 * timer.time(rotated(function, *operands), torch.device(key.device))

@@ -1,0 +1,59 @@
+"""Kernels and a timer whose times are written down."""
+
+import torch
+
+from lightning_nm import NMPattern
+from lightning_nm.kernels.base import GemmKernel, GemmKey
+
+DENSE = "dense"
+
+
+def gemm_key(gemm="forward", rows=32, depth=64, columns=128, dtype=torch.bfloat16, pattern="2:4", device="cpu"):
+    return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(pattern), device)
+
+
+class FakeKernel(GemmKernel):
+    """The dense product, spoiled by a function; its pack is a copy, and its calls are written down."""
+
+    def __init__(self, name="fast", spoil=lambda product: product, probe="", supports=lambda key: ""):
+        self.name = name
+        self.calls = []
+        self.spoil = spoil
+        self.probe = lambda device: probe
+        self.supports = supports
+
+    def pack(self, matrix):
+        assert matrix.is_contiguous()
+        self.calls.append("pack")
+        return matrix.clone()
+
+    def linear(self, packed, x, bias=None):
+        self.calls.append("linear")
+        return self.spoil(super().linear(packed, x, bias))
+
+    def matmul(self, packed, matrix):
+        self.calls.append("matmul")
+        return self.spoil(super().matmul(packed, matrix))
+
+
+class FakeTimer:
+    """Milliseconds of the dense product, and of product and pack of each kernel, found by what a function calls."""
+
+    def __init__(self, kernels, dense, **times):
+        self.kernels = kernels
+        self.dense = dense
+        self.times = times
+        self.timed = []
+
+    def time(self, function, device):
+        for kernel in self.kernels:
+            kernel.calls.clear()
+        function()
+        called = [(kernel.name, kernel.calls) for kernel in self.kernels if kernel.calls]
+        if not called:
+            self.timed.append(DENSE)
+            return self.dense / 1e3
+        ((name, (call,)),) = called
+        self.timed.append((name, call))
+        product, pack = self.times[name]
+        return (pack if call == "pack" else product) / 1e3

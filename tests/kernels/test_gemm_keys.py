@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_nm.kernels.keys import bucketed, format_key, multiply_adds, parse_key, token_bucket
+from tests.fake_kernels import gemm_key
+
+SIZES = st.integers(1, 1 << 40)
+
+
+@given(SIZES)
+def test_buckets_spread_by_less_than_a_quarter(tokens):
+    bucket = token_bucket(tokens)
+    assert tokens <= bucket < 1.25 * tokens
+    assert token_bucket(bucket) == bucket
+
+
+@given(SIZES, SIZES)
+def test_buckets_are_ranges(tokens, others):
+    assert (token_bucket(tokens) <= token_bucket(others)) or tokens > others
+
+
+@given(st.integers(0, 1 << 20), st.integers(0, 10))
+def test_buckets_of_aligned_numbers_are_aligned(multiple, power):
+    assert token_bucket(multiple << power) % (1 << power) == 0
+
+
+def test_a_bucket_is_a_quarter_of_a_power_of_two():
+    assert sorted({token_bucket(tokens) for tokens in range(130)}) == [
+        *(0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160)
+    ]
+
+
+def test_only_tokens_fall_into_buckets():
+    odd = {"rows": 1001, "depth": 1002, "columns": 1003}
+    assert bucketed(gemm_key("forward", **odd)) == gemm_key("forward", 1001, 1002, 1024)
+    assert bucketed(gemm_key("dgrad", **odd)) == gemm_key("dgrad", 1001, 1002, 1024)
+    assert bucketed(gemm_key("wgrad", **odd)) == gemm_key("wgrad", 1001, 1024, 1003)
+
+
+def test_multiply_adds():
+    assert multiply_adds(gemm_key(rows=2, depth=3, columns=5)) == 30
+
+
+@given(
+    gemm=st.sampled_from(["forward", "dgrad", "wgrad"]),
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]),
+    pattern=st.sampled_from(["2:4", "1:16", "4:8"]),
+    device=st.sampled_from(["cpu", "cuda", "cuda:11"]),
+)
+def test_keys_can_be_read_back(gemm, sizes, dtype, pattern, device):
+    key = gemm_key(gemm, *sizes, dtype, pattern, device)
+    assert parse_key(format_key(key)) == key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "backward 1x1x1 bfloat16 2:4 cuda",
+        "forward 1x1 bfloat16 2:4 cuda",
+        "forward 1x1x1 Tensor 2:4 cuda",
+        "forward 1x1x1 bfloat16 4:2 cuda",
+        "forward 1x1x1 bfloat16 2:4 cuda or so",
+    ],
+)
+def test_what_is_no_key(text):
+    with pytest.raises(ValueError, match="pattern" if "4:2" in text else "cannot read"):
+        parse_key(text)

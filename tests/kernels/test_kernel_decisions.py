@@ -1,0 +1,174 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from fake_kernels import gemm_key
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import collect_env
+
+from lightning_nm.kernels.decisions import Decision, Decisions
+from lightning_nm.kernels.environment import Environment, environment_of
+
+HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
+FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")
+TIMES = st.none() | st.floats(min_value=0, allow_infinity=False)
+DECISIONS = st.builds(
+    Decision, st.text(), TIMES, TIMES, TIMES, st.text(), st.sampled_from(["measured", "predicted"]), st.text()
+)
+
+
+def decisions(entries, environment=HERE):
+    result = Decisions(environment)
+    result.update(entries)
+    return result
+
+
+@given(
+    st.dictionaries(
+        st.builds(gemm_key, st.sampled_from(["forward", "wgrad"]), *[st.integers(1, 1 << 20)] * 3), DECISIONS
+    )
+)
+def test_round_trip(tmp_path_factory, entries):
+    path = tmp_path_factory.mktemp("decisions") / "new" / "kernels.json"
+    saved = decisions(entries)
+    saved.save(path)
+    loaded = Decisions.load(path, HERE)
+    assert dict(loaded) == dict(saved)
+    assert loaded.environment == HERE
+    assert not loaded.ignored
+
+
+def test_the_file_can_be_read_by_people(tmp_path):
+    decisions({gemm_key("forward", 11008, 4096, 16384, device="cuda:3"): FAST}).save(tmp_path / "kernels.json")
+    content = json.loads((tmp_path / "kernels.json").read_text())
+    assert content["schema"] == 1
+    ((environment, entries),) = content["environments"].items()
+    assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801"
+    assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
+
+
+def test_a_bucket_and_all_devices_of_a_type_share_a_decision():
+    known = decisions({gemm_key(columns=1000, device="cuda:0"): FAST})
+    assert known[gemm_key(columns=1024, device="cuda:1")] == FAST
+    known[gemm_key(columns=900, device="cuda")] = replace(FAST, kernel="reference")
+    assert [decision.kernel for decision in known.values()] == ["reference"]
+    for other in (
+        gemm_key(columns=1025, device="cuda"),
+        gemm_key(columns=1024, device="cpu"),
+        gemm_key("wgrad", columns=1024, device="cuda"),
+    ):
+        assert other not in known
+    del known[gemm_key(columns=1024, device="cuda:7")]
+    assert not known
+
+
+@pytest.mark.parametrize(
+    "change", [{"device": "H100"}, {"driver": None}, {"torch": "2.12.0"}, {"cuda": "12.9"}, {"cusparselt": "800"}]
+)
+def test_other_environments_are_left_alone(tmp_path, change):
+    path, key = tmp_path / "kernels.json", gemm_key()
+    other = replace(HERE, **change)
+    decisions({key: FAST}).save(path)
+    loaded = Decisions.load(path, other)
+    assert not loaded
+    assert str(HERE) in loaded.ignored
+    assert str(other) in loaded.ignored
+    slow = replace(FAST, kernel="reference")
+    decisions({key: slow}, other).save(path)
+    assert Decisions.load(path, HERE)[key] == FAST
+    assert Decisions.load(path, other)[key] == slow
+
+
+def test_saving_adds_to_what_another_process_saved(tmp_path):
+    path = tmp_path / "kernels.json"
+    first, second = gemm_key("forward"), gemm_key("dgrad")
+    decisions({first: FAST, second: FAST}).save(path)
+    decisions({second: replace(FAST, kernel="reference")}).save(path)
+    assert [Decisions.load(path, HERE)[key].kernel for key in (first, second)] == ["cusparselt", "reference"]
+
+
+def test_another_schema_is_ignored_and_replaced(tmp_path):
+    path = tmp_path / "kernels.json"
+    path.write_text('{"schema": 99, "environments": {}}')
+    loaded = Decisions.load(path, HERE)
+    assert not loaded
+    assert "schema 99, not 1" in loaded.ignored
+    decisions({gemm_key(): FAST}).save(path)
+    assert len(Decisions.load(path, HERE)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"schema": 1}', '{"model": {"layers": 3}}'])
+def test_a_file_of_something_else_is_ignored_and_never_replaced(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    loaded = Decisions.load(path, HERE)
+    assert not loaded
+    assert "does not hold decisions" in loaded.ignored
+    with pytest.raises(ValueError, match=r"config\.json does not hold decisions"):
+        decisions({gemm_key(): FAST}).save(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "entries", [[], {"forward": {}}, {"forward 1x1x1 bfloat16 2:4 cpu": {}}, {"forward 1x1x1 bfloat16 2:4 cpu": 3}]
+)
+def test_damaged_entries_are_ignored(tmp_path, entries):
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps({"schema": 1, "environments": {str(HERE): entries}}))
+    loaded = Decisions.load(path, HERE)
+    assert not loaded
+    assert "no decisions are taken over" in loaded.ignored
+
+
+def test_a_missing_file_is_no_error(tmp_path):
+    assert "No such file" in Decisions.load(tmp_path / "kernels.json", HERE).ignored
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "kernels.json"
+    decisions({gemm_key(): FAST}).save(path)
+    before = path.read_text()
+
+    def fail(self, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        decisions({gemm_key("dgrad"): FAST}).save(path)
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["kernels.json"]
+
+
+def save_often(rank, path):
+    for repeat in range(100):
+        decisions({gemm_key(rows=1 + rank, depth=1 + depth): FAST for depth in range(50 + repeat)}).save(path)
+        assert not Decisions.load(path, HERE).ignored
+
+
+@pytest.mark.slow
+def test_processes_save_at_the_same_time(tmp_path):
+    path = tmp_path / "kernels.json"
+    mp.spawn(save_often, (path,), nprocs=2)
+    loaded = Decisions.load(path, HERE)
+    assert {gemm_key(rows=1, depth=100), gemm_key(rows=2, depth=100)} <= set(loaded)
+    assert os.listdir(tmp_path) == ["kernels.json"]
+
+
+def test_the_environment_of_a_cpu():
+    assert environment_of(torch.device("cpu")) == Environment("cpu", None, torch.__version__, torch.version.cuda, None)
+
+
+def test_the_environment_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
+    here = environment_of(torch.device("cuda:1"))
+    assert (here.device, here.driver, here.cusparselt) == ("GPU 1", "580.65", "801")
+    assert str(replace(here, cuda=None)) == (
+        f"device GPU 1, driver 580.65, torch {torch.__version__}, cuda none, cusparselt 801"
+    )
