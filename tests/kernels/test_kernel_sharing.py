@@ -1,11 +1,11 @@
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fake_kernels import gemm_key
 
 from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.share import share
+from tests.fake_kernels import gemm_key
 
 KEY = gemm_key(columns=1000)
 
