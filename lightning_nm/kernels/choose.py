@@ -176,7 +176,11 @@ class Chooser:
         if kernel is None or model is None:
             return _default(notes)
         try:
-            dense_ms, sparse_ms, pack_ms = cost.dense_ms(key, model), cost.sparse_ms(key, model), cost.pack_ms(key, model)
+            dense_ms, sparse_ms, pack_ms = (
+                cost.dense_ms(key, model),
+                cost.sparse_ms(key, model),
+                cost.pack_ms(key, model),
+            )
         except ValueError as error:
             return _default([*notes, str(error)])
         return self._compared(key, dense_ms, {kernel.name: (sparse_ms, pack_ms)}, notes, "predicted")

@@ -1,0 +1,145 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_nm import functional as nmf
+from lightning_nm.kernels import timing, trial
+from lightning_nm.kernels.base import GemmKernel
+from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, gemm_key
+
+GEMMS = ["forward", "dgrad", "wgrad"]
+
+
+class Recorder(FakeKernel):
+    """Keeps what it is given."""
+
+    def pack(self, matrix):
+        self.matrix = matrix
+        return super().pack(matrix)
+
+    def linear(self, packed, x, bias=None):
+        self.other = x
+        return super().linear(packed, x, bias)
+
+    def matmul(self, packed, matrix):
+        self.other = matrix
+        return super().matmul(packed, matrix)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pattern", ["2:4", "1:12"])  # 12 does not divide 64
+def test_the_operands_are_those_of_the_key(gemm, dtype, pattern):
+    key = gemm_key(gemm, dtype=dtype, pattern=pattern)
+    kernel = Recorder()
+    assert trial.check(kernel, key) == ""
+    assert (kernel.matrix.shape, kernel.matrix.dtype) == ((32, 64), dtype)
+    assert nmf.is_nm(kernel.matrix[:, : 64 // key.pattern.m * key.pattern.m], key.pattern)
+    assert kernel.matrix.count_nonzero() >= 32 * (64 // key.pattern.m) * key.pattern.n - 1
+    assert kernel.other.shape == ((64, 128) if gemm == "wgrad" else (128, 64))
+    assert kernel.other.is_contiguous()
+    assert kernel.other.float().std().item() == pytest.approx(1, abs=0.1)
+
+
+def nan(product):
+    product[3, 5] = float("nan")
+    return product
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (nan, "wrong by nan"),
+        (lambda product: product * float("inf"), "wrong by"),
+        (lambda product: product * 1.02, "wrong by 0.02 of"),
+        (lambda product: -product, "wrong by 2 of"),
+        (torch.zeros_like, "wrong by 1 of"),
+        (lambda product: product[:1], "not (128, 32)"),
+        (lambda product: product.float(), "not (128, 32) torch.bfloat16"),
+    ],
+)
+def test_a_wrong_product_is_found(gemm, spoil, words):
+    objection = trial.check(FakeKernel(spoil=spoil), gemm_key(gemm))
+    assert words.replace("(128, 32)", "(32, 128)" if gemm == "wgrad" else "(128, 32)") in objection
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_order_of_summation_is_no_error(dtype):
+    class Doubled(GemmKernel):
+        def linear(self, packed, x, bias=None):
+            return super().linear(packed.double(), x.double()).to(x.dtype)
+
+    assert trial.check(Doubled(), gemm_key(depth=1024, dtype=dtype)) == ""
+
+
+def test_training_goes_on_as_if_nothing_was_tried():
+    weight = torch.randn(4, 4, requires_grad=True)
+    state = torch.get_rng_state()
+    seen = []
+
+    def spoil(product):
+        seen.append(torch.is_autocast_enabled("cpu") or (weight * weight).requires_grad)
+        return product
+
+    kernel = FakeKernel(spoil=spoil)
+    timer = FakeTimer([kernel], dense=1, fast=(1, 1))
+    key = gemm_key(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert trial.check(kernel, key) == ""
+        trial.dense_ms(key, timer)
+        trial.sparse_ms(kernel, key, timer)
+    assert seen == [False, False]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_what_is_timed(gemm):
+    kernel = FakeKernel()
+    timer = FakeTimer([kernel], dense=7, fast=(4, 1.5))
+    assert trial.dense_ms(gemm_key(gemm), timer) == pytest.approx(7)
+    assert trial.sparse_ms(kernel, gemm_key(gemm), timer) == pytest.approx((4, 1.5))
+    assert timer.timed == [DENSE, ("fast", "matmul" if gemm == "wgrad" else "linear"), ("fast", "pack")]
+
+
+@pytest.mark.parametrize(("gemm", "copied"), [("forward", False), ("dgrad", True), ("wgrad", True)])
+def test_a_transposed_operand_is_laid_out_within_the_packing(gemm, copied):
+    """The layer has W and dY: the dense product reads them as they are, the sparse one pays for their transpose."""
+
+    class Timer:
+        def __init__(self):
+            self.copies = []
+
+        def time(self, function, device):
+            with torch.profiler.profile() as profile:
+                function()
+            self.copies.append(sum(event.count for event in profile.key_averages() if event.key == "aten::copy_"))
+            return 1.0
+
+    class Alias(GemmKernel):
+        pass
+
+    timer = Timer()
+    trial.dense_ms(gemm_key(gemm, dtype=torch.float32), timer)
+    trial.sparse_ms(Alias(), gemm_key(gemm, dtype=torch.float32), timer)
+    assert timer.copies == [0, 0, int(copied)]
+
+
+def test_operands_are_rotated_past_the_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=3 * 4096))
+    on_cuda = timing.copies_past_cache
+    monkeypatch.setattr(trial, "copies_past_cache", lambda size, device: on_cuda(size, torch.device("cuda")))
+    seen = []
+
+    class Timer:
+        def time(self, function, device):
+            seen.append({function().data_ptr() for _ in range(20)})
+            return 1.0
+
+    class Alias(GemmKernel):
+        def linear(self, packed, x, bias=None):
+            return x
+
+    trial.sparse_ms(Alias(), gemm_key(), Timer())  # 4096 bytes of A, 16384 of x
+    assert [len(addresses) for addresses in seen] == [2, 7]
