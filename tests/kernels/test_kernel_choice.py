@@ -106,8 +106,10 @@ def test_a_kernel_that_fails_while_it_is_timed_is_passed_over():
             raise RuntimeError("out of workspace")
         return product
 
-    decision = chooser(kernels=[FakeKernel("bad", spoil=spoil), FakeKernel("good")]).decide(KEY)
+    choice = chooser(kernels=[FakeKernel("bad", spoil=spoil), FakeKernel("good")])
+    decision = choice.decide(KEY)
     assert decision.kernel == "good"
+    assert choice.timer.timed == [DENSE, ("good", "linear"), ("good", "pack")]
     assert "bad: RuntimeError: out of workspace" in decision.reason
 
 

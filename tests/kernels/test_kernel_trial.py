@@ -66,12 +66,12 @@ def test_a_wrong_product_is_found(gemm, spoil, words):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_another_order_of_summation_is_no_error(dtype):
-    class Doubled(GemmKernel):
+def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
+    class Halves(GemmKernel):
         def linear(self, packed, x, bias=None):
-            return super().linear(packed.double(), x.double()).to(x.dtype)
+            return sum(super(Halves, self).linear(a, b) for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True))
 
-    assert trial.check(Doubled(), gemm_key(depth=1024, dtype=dtype)) == ""
+    assert trial.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
 
 
 def test_training_goes_on_as_if_nothing_was_tried():
