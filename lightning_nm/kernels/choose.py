@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from lightning_nm.kernels import cost, trial
 from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.candidates import Candidates, failure
 from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.decisions import Decision, Decisions, Source
 from lightning_nm.kernels.keys import bucketed, format_key, multiply_adds
+from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.timing import Timer
 
 MODES = ("auto", "sparse", "reference", "heuristic", "replay:FILE")
@@ -45,7 +45,7 @@ class Chooser:
             at least ``1 + hysteresis``. ``"heuristic"`` does the same with predicted times. ``"sparse"`` takes the
             first kernel that is legal, ``"reference"`` none. ``"replay:FILE"`` takes what is recorded in a file, and
             the reference for a product that is not.
-        kernels: The sparse kernels, in order of preference.
+        registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take the environment alone from them.
         timer: Measures times for ``"auto"``.
         device_model: Figures for ``"heuristic"``, and for ``"auto"`` where its budget ends.
@@ -54,14 +54,14 @@ class Chooser:
             packed for each product.
 
     Raises:
-        ValueError: If the mode is unknown, has no device model where it needs one, or has nothing to replay; if two
-            kernels have one name, or `reuse` or `hysteresis` is out of range.
+        ValueError: If the mode is unknown, has no device model where it needs one, or has nothing to replay, or if
+            `reuse` or `hysteresis` is out of range.
     """
 
     def __init__(
         self,
         mode: str,
-        kernels: Sequence[GemmKernel],
+        registry: KernelRegistry,
         decisions: Decisions,
         timer: Timer,
         device_model: DeviceModel | None = None,
@@ -75,7 +75,7 @@ class Chooser:
             raise ValueError("mode='heuristic' predicts times: pass the figures of the GPU as device_model")
         if hysteresis < 0 or reuse < 1:
             raise ValueError(f"hysteresis={hysteresis!r} must be at least 0, and reuse={reuse!r} at least 1")
-        self.candidates = Candidates(kernels)
+        self.registry = registry
         self.mode = mode
         self.decisions = decisions if mode == "auto" else Decisions(decisions.environment)
         if name == "replay":
@@ -99,7 +99,7 @@ class Chooser:
 
     def choose(self, key: GemmKey) -> GemmKernel:
         """Return the kernel for a product; see :meth:`decide`."""
-        return self.candidates.by_name[self.decide(key).kernel]
+        return self.registry.kernels[self.decide(key).kernel]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -111,10 +111,11 @@ class Chooser:
         if not self._known(bucket):
             self._settle(bucket, self._decide(bucket))
         decision = self.decisions[bucket]
-        if decision.kernel != "reference":
-            objection = self.candidates.objection(decision.kernel, key)
-            if objection:
-                decision = _default([objection])
+        kernel = self.registry.kernels.get(decision.kernel)
+        if kernel is None:
+            decision = _default([f"{decision.kernel} is not among the kernels"])
+        elif reason := self.registry.reason(kernel, key):
+            decision = _default([f"{decision.kernel}: {reason}"])
         self._used[bucket, decision] = None
         return decision
 
@@ -146,7 +147,7 @@ class Chooser:
         return 1 if key.gemm == "wgrad" else self.reuse
 
     def _terms(self, key: GemmKey) -> str:
-        return f"kernels {self.candidates}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
+        return f"kernels {self.registry}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
 
     def _known(self, key: GemmKey) -> bool:
         decision = self.decisions.get(key)
@@ -159,7 +160,7 @@ class Chooser:
         notes: list[str] = []
         dense_ms: float | None = None
         times = {}
-        for kernel in self.candidates.legal(key, notes):
+        for kernel in self.registry.legal(key, notes):
             try:
                 dense_ms = dense_ms or trial.dense_ms(key, self.timer)
                 times[kernel.name] = trial.sparse_ms(kernel, key, self.timer)
@@ -171,7 +172,7 @@ class Chooser:
 
     def _predicted(self, key: GemmKey) -> Decision:
         notes: list[str] = []
-        kernel = next(self.candidates.legal(key, notes), None)
+        kernel = next(self.registry.legal(key, notes), None)
         model = self.device_model
         if kernel is None or model is None:
             return _default(notes)
@@ -198,7 +199,7 @@ class Chooser:
 
     def _forced(self, key: GemmKey) -> Decision:
         notes: list[str] = []
-        kernel = next(self.candidates.legal(key, notes), None)
+        kernel = next(self.registry.legal(key, notes), None)
         if kernel is None:
             return _default(notes)
         return Decision(kernel.name, None, None, None, "; ".join([f"mode {self.mode!r}", *notes]), "forced")

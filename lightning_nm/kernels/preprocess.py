@@ -20,7 +20,7 @@ from lightning_nm.functional import counter_uniform, mvue
 from lightning_nm.pattern import NMPattern, PatternLike
 
 FORWARD, BACKWARD = 1, 2
-"""Bits of a byte of marks, as ``NMLayer.marks`` has them."""
+"""Bits of the byte of marks that a layer keeps for each weight: which mask keeps the entry."""
 
 TOKENS = 16
 """What the tokens of a sparse wgrad must be a multiple of: cuSPARSELt's rule for half types."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_nm.kernels.base import GemmKernel, GemmKey
 from lightning_nm.kernels.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.keys import multiply_adds
+from lightning_nm.kernels.trial import check
 
 
 class KernelRegistry:
     """Kernels in the order in which they are tried, the reference first.
 
+    Kernels may come from outside, and what they raise is a reason like any other. Each is probed once on a device.
+
     Args:
-        kernels: Kernels besides ``reference`` and ``cusparselt``, each under a name of its own.
+        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt``.
 
     Raises:
         ValueError: If two kernels have one name.
@@ -25,20 +30,24 @@ class KernelRegistry:
 
         >>> from lightning_nm import NMPattern
         >>> from lightning_nm.kernels import SimulatedSparseKernel
-        >>> registry = KernelRegistry([SimulatedSparseKernel()])
+        >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
         >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
         >>> [(kernel.name, reason) for kernel, reason in registry.usable(key)]
         [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
     """
 
-    def __init__(self, kernels: Sequence[GemmKernel] = ()) -> None:
+    def __init__(self, kernels: Sequence[GemmKernel] | None = None) -> None:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
-        for kernel in (self.reference, CuSparseLtKernel(), *kernels):
+        for kernel in (self.reference, *([CuSparseLtKernel()] if kernels is None else kernels)):
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
             self.kernels[kernel.name] = kernel
         self._failed: dict[tuple[str, GemmKey], str] = {}
+        self._probes: dict[tuple[str, str], str] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(self.kernels)
 
     def resolve(self, kernel: str | GemmKernel) -> GemmKernel:
         """Find a kernel by its name; an object is returned as it is.
@@ -55,16 +64,33 @@ class KernelRegistry:
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
-        if failure := self._failed.get((kernel.name, key)):
-            return failure
-        try:
-            return kernel.probe(torch.device(key.device)) or kernel.supports(key)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        if failed := self._failed.get((kernel.name, key)):
+            return failed
+        place = (kernel.name, key.device)
+        if place not in self._probes:
+            self._probes[place] = answer(partial(kernel.probe, torch.device(key.device)))
+        return self._probes[place] or answer(partial(kernel.supports, key))
 
     def usable(self, key: GemmKey) -> list[tuple[GemmKernel, str]]:
         """List all known kernels, each with the reason why it is not used for a product, empty if it can be."""
         return [(kernel, self.reason(kernel, key)) for kernel in self.kernels.values()]
+
+    def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
+        """Yield the sparse kernels that compute a product right, each tried when it is asked for.
+
+        Args:
+            key: The product.
+            notes: Takes the reasons against the others.
+        """
+        if not multiply_adds(key):
+            notes.append("the product is empty")
+            return
+        for kernel in list(self.kernels.values())[1:]:
+            reason = self.reason(kernel, key) or answer(partial(check, kernel, key))
+            if reason:
+                notes.append(f"{kernel.name}: {reason}")
+            else:
+                yield kernel
 
     def attempt(
         self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
@@ -87,11 +113,11 @@ class KernelRegistry:
         except Exception as error:
             if kernel is self.reference:
                 raise
-            failure = f"it failed, {type(error).__name__}: {error}"
+            failed = f"it failed, {failure(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed
-        self._failed[kernel.name, key] = failure
+        self._failed[kernel.name, key] = failed
         warnings.warn(
-            f"kernel '{kernel.name}' is switched off for {key}: {failure}. The dense product takes its place.",
+            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product takes its place.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -135,3 +161,16 @@ class KernelRegistry:
             lambda: kernel.matmul(kernel.pack(matrix), dense),
             lambda: self.reference.matmul(matrix, dense),
         )
+
+
+def failure(error: Exception) -> str:
+    """Say what was raised."""
+    return f"{type(error).__name__}: {error}"
+
+
+def answer(question: Callable[[], str]) -> str:
+    """Ask for a reason; what is raised is one."""
+    try:
+        return question()
+    except Exception as error:
+        return failure(error)

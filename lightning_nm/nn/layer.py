@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
+from lightning_nm.kernels.preprocess import BACKWARD, FORWARD
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
@@ -18,9 +19,6 @@ if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
 
 Layout = Literal["plain", "flat", "transposed"]
-
-FORWARD, BACKWARD = 1, 2
-"""Bits of :attr:`NMLayer.marks`."""
 
 
 class Gemm(NamedTuple):

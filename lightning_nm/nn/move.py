@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.nn.layer import FORWARD, NMLayer
+from lightning_nm.kernels.preprocess import FORWARD
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.optimizer import SIZES, entry_states
 
 Index = tuple[Tensor, ...]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_nm import NMPattern
-from lightning_nm.kernels import GemmKernel, GemmKey, KernelRegistry, SimulatedSparseKernel
+from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry, SimulatedSparseKernel
 from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 KEY = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
@@ -45,7 +45,7 @@ def operands():
 
 
 def test_kernels_are_listed_in_order_with_reasons():
-    registry = KernelRegistry([SimulatedSparseKernel()])
+    registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
     assert [(kernel.name, bool(reason)) for kernel, reason in registry.usable(KEY)] == [
         ("reference", False),
         ("cusparselt", True),
@@ -62,7 +62,7 @@ def test_a_probe_that_raises_is_a_reason():
 
 def test_kernels_are_found_by_name():
     simulated = SimulatedSparseKernel()
-    registry = KernelRegistry([simulated])
+    registry = KernelRegistry([CuSparseLtKernel(), simulated])
     assert registry.resolve("simulated") is simulated
     assert registry.resolve("reference") is registry.reference
     assert registry.resolve("cusparselt").name == "cusparselt"
@@ -74,7 +74,8 @@ def test_kernels_are_found_by_name():
 
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
-        KernelRegistry([KernelOnCpu()])
+        KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
+    assert list(KernelRegistry().kernels) == ["reference", "cusparselt"]
 
 
 @pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])
