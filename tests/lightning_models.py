@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_nm import ASP, BAME, MVUE, BiMask, NMSparsityCallback, TransposableMask
 from lightning_nm.demo import ResumableDataModule
 
 
@@ -91,3 +92,50 @@ def make_trainer(path, callbacks=(), **options):
 def new_model(seed=0, **options):
     pl.seed_everything(seed, verbose=False)
     return Net(**options)
+
+
+def callback(method="bi-mask", **options):
+    if method == "bi-mask":
+        method = BiMask(permute_every=3)
+    if method == "asp-late":
+        method = ASP(start=4)
+    if method == "bame":
+        method = BAME(stop=0.9, every=3, budget=1.0, score="taylor-abs")
+    if method == "bame-bi-mask":
+        method = BAME(start=1, stop=12, every=2, budget=1.0, score="taylor-abs", dgrad="bi-mask")
+    if method == "three-gemms":  # the checkpoints of these tests lie in every phase
+        method, options["grad_estimator"] = TransposableMask(3, 1e-3, 4, 0.2), MVUE("1:2", 2, 0.3)
+    if method == "mvue":
+        method, options["grad_estimator"] = "dense", "mvue"
+    if method == "bi-mask-phases":
+        method, options["grad_estimator"] = BiMask(permute_every=3, dense_start=2, dense_end=0.5), "approx-mvue"
+    return NMSparsityCallback("2:4", method, show_tables=False, **options)
+
+
+def assert_equal_models(a, b):
+    for (key, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert torch.equal(x, y), key
+
+
+class SaveAt(pl.Callback):
+    """Saves after given micro-batches, counted over the run."""
+
+    def __init__(self, path, batch):
+        self.path, self.batch, self.seen = path, batch, 0
+
+    def on_train_batch_end(self, trainer, *args):
+        self.seen += 1
+        if self.seen == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+class Inspect(pl.Callback):
+    """Looks at the model while it trains."""
+
+    def __init__(self, look):
+        self.look = look
+        self.calls = 0
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.calls += 1
+        self.look(trainer, pl_module)

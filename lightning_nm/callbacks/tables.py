@@ -118,7 +118,7 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
     masked = [layer for layer in sparsifier.layers.values() if isinstance(layer.method, MaskMethod)]
-    dense = [layer.name for layer in masked if layer.forward_mask is None and not layer.forward_reason]
+    dense = [layer for layer in masked if layer.forward_mask is None and not layer.forward_reason]
     if dense:
         console.print(
             f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {len(sparsifier.layers)} layers: their "

@@ -47,7 +47,7 @@ class MVUE(BlockEstimator):
 class ApproxMVUE(BlockEstimator):
     r"""The paper's cheaper unbiased estimator (arXiv 2203.10991): 2:4 by two draws without sorting.
 
-    Its variance is below twice the least in every block, and 1.07 times in a sum over Gaussian ones; see
+    Its variance is below twice the least in every block, and 1.06 times in a sum over Gaussian ones; see
     :func:`lightning_nm.functional.approx_mvue`. It is here for comparison: :class:`MVUE` costs no more.
 
     Args:

@@ -283,18 +283,17 @@ class NMLayer:
         return noise + (row + (count - 1) * 0x9E3779B1)
 
     @torch.no_grad()
-    def observe(self, grad: Tensor, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
+    def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
         """Add what one backward pass of an observed layer tells.
 
         Args:
-            grad: dY.
-            estimate: E(dY), of the same shape.
+            estimate: E(dY).
             exact: dW made of dY.
             found: dW made of E(dY).
         """
         exact, found = exact.float(), found.float()
         nonzeros = torch.count_nonzero(estimate).float()
-        size = torch.full_like(nonzeros, grad.numel())
+        size = torch.full_like(nonzeros, estimate.numel())
         sums = torch.stack([exact.square().sum(), (found - exact).square().sum(), nonzeros, size])
         sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
         before = self.observed if self.observed_at == self.clock else None

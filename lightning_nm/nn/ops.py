@@ -111,7 +111,7 @@ def _wgrad(
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
     if not torch.compiler.is_compiling() and layer.observing:  # a compiled graph cannot hand figures out
-        layer.observe(grad, estimate, gemm(grad), found)
+        layer.observe(estimate, gemm(grad), found)
     return found
 
 

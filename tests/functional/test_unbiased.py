@@ -225,7 +225,7 @@ def test_approx_gaussian_variance():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2**18, generator=generator)
     y = approx_mvue(x, generator=generator)
-    assert abs(float((y - x).square().sum() / x.square().sum()) - 0.505) < 0.01
+    assert abs(float((y - x).square().sum() / x.square().sum()) - 0.5026) < 0.005
 
 
 magnitudes = st.sampled_from(
