@@ -35,6 +35,13 @@ class GradientEstimator:
         """
         return grad
 
+    def estimate_transposed(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+        """``E(dY)^T [out, tokens]``, contiguous, as a kernel packs it; tokens may be padded with zeros.
+
+        The arguments are those of :meth:`estimate`, and so are the values.
+        """
+        return layer.estimate(grad, seed).t().contiguous()
+
     def gemm(self, layer: NMLayer) -> Gemm:
         """What the wgrad GEMM does with this estimator and what it costs."""
         return Gemm("dense")

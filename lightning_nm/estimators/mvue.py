@@ -6,6 +6,8 @@ from torch import Tensor
 
 from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.functional import approx_mvue, mvue
+from lightning_nm.kernels.preprocess import TOKENS, mvue_transposed
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.schedule import Moment
 from lightning_nm.pattern import NMPattern
 
@@ -42,6 +44,14 @@ class MVUE(BlockEstimator):
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """A sample of the estimator."""
         return mvue(grad, pattern, 0, uniform=uniform[0])
+
+    def estimate_transposed(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+        """The same sample, in one pass over ``dY`` where there is a kernel for it."""
+        pattern = self.pattern_of(layer)
+        own = type(self).prune is not MVUE.prune or type(self).estimate is not MVUE.estimate
+        if own or TOKENS % pattern.m:
+            return super().estimate_transposed(layer, grad, seed)
+        return mvue_transposed(grad, seed, pattern)
 
 
 class ApproxMVUE(BlockEstimator):

@@ -26,6 +26,8 @@ class GemmKey:
         dtype: Of both operands and the result.
         pattern: N:M pattern of A along `depth`.
         device: The device's type and index, for example ``"cuda:0"``.
+        permuted: Whether the entries of each row of the dense matrix must first be brought into the order of A's
+            columns, as dgrad's output gradients for a permuted W_B.
     """
 
     gemm: GemmName
@@ -35,11 +37,12 @@ class GemmKey:
     dtype: torch.dtype
     pattern: NMPattern
     device: str
+    permuted: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"[{self.rows}, {self.depth}] x [{self.depth}, {self.columns}]"
-        return f"{self.gemm} {sizes}, {self.pattern}, {dtype}, {self.device}"
+        return f"{self.gemm} {sizes}{', permuted' * self.permuted}, {self.pattern}, {dtype}, {self.device}"
 
 
 class GemmKernel:

@@ -19,6 +19,16 @@ from lightning_nm.kernels.timing import Timer
 MODES = ("auto", "sparse", "reference", "heuristic", "replay:FILE")
 
 
+def check_mode(mode: str) -> None:
+    """Refuse a mode that :class:`Chooser` does not know.
+
+    Raises:
+        ValueError: Naming those that there are.
+    """
+    if mode not in MODES[:-1] and not (mode.startswith("replay:") and mode != "replay:"):
+        raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}")
+
+
 class Row(NamedTuple):
     """A line of :meth:`Chooser.report`; times in milliseconds, None where unknown."""
 
@@ -68,9 +78,8 @@ class Chooser:
         hysteresis: float = 0.03,
         reuse: int = 1,
     ) -> None:
+        check_mode(mode)
         name, _, path = mode.partition(":")
-        if mode not in MODES[:-1] and not (name == "replay" and path):
-            raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}")
         if mode == "heuristic" and device_model is None:
             raise ValueError("mode='heuristic' predicts times: pass the figures of the GPU as device_model")
         if hysteresis < 0 or reuse < 1:

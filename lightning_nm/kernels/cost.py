@@ -101,10 +101,13 @@ def dense_ms(key: GemmKey, device: DeviceModel) -> float:
 def sparse_ms(key: GemmKey, device: DeviceModel) -> float:
     """Milliseconds of the bare sparse product: ``max(2 r d c / (s D), (1.125 r d + 2 d c + 2 r c) / BW)``.
 
+    A dense matrix that must be permuted is read and written once more: ``4 d c / BW``.
+
     Raises:
         ValueError: If the operands do not have 16 bits.
     """
-    return max(_compute_ms(key, device) / device.gain, _traffic_ms(key, device, 1.125))
+    gather = _memory_ms(4 * key.depth * key.columns, device) if key.permuted else 0.0
+    return gather + max(_compute_ms(key, device) / device.gain, _traffic_ms(key, device, 1.125))
 
 
 def pack_ms(key: GemmKey, device: DeviceModel, traffic: float = UNFUSED) -> float:

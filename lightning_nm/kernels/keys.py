@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from lightning_nm.kernels.base import GemmKey
+from lightning_nm.kernels.base import GemmKey, GemmName
 from lightning_nm.pattern import NMPattern
 
 
@@ -41,7 +41,9 @@ def multiply_adds(key: GemmKey) -> int:
 
 
 def format_key(key: GemmKey) -> str:
-    """Write a key as ``gemm rowsxdepthxcolumns dtype pattern device``; :func:`parse_key` reads it back.
+    """Write a key as ``gemm rowsxdepthxcolumns dtype pattern device``, with ``permuted`` after it if it is.
+
+    :func:`parse_key` reads it back.
 
     Example::
 
@@ -49,7 +51,8 @@ def format_key(key: GemmKey) -> str:
         'dgrad 1024x4096x8192 bfloat16 2:4 cuda:0'
     """
     dtype = str(key.dtype).removeprefix("torch.")
-    return f"{key.gemm} {key.rows}x{key.depth}x{key.columns} {dtype} {key.pattern} {key.device}"
+    permuted = " permuted" * key.permuted
+    return f"{key.gemm} {key.rows}x{key.depth}x{key.columns} {dtype} {key.pattern} {key.device}{permuted}"
 
 
 def parse_key(text: str) -> GemmKey:
@@ -58,9 +61,10 @@ def parse_key(text: str) -> GemmKey:
     Raises:
         ValueError: If the text is not a key.
     """
-    match = re.fullmatch(r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)", text)
+    match = re.fullmatch(r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?", text)
     dtype = getattr(torch, match[5], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
         raise ValueError(f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'")
     rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
-    return GemmKey(match[1], rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7])  # type: ignore[arg-type]
+    gemm: GemmName = match[1]  # type: ignore[assignment]
+    return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7], match[8] is not None)

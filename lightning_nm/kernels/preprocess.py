@@ -153,6 +153,11 @@ def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, pe
     return _rows(mvue(padded, pattern, 0, uniform=uniform).t(), permutation).contiguous()
 
 
+def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
+    """``dY[:, permutation]``, contiguous."""
+    return grad.index_select(1, permutation)
+
+
 def _rows(matrix: Tensor, permutation: Tensor | None) -> Tensor:
     return matrix if permutation is None else matrix[permutation]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.preprocess import permuted_columns
 from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
 
 TOLERANCE = 5e-3
@@ -45,11 +46,19 @@ def dense_ms(key: GemmKey, timer: Timer) -> float:
 
 
 def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
-    """Milliseconds of a kernel's product, and of packing the N:M operand once, transposing it included."""
+    """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the N:M operand once.
+
+    Transposing the N:M operand is part of packing it.
+    """
     with _aside():
         matrices, others = _copies(key)
         packs = [_packed(kernel, matrix) for matrix in matrices]
-        product = _milliseconds(timer, key, lambda a, b: _product(kernel, key, a, b), packs, others)
+        order = torch.randperm(key.depth, device=key.device) if key.permuted else None
+
+        def product_of(packed: Tensor, dense: Tensor) -> Tensor:
+            return _product(kernel, key, packed, dense if order is None else permuted_columns(dense, order))
+
+        product = _milliseconds(timer, key, product_of, packs, others)
         return product, _milliseconds(timer, key, lambda a: _packed(kernel, a), matrices)
 
 

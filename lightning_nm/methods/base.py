@@ -74,6 +74,20 @@ class Method:
         """W_B, of the weight's shape; the forward weight unless overridden."""
         return self.forward_weight(layer, weight)
 
+    def forward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W_F as a kernel for N:M operands packs it: ``[out, in]``, contiguous."""
+        return layer.matrix(self.forward_weight(layer, weight)).to(dtype).contiguous()
+
+    def backward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W_B^T as a kernel packs it: ``[in, out]``, contiguous, its columns in the order of ``layer.permutation``.
+
+        Without a backward mask of its own a layer has no permutation.
+        """
+        rows = layer.matrix(self.backward_weight(layer, weight)).to(dtype)
+        if layer.own_backward and layer.permutation is not None:
+            rows = rows[layer.permutation]
+        return rows.t().contiguous()
+
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
 

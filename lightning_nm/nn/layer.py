@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
+from lightning_nm.kernels.handles import Handled
 from lightning_nm.kernels.preprocess import BACKWARD, FORWARD
 from lightning_nm.pattern import NMPattern
 
@@ -40,6 +41,11 @@ class Gemm(NamedTuple):
     paper: float = 1.0
     eligible: float = 1.0
 
+    @property
+    def pattern(self) -> NMPattern | None:
+        """The N:M pattern along the contraction axis; ``None`` for an operand without."""
+        return NMPattern.parse(self.treatment) if ":" in self.treatment else None
+
 
 class Gemms(NamedTuple):
     """The three GEMMs of a layer: ``Y = X W_F^T``, ``dX = dY W_B`` and ``dW = E(dY)^T X``."""
@@ -54,7 +60,7 @@ def _as_bool(marks: Tensor) -> Tensor:
     return marks.ne(0) if torch.compiler.is_compiling() else marks.view(torch.bool)
 
 
-class NMLayer:
+class NMLayer(Handled):
     """A weight under an N:M method.
 
     The masks are two bits of one byte per weight (``marks``), so both masks together cost one byte, are one input of a
@@ -104,6 +110,8 @@ class NMLayer:
         self.forward_reason = forward_reason
         self.dgrad_reason = dgrad_reason
 
+        self.tag = torch.empty(self.handle, 0, device=self.weight.device)
+        """An empty tensor whose size is the layer's number."""
         self.marks: Tensor | None = None
         self.own_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
@@ -154,6 +162,10 @@ class NMLayer:
         self.backward_density: float | None = None
         """Share of W that the backward mask keeps, when last measured."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.tag = self.tag.new_empty(self.handle, 0)
+
     # ---------------------------------------------------------------------------------------------- the weight
 
     @property
@@ -166,6 +178,10 @@ class NMLayer:
         if self.layout == "flat":
             return tensor.flatten(1)
         return tensor.t() if self.layout == "transposed" else tensor
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
+        return self.rows(tensor).flatten(1)
 
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""
@@ -282,6 +298,21 @@ class NMLayer:
         count = self.calls[row] = self.calls.get(row, 0) + 1
         return noise + (row + (count - 1) * 0x9E3779B1)
 
+    def estimate(self, grad: Tensor, seed: Tensor) -> Tensor:
+        """E(dY) for ``dY [tokens, out]``, by the layer's estimator.
+
+        Raises:
+            TypeError: If that is of another shape or dtype.
+        """
+        assert self.estimator is not None
+        pruned = self.estimator.estimate(self, grad, seed)
+        if pruned.shape != grad.shape or pruned.dtype != grad.dtype:
+            raise TypeError(
+                f"{type(self.estimator).__name__} made {pruned.dtype} {tuple(pruned.shape)} of the output gradient at "
+                f"layer '{self.name}', which is {grad.dtype} {tuple(grad.shape)}: keep the shape and the dtype"
+            )
+        return pruned
+
     @torch.no_grad()
     def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
         """Add what one backward pass of an observed layer tells.
@@ -309,7 +340,7 @@ class NMLayer:
     def follow(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.weight.device
-        for name in ("marks", "permutation", "flips", "total_flips", "noise", "observed"):
+        for name in ("tag", "marks", "permutation", "flips", "total_flips", "noise", "observed"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
                 setattr(self, name, tensor.to(device))

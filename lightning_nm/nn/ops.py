@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
+from lightning_nm.kernels.router import active
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.routed import backward_gemms, forward_gemm
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_INPUT: dict[int, Callable[..., Tensor]] = {
@@ -51,10 +53,12 @@ def nm_linear(
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
     x, bias, dtype = _autocast(x, weight, bias)
+    router = active() if rows is None else None
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(x, weight, bias, layer, dtype, rows, layer.noise, *layer.tensors())
+        route = None if router is None else (router.handle, torch.is_grad_enabled())
+        return _Linear.apply(x, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
 
 
 def nm_conv(
@@ -79,6 +83,10 @@ def nm_conv(
         dilation: Per spatial dimension.
         groups: Groups of the convolution.
     """
+    if active() is not None and {*stride, *dilation, *weight.shape[2:], groups} == {1} and not any(padding):
+        tokens = x.movedim(1, -1)
+        if tokens.is_contiguous():  # channels last: a matrix product, [batch x positions, in] with [in, out]
+            return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
     x, bias, dtype = _autocast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
@@ -102,12 +110,7 @@ def _wgrad(
         return gemm(grad)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
     tokens = by_token.flatten(0, -2)
-    pruned = layer.estimator.estimate(layer, tokens, layer.call_noise(noise, row))
-    if pruned.shape != tokens.shape or pruned.dtype != tokens.dtype:
-        raise TypeError(
-            f"{type(layer.estimator).__name__} made {pruned.dtype} {tuple(pruned.shape)} of the output gradient at "
-            f"layer '{layer.name}', which is {tokens.dtype} {tuple(tokens.shape)}: keep the shape and the dtype"
-        )
+    pruned = layer.estimate(tokens, layer.call_noise(noise, row))
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
     if not torch.compiler.is_compiling() and layer.observing:  # a compiled graph cannot hand figures out
@@ -122,6 +125,11 @@ def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[
     return grad_weight, rest + grad_parameters
 
 
+def _differentiated() -> bool:
+    """Whether this backward pass is itself recorded, for a second derivative, which no kernel has."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -132,12 +140,20 @@ class _Linear(torch.autograd.Function):
         layer: NMLayer,
         dtype: torch.dtype,
         rows: tuple[int, int] | None,
+        route: tuple[int, bool] | None,
         noise: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
-        return F.linear(x, layer.rows(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
+        ctx.router = None if route is None else route[0]
+        if route is not None:
+            router, trains = route
+            tokens = x.reshape(-1, x.shape[-1])
+            out = layer.matrix(weight).shape[0]
+            y = forward_gemm(tokens, weight, bias, tensors, trains, out, layer.tag, router)
+            return y.view(*x.shape[:-1], out)
+        return F.linear(x, layer.matrix(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -145,21 +161,30 @@ class _Linear(torch.autograd.Function):
         layer: NMLayer = ctx.layer
         (grad,) = grads
         tokens = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = grad_bias = None
+        inputs = x.reshape(-1, x.shape[-1])
+        needs_input = ctx.needs_input_grad[0]
+        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:])
+        grad_weight = grad_bias = None
         rest: list[Any] = [None] * len(tensors)
-        if ctx.needs_input_grad[0]:
-            backward_weight = layer.rows(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
-            grad_x = (tokens @ backward_weight).view(x.shape)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[7:]):
-            inputs = x.reshape(-1, x.shape[-1])
-            full = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs, ctx.rows.start or 0)
+        if ctx.router is not None and not _differentiated():
+            grad_x, found = backward_gemms(
+                tokens, inputs, weight, noise, tensors, needs_input, needs_weight, layer.tag, ctx.router
+            )
+        else:
+            if needs_input:
+                grad_x = tokens @ layer.matrix(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
+            if needs_weight:
+                found = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs, ctx.rows.start or 0)
+        if needs_weight:
             if ctx.rows != slice(None):
-                part, full = full, torch.zeros_like(layer.rows(weight), dtype=full.dtype)
-                full[ctx.rows] = part
-            grad_weight, rest = _route(layer, weight, layer.unrows(full), len(tensors))
+                part, found = found, torch.zeros_like(layer.matrix(weight), dtype=found.dtype)
+                found[ctx.rows] = part
+            full = layer.unrows(found.view(layer.rows(weight).shape))
+            grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = tokens.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, *rest
+        grad_input = grad_x.view(x.shape) if needs_input else None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None, *rest
 
 
 class _Conv(torch.autograd.Function):

@@ -1,0 +1,264 @@
+"""Which kernel runs each product of a training, from the first batch to the report after the last."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.choose import Chooser, check_mode
+from lightning_nm.kernels.cost import DeviceModel, device_model
+from lightning_nm.kernels.decisions import Decision, Decisions
+from lightning_nm.kernels.environment import environment_of
+from lightning_nm.kernels.handles import Handled
+from lightning_nm.kernels.keys import bucketed, multiply_adds
+from lightning_nm.kernels.registry import KernelRegistry
+from lightning_nm.kernels.share import share
+from lightning_nm.kernels.timing import DeviceTimer, Timer
+
+
+class Product(NamedTuple):
+    """One GEMM of a layer.
+
+    Args:
+        layer: The layer's name.
+        key: The product; its pattern is the layer's where no operand is N:M along the contraction axis.
+        reason: Why no kernel for N:M operands can be asked for; empty if one can.
+    """
+
+    layer: str
+    key: GemmKey
+    reason: str = ""
+
+
+class Used(NamedTuple):
+    """How often a product ran on a kernel, and the decision behind it; None where there was nothing to decide."""
+
+    product: Product
+    kernel: str
+    calls: int
+    decision: Decision | None
+
+
+class Router(Handled):
+    """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
+
+    In mode ``"auto"`` the products of the first batch are dense and noted; :meth:`tune`, called before the first
+    backward pass, measures them all. Products of other sizes that come later are measured when they come, but not
+    while a CUDA graph is captured, where they stay dense.
+
+    Args:
+        mode: As :class:`~lightning_nm.kernels.choose.Chooser`'s.
+        kernels: The kernels besides the reference; ``None`` takes those of the package.
+        file: Where measured decisions are kept, used in ``"auto"`` alone; ``None`` keeps none.
+        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
+            kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and 16-bit dtype.
+        budget_s: Seconds that :meth:`tune` may take.
+        timer: Measures for ``"auto"``; the device's own by default.
+
+    Raises:
+        ValueError: If the mode is unknown or two kernels have one name.
+
+    Example::
+
+        >>> from lightning_nm import NMSparsifier
+        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+        >>> router = Router("sparse", kernels=[SimulatedSparseKernel()])
+        >>> with routing(router):
+        ...     y = model(torch.randn(16, 32))
+        >>> [(used.product.layer, used.product.key.gemm, used.kernel) for used in router.used()]
+        [('0', 'forward', 'simulated'), ('2', 'forward', 'simulated')]
+    """
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        kernels: Sequence[GemmKernel] | None = None,
+        file: str | os.PathLike[str] | None = None,
+        reuse: int = 1,
+        budget_s: float = 60.0,
+        timer: Timer | None = None,
+    ) -> None:
+        check_mode(mode)
+        self.mode = mode
+        self.registry = KernelRegistry(kernels)
+        self.file = None if file is None else Path(file).expanduser()
+        self.reuse = reuse
+        self.budget_s = budget_s
+        self.timer = timer or DeviceTimer()
+        self.chooser: Chooser | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what ran and every pack, for another training; decisions stay."""
+        self.tuned = self.mode != "auto"
+        self._noted: dict[Product, None] = {}
+        self._calls: Counter[tuple[Product, str]] = Counter()
+        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what belongs to this process and its device."""
+        return {**self.__dict__, "chooser": None, "_noted": {}, "_calls": Counter(), "_packs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.reset()
+
+    # ------------------------------------------------------------------------------------------------ choosing
+
+    def open(self, device: torch.device) -> Chooser:
+        """Make ready for a device: load known decisions, or those to replay.
+
+        Raises:
+            ValueError: If there is nothing to replay, or ``"heuristic"`` does not know the device.
+        """
+        if self.chooser is None:
+            environment = environment_of(device)
+            keeps = self.mode == "auto" and self.file is not None
+            known = Decisions.load(self.file, environment) if keeps and self.file else Decisions(environment)
+            figures = _figures(environment.device, required=self.mode == "heuristic")
+            self.chooser = Chooser(self.mode, self.registry, known, self.timer, figures, reuse=self.reuse)
+        return self.chooser
+
+    def kernel(self, product: Product) -> GemmKernel:
+        """The kernel for a product that is about to run once."""
+        kernel = self.registry.reference
+        if not product.reason and self.tuned:
+            chooser = self.open(torch.device(product.key.device))
+            kernel = chooser.choose(product.key)
+        self._calls[product._replace(key=bucketed(product.key)), kernel.name] += 1
+        return kernel
+
+    def note(self, products: Sequence[Product]) -> None:
+        """Take note of the products of a batch, for :meth:`tune`."""
+        if not self.tuned:
+            self._noted.update(dict.fromkeys(products))
+
+    def tune(self) -> None:
+        """Measure the products noted so far, unless that was done; the first process measures for all.
+
+        With :mod:`torch.distributed` initialised, every process must call this at the same point.
+        """
+        if self.tuned:
+            return
+        self.tuned = True
+        products = [product for product in self._noted if not product.reason]
+        device = products[0].key.device if products else None
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if device is not None:
+            chooser = self.open(torch.device(device))
+            known = dict(chooser.decisions)
+            if first:
+                chooser.tune([product.key for product in products], self.budget_s)
+                if self.file is not None and dict(chooser.decisions) != known:
+                    chooser.decisions.save(self.file)
+        if dist.is_initialized():  # a process without such products takes part
+            shared = share(self.chooser.decisions if self.chooser else Decisions(environment_of(torch.device("cpu"))))
+            if self.chooser is not None:
+                self.chooser.decisions = shared
+
+    # ----------------------------------------------------------------------------------------------- products
+
+    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A packed operand, kept as long as its stamp stays the same and other products may use it.
+
+        Args:
+            owner: What the pack belongs to, a layer: the pack goes with it.
+            name: Which of its packs.
+            stamp: Changes whenever the operand does.
+            make: Packs the operand.
+        """
+        if self.reuse == 1 or _capturing():  # replays of a graph would find the pack of the capture
+            return make()
+        packs = self._packs.setdefault(owner, {})
+        kept = packs.get(name)
+        if kept is None or kept[0] != stamp:
+            packs.pop(name, None)  # its memory is free for the next
+            packs[name] = kept = (stamp, make())
+        return kept[1]
+
+    # ------------------------------------------------------------------------------------------------- report
+
+    def used(self) -> list[Used]:
+        """What ran since the last :meth:`reset`, in the order of first use; token counts by their bucket."""
+        decisions = self.chooser.decisions if self.chooser else {}
+        return [
+            Used(product, kernel, calls, None if product.reason else decisions.get(product.key))
+            for (product, kernel), calls in self._calls.items()
+        ]
+
+    def sparse_share(self) -> tuple[float, str]:
+        """The share of masked layers' GEMM time that ran on sparse kernels, and what it rests on.
+
+        Times are the measured ones; a product without takes the mean of the others by its multiply-adds. Where nothing
+        was measured, the share is one of dense multiply-adds.
+        """
+        used = self.used()
+        dense = [
+            (u.decision.dense_ms, multiply_adds(u.product.key)) for u in used if u.decision and u.decision.dense_ms
+        ]
+        rate = sum(ms for ms, _ in dense) / sum(macs for _, macs in dense) if dense else None
+        sparse = total = 0.0
+        for product, kernel, calls, decision in used:
+            time = multiply_adds(product.key) * (rate or 1.0)
+            on_sparse = kernel != self.registry.reference.name
+            if rate and decision and decision.dense_ms:
+                time = decision.dense_ms
+                if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
+                    uses = 1 if product.key.gemm == "wgrad" else self.reuse
+                    time = decision.sparse_ms + decision.pack_ms / uses
+            total += calls * time
+            sparse += calls * time * on_sparse
+        return (sparse / total if total else 0.0), ("measured times" if rate else "dense multiply-adds")
+
+
+def _figures(name: str, required: bool) -> DeviceModel | None:
+    try:
+        return device_model(name)
+    except ValueError:
+        if required:
+            raise
+        return None
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_active: Router | None = None
+
+
+def active() -> Router | None:
+    """The router that masked layers use now."""
+    return _active
+
+
+def activate(router: Router | None) -> Router | None:
+    """Make a router the one that masked layers use; return what was there before."""
+    global _active  # backward passes of other threads see it, too, when they compute a checkpointed forward anew
+    before, _active = _active, router
+    return before
+
+
+@contextmanager
+def routing(router: Router | None) -> Generator[None, None, None]:
+    """Run the products of masked layers by a router; ``None`` by the plain dense ones.
+
+    What a forward pass found holds for its backward pass, wherever that runs.
+    """
+    before = activate(router)
+    try:
+        yield
+    finally:
+        activate(before)

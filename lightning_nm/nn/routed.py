@@ -1,0 +1,238 @@
+"""The three products of a layer on the kernels that a router chooses, as two operators that compiled graphs call.
+
+What they compute is what :mod:`lightning_nm.nn.ops` computes without a router. They look the layer and the router up
+by number: the choice, the packs and the fused passes over operands happen when a graph runs, not when it is traced. A
+layer's number is the size of an empty tensor, because graphs are made anew for another number, but not for other sizes:
+equal blocks of a model share one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.handles import find
+from lightning_nm.kernels.preprocess import permuted_columns
+from lightning_nm.kernels.router import Product, Router
+from lightning_nm.nn.layer import Gemm, NMLayer
+
+
+def products(layer: NMLayer, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Product]:
+    """The layer's forward, dgrad and wgrad as they would run now on a batch of so many tokens."""
+    out, width = layer.matrix(layer.weight).shape
+    gemms = layer.gemms()
+    permuted = layer.own_backward and layer.permutation is not None
+    return [
+        _product(layer, "forward", gemms.forward, (out, width, tokens), dtype, device),
+        _product(layer, "dgrad", gemms.dgrad, (width, out, tokens), dtype, device, permuted),
+        _product(layer, "wgrad", gemms.wgrad, (out, tokens, width), dtype, device),
+    ]
+
+
+def _product(
+    layer: NMLayer,
+    name: GemmName,
+    gemm: Gemm,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    permuted: bool = False,
+) -> Product:
+    pattern = gemm.pattern
+    reason = "" if pattern else "; ".join(filter(None, (gemm.treatment, gemm.reason)))
+    return Product(layer.name, GemmKey(name, *sizes, dtype, pattern or layer.pattern, str(device), permuted), reason)
+
+
+@torch.library.custom_op("lightning_nm::forward_gemm", mutates_args=())
+def forward_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tensors: Sequence[Tensor],
+    trains: bool,
+    out: int,
+    tag: Tensor,
+    router: int,
+) -> Tensor:
+    """``x W_F^T + bias`` with ``x [tokens, in]``, in the dtype of `x`.
+
+    Args:
+        x: ``[tokens, in]``.
+        weight: The latent parameter, in the layout of the layer.
+        bias: ``[out]`` of the dtype of `x`, or None.
+        tensors: What the method keeps beside the weight: the operator reads it through the layer.
+        trains: Whether a backward pass will follow.
+        out: Rows of the weight.
+        tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
+        router: Handle of the :class:`~lightning_nm.kernels.router.Router`.
+
+    Returns:
+        ``[tokens, out]``.
+    """
+    nm, route = find(tag.shape[0]), find(router)
+    wanted = products(nm, len(x), x.dtype, x.device)
+    route.note(wanted if trains else wanted[:1])
+    product = wanted[0]
+    kernel = route.kernel(product)
+
+    def dense() -> Tensor:
+        return F.linear(x, nm.matrix(nm.method.forward_weight(nm, weight)).to(x.dtype), bias)
+
+    def sparse() -> Tensor:
+        packed = _pack(nm, route, kernel, product, weight, lambda: nm.method.forward_operand(nm, weight, x.dtype))
+        return kernel.linear(packed, x.contiguous(), bias)
+
+    return _run(route, kernel, product, sparse, dense)
+
+
+@forward_gemm.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tensors: Sequence[Tensor],
+    trains: bool,
+    out: int,
+    tag: Tensor,
+    router: int,
+) -> Tensor:
+    return x.new_empty(x.shape[0], out)
+
+
+@register_flop_formula(torch.ops.lightning_nm.forward_gemm)
+def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """``2 tokens in out``: as the dense product, whatever kernel makes it."""
+    return 2 * x_shape[0] * x_shape[1] * out_shape[1]
+
+
+@torch.library.custom_op("lightning_nm::backward_gemms", mutates_args=())
+def backward_gemms(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    noise: Tensor | None,
+    tensors: Sequence[Tensor],
+    needs_input: bool,
+    needs_weight: bool,
+    tag: Tensor,
+    router: int,
+) -> tuple[Tensor, Tensor]:
+    """``dX = dY W_B`` and ``dW = E(dY)^T X``, in the dtype of `grad`: those that are needed, else an empty tensor.
+
+    Args:
+        grad: ``dY [tokens, out]``.
+        x: ``[tokens, in]``.
+        weight: The latent parameter, in the layout of the layer.
+        noise: The noise that the forward pass saw, for the estimator.
+        tensors: What the method keeps beside the weight: the operator reads it through the layer.
+        needs_input: Whether dX is needed.
+        needs_weight: Whether dW is needed.
+        tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
+        router: Handle of the :class:`~lightning_nm.kernels.router.Router`.
+
+    Returns:
+        ``dX [tokens, in]`` and ``dW [out, in]``.
+    """
+    nm, route = find(tag.shape[0]), find(router)
+    _, dgrad, wgrad = products(nm, len(x), x.dtype, x.device)
+    grad = grad.contiguous()
+    return (
+        _dgrad(nm, route, dgrad, grad, weight) if needs_input else grad.new_empty(0),
+        _wgrad(nm, route, wgrad, grad, x, noise) if needs_weight else grad.new_empty(0),
+    )
+
+
+@backward_gemms.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    noise: Tensor | None,
+    tensors: Sequence[Tensor],
+    needs_input: bool,
+    needs_weight: bool,
+    tag: Tensor,
+    router: int,
+) -> tuple[Tensor, Tensor]:
+    return (
+        grad.new_empty(grad.shape[0], x.shape[1]) if needs_input else grad.new_empty(0),
+        grad.new_empty(grad.shape[1], x.shape[1]) if needs_weight else grad.new_empty(0),
+    )
+
+
+@register_flop_formula(torch.ops.lightning_nm.backward_gemms)
+def _backward_flops(
+    grad_shape: Any,
+    x_shape: Any,
+    weight: Any,
+    noise: Any,
+    tensors: Any,
+    needs_input: bool,
+    needs_weight: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """``2 tokens in out`` for each product: as the dense ones, whatever kernels make them."""
+    return 2 * grad_shape[0] * grad_shape[1] * x_shape[1] * (needs_input + needs_weight)
+
+
+def _dgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, weight: Tensor) -> Tensor:
+    kernel = router.kernel(product)
+
+    def dense() -> Tensor:
+        return grad @ layer.matrix(layer.method.backward_weight(layer, weight)).to(grad.dtype)
+
+    def sparse() -> Tensor:
+        packed = _pack(
+            layer, router, kernel, product, weight, lambda: layer.method.backward_operand(layer, weight, grad.dtype)
+        )
+        order = layer.permutation if product.key.permuted else None
+        return kernel.linear(packed, grad if order is None else permuted_columns(grad, order))
+
+    return _run(router, kernel, product, sparse, dense)
+
+
+def _wgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, x: Tensor, noise: Tensor | None) -> Tensor:
+    kernel = router.kernel(product)
+    if layer.estimator is None or noise is None or not layer.estimating:
+        return grad.t() @ x
+    estimator, seed = layer.estimator, layer.call_noise(noise, 0)
+    if layer.observing:
+        estimate = layer.estimate(grad, seed)
+        found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), x.contiguous())
+        layer.observe(estimate, grad.t() @ x, found)
+        return found
+
+    def sparse() -> Tensor:
+        return kernel.matmul(kernel.pack(estimator.estimate_transposed(layer, grad, seed)), x.contiguous())
+
+    return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+
+
+def _run(
+    router: Router, kernel: GemmKernel, product: Product, sparse: Callable[[], Tensor], dense: Callable[[], Tensor]
+) -> Tensor:
+    """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
+    registry = router.registry
+    return dense() if kernel is registry.reference else registry.attempt(kernel, product.key, sparse, dense)
+
+
+def _pack(
+    layer: NMLayer,
+    router: Router,
+    kernel: GemmKernel,
+    product: Product,
+    weight: Tensor,
+    operand: Callable[[], Tensor],
+) -> Tensor:
+    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does."""
+    versions = tuple((tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors()))
+    stamp: Hashable = (versions, layer.step, layer.clock)  # steps count, too: not every optimizer leaves a version
+    name = (kernel.name, product.key.gemm, product.key.dtype)
+    return router.packed(layer, name, stamp, lambda: kernel.pack(operand()))
