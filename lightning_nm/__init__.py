@@ -4,6 +4,7 @@ from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.pattern import NMPattern
+from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
 from lightning_nm.sparsifier import NMSparsifier
 
 __all__ = [
@@ -17,7 +18,11 @@ __all__ = [
     "Dense",
     "GradientEstimator",
     "Method",
+    "NMFSDPPrecision",
+    "NMHalfPrecision",
+    "NMMixedPrecision",
     "NMPattern",
+    "NMPrecision",
     "NMSparsifier",
     "NMSparsityCallback",
     "TopN",

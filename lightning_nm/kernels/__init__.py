@@ -4,6 +4,7 @@ from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
 from lightning_nm.kernels.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.patterns import two_four_reason
 from lightning_nm.kernels.registry import KernelRegistry
+from lightning_nm.kernels.router import Router, routing
 from lightning_nm.kernels.simulated import SimulatedSparseKernel
 from lightning_nm.kernels.two_four import TwoFourKernel
 
@@ -13,7 +14,9 @@ __all__ = [
     "GemmKey",
     "GemmName",
     "KernelRegistry",
+    "Router",
     "SimulatedSparseKernel",
     "TwoFourKernel",
+    "routing",
     "two_four_reason",
 ]

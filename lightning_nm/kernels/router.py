@@ -97,11 +97,16 @@ class Router(Handled):
         self.reuse = reuse
         self.budget_s = budget_s
         self.timer = timer or DeviceTimer()
-        self.chooser: Chooser | None = None
         self.reset()
 
-    def reset(self) -> None:
-        """Forget what ran and every pack, for another training; decisions stay."""
+    def reset(self, reuse: int | None = None) -> None:
+        """Forget what ran and every pack, for another training; decisions stay where their file is.
+
+        Args:
+            reuse: As the argument of that name; ``None`` leaves it.
+        """
+        self.reuse = reuse or self.reuse
+        self.chooser: Chooser | None = None
         self.tuned = self.mode != "auto"
         self._noted: dict[Product, None] = {}
         self._calls: Counter[tuple[Product, str]] = Counter()
@@ -109,7 +114,7 @@ class Router(Handled):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to this process and its device."""
-        return {**self.__dict__, "chooser": None, "_noted": {}, "_calls": Counter(), "_packs": None}
+        return {**self.__dict__, "chooser": None, "_noted": None, "_calls": None, "_packs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -168,6 +173,10 @@ class Router(Handled):
             if self.chooser is not None:
                 self.chooser.decisions = shared
 
+    def live(self) -> Router | None:
+        """This router; ``None`` in mode ``"reference"``, which compiled graphs are made for as without a router."""
+        return None if self.mode == "reference" else self
+
     # ----------------------------------------------------------------------------------------------- products
 
     def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -187,6 +196,10 @@ class Router(Handled):
             packs.pop(name, None)  # its memory is free for the next
             packs[name] = kept = (stamp, make())
         return kept[1]
+
+    def release(self) -> None:
+        """Let go of every pack."""
+        self._packs.clear()
 
     # ------------------------------------------------------------------------------------------------- report
 

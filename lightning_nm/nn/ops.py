@@ -22,7 +22,7 @@ from torch.nn import grad as nn_grad
 
 from lightning_nm.kernels.router import active
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.routed import backward_gemms, forward_gemm
+from lightning_nm.nn.routed import backward_gemms, forward_gemm, leave
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_INPUT: dict[int, Callable[..., Tensor]] = {
@@ -53,9 +53,11 @@ def nm_linear(
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
     x, bias, dtype = _autocast(x, weight, bias)
-    router = active() if rows is None else None
-    if rows is not None and bias is not None:
-        bias = bias[rows[0] : rows[1]]
+    router = active()
+    if rows is not None:
+        bias = None if bias is None else bias[rows[0] : rows[1]]
+        leave(layer, router, x.numel() // x.shape[-1], x, "a part of a joint projection")
+        router = None
     with torch.autocast(x.device.type, enabled=False):
         route = None if router is None else (router.handle, torch.is_grad_enabled())
         return _Linear.apply(x, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
@@ -90,7 +92,9 @@ def nm_conv(
     x, bias, dtype = _autocast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
-        return _Conv.apply(x, weight, bias, layer, dtype, geometry, layer.noise, *layer.tensors())
+        y = _Conv.apply(x, weight, bias, layer, dtype, geometry, layer.noise, *layer.tensors())
+    leave(layer, active(), y.numel() // y.shape[1], x, "a convolution, left to cuDNN")
+    return y
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:

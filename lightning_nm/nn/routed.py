@@ -23,6 +23,9 @@ from lightning_nm.kernels.router import Product, Router
 from lightning_nm.nn.layer import Gemm, NMLayer
 
 
+GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
+
+
 def products(layer: NMLayer, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Product]:
     """The layer's forward, dgrad and wgrad as they would run now on a batch of so many tokens."""
     out, width = layer.matrix(layer.weight).shape
@@ -47,6 +50,24 @@ def _product(
     pattern = gemm.pattern
     reason = "" if pattern else "; ".join(filter(None, (gemm.treatment, gemm.reason)))
     return Product(layer.name, GemmKey(name, *sizes, dtype, pattern or layer.pattern, str(device), permuted), reason)
+
+
+def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason: str) -> None:
+    """Count products that no router runs, for its report; those of a compiled graph are not seen.
+
+    Args:
+        layer: The layer.
+        router: The active router, if there is one.
+        tokens: Output positions of the batch.
+        x: The input, for dtype and device.
+        reason: Why they are dense.
+    """
+    if router is None or torch.compiler.is_compiling():
+        return
+    out, width = layer.matrix(layer.weight).shape
+    sizes = {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
+    for gemm in GEMMS if torch.is_grad_enabled() else GEMMS[:1]:
+        router.kernel(Product(layer.name, GemmKey(gemm, *sizes[gemm], x.dtype, layer.pattern, str(x.device)), reason))
 
 
 @torch.library.custom_op("lightning_nm::forward_gemm", mutates_args=())
