@@ -14,7 +14,7 @@ from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.names import key_of_layer
 
 from .kinds import KINDS, make
-from .plugins import ScaledMask, SoftThreshold
+from .outside import ScaledMask, SoftThreshold
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths",  # the stock module's

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_nm import ASP, SRSTE, BiMask, GradientEstimator, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.nn.layer import Gemm
-from tests.plugins import ScaledMask
+from tests.outside import ScaledMask
 
 
 def data():

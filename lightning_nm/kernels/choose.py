@@ -110,6 +110,10 @@ class Chooser:
         """Return the kernel for a product; see :meth:`decide`."""
         return self.registry.kernels[self.decide(key).kernel]
 
+    def knows(self, key: GemmKey) -> bool:
+        """Whether a decision for a product is there, so that nothing has to be measured."""
+        return self.mode != "auto" or self._known(bucketed(key))
+
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
 

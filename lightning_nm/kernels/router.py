@@ -141,7 +141,8 @@ class Router(Handled):
         kernel = self.registry.reference
         if not product.reason and self.tuned:
             chooser = self.open(torch.device(product.key.device))
-            kernel = chooser.choose(product.key)
+            if chooser.knows(product.key) or not _capturing():
+                kernel = chooser.choose(product.key)
         self._calls[product._replace(key=bucketed(product.key)), kernel.name] += 1
         return kernel
 

@@ -30,7 +30,8 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         result = _product(kernel, key, _packed(kernel, matrix), dense)
         if (result.shape, result.dtype) != (expected.shape, expected.dtype):
             return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in (result - expected, expected)])
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in (result - expected, expected)])
         difference, norm = norms.tolist()
     error = difference / norm
     if error < TOLERANCE:  # never true of NaN

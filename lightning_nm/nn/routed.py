@@ -22,7 +22,6 @@ from lightning_nm.kernels.preprocess import permuted_columns
 from lightning_nm.kernels.router import Product, Router
 from lightning_nm.nn.layer import Gemm, NMLayer
 
-
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 

@@ -20,9 +20,17 @@ class _TrainerRouting(KernelRouting):
     keeps_packs = True
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning's conversion; the micro-batches of a step share packs."""
-        accumulated = module.trainer.accumulate_grad_batches if isinstance(module, pl.LightningModule) else 1
-        self._begin(module, accumulated if self.keeps_packs else 1)
+        """Lightning's conversion; the micro-batches of a step share packs.
+
+        Raises:
+            TypeError: If this is no module in a Trainer.
+        """
+        if not isinstance(module, pl.LightningModule) or module.fabric is not None:
+            raise TypeError(
+                f"lightning_nm.{type(self).__name__} is for lightning.pytorch.Trainer: Fabric takes "
+                f"lightning_nm.plugins.fabric.{type(self).__name__}"
+            )
+        self._begin(module, module.trainer.accumulate_grad_batches if self.keeps_packs else 1)
         return super().convert_module(module)  # type: ignore[misc]
 
     @contextmanager

@@ -1,0 +1,525 @@
+"""Masked layers on the kernels of a router: the same numbers, wherever and however often they run."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_nm import MVUE, NMSparsifier, TransposableMask
+from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels.handles import find
+from tests.fake_kernels import FakeKernel, FakeTimer
+from tests.kinds import KINDS, make
+from tests.outside import ScaledMask, SoftThreshold
+
+METHODS = {
+    "dense": lambda: "dense",
+    "sr-ste": lambda: "sr-ste",
+    "asp": lambda: "asp",
+    "bi-mask": lambda: "bi-mask",
+    "transposable": lambda: TransposableMask(),
+    "soft-threshold": SoftThreshold,
+    "scaled-mask": ScaledMask,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+def simulated(**options):
+    return Router("sparse", [SimulatedSparseKernel()], **options)
+
+
+def ran(router):
+    return {(used.product.key.gemm, used.kernel) for used in router.used()}
+
+
+def attach(module, pattern="2:4", method="bi-mask", estimator=None):
+    return NMSparsifier(module, pattern, method, estimator, skip_first_last=False).attach()
+
+
+def gradients(module, x, router):
+    """The output, dX and all gradients of a batch, whose noise is always the same."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    for part in module.modules():
+        for layer in getattr(part, "nm_layers", {}).values():
+            layer.draw_seed(7)
+    with routing(router):
+        y = module(x)
+    (y.square() * torch.linspace(1, 2, y.shape[-1], dtype=y.dtype)).sum().backward()
+    return y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())
+
+
+def assert_equal(found, expected, **tolerance):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:2", "1:16", "3:8"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_numbers(method, kind, pattern):
+    module, x = make(kind)
+    attach(module, pattern, METHODS[method](), MVUE(pattern))
+    router = simulated()
+    assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+    linear = not kind.startswith("conv")
+    assert (("forward", "simulated") in ran(router)) == (
+        linear and method not in ("dense", "soft-threshold") and pattern != "3:8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "estimator", "sparse"),
+    [
+        ("dense", None, set()),
+        ("ste", None, {"forward"}),
+        ("bi-mask", None, {"forward", "dgrad"}),
+        ("transposable", None, {"forward", "dgrad"}),
+        ("ste", "top-n", {"forward", "wgrad"}),
+        ("dense", "mvue", {"wgrad"}),
+        ("bi-mask", "approx-mvue", {"forward", "dgrad", "wgrad"}),
+    ],
+)
+def test_each_product_that_can_be_sparse_is(method, estimator, sparse):
+    module, x = make("linear")
+    attach(module, "2:4", method, estimator)
+    router = simulated()
+    gradients(module, x, router)
+    assert {gemm for gemm, kernel in ran(router) if kernel == "simulated"} == sparse
+    assert {used.product.key.gemm for used in router.used() if used.product.reason} == {
+        "forward",
+        "dgrad",
+        "wgrad",
+    } - sparse
+    share, basis = router.sparse_share()
+    assert share == pytest.approx(len(sparse) / 3)
+    assert basis == "dense multiply-adds"
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(1, 40), seed=st.integers(0, 99), estimator=st.sampled_from([None, "mvue", "top-n"]))
+def test_any_number_of_tokens(tokens, seed, estimator):
+    torch.manual_seed(seed)
+    module = nn.Linear(32, 64, dtype=torch.float64)
+    attach(module, "2:4", "bi-mask", estimator)
+    x = torch.randn(tokens, 32, dtype=torch.float64)
+    router = simulated()
+    assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+    assert ("dgrad", "simulated") in ran(router)
+
+
+def test_an_empty_batch_and_an_expanded_gradient():
+    module, _ = make("linear")
+    attach(module, estimator="mvue")
+    with routing(simulated()):
+        empty = module(torch.zeros(0, 32, dtype=torch.float64, requires_grad=True))
+        empty.sum().backward()
+    assert empty.shape == (0, 64)
+    results = []
+    for router in (None, simulated()):
+        module.zero_grad()
+        with routing(router):
+            module(torch.ones(8, 32, dtype=torch.float64)).sum().backward()  # a gradient of strides 0
+        results.append(module.weight.grad.clone())
+    torch.testing.assert_close(*results)
+
+
+def test_other_layouts_of_the_input():
+    module, _ = make("linear")
+    attach(module, estimator="mvue")
+    for x in (
+        torch.randn(32, 16).double().t(),
+        torch.randn(16, 64).double()[:, ::2],
+        torch.randn(3, 4, 2, 32).double(),
+    ):
+        assert_equal(gradients(module, x, simulated()), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    module, x = make("linear", torch.float32)
+    attach(module, estimator="mvue")
+    results = []
+    for router in (None, simulated()):
+        with torch.autocast("cpu", dtype):
+            results.append(gradients(module, x, router))
+    assert results[0][0].dtype == dtype
+    assert_equal(*results, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("conv_layout", ["channels", "flat"])
+def test_convolutions_of_one_tap_with_channels_last_are_matrix_products(kind, conv_layout):
+    torch.manual_seed(0)
+    module = kind(16, 32, 1).double()
+    NMSparsifier(module, "2:4", "bi-mask", "mvue", conv_layout=conv_layout, skip_first_last=False).attach()
+    shape = (2, 4, 5, 6)[: module.weight.dim() - 1]
+    x = torch.randn(*shape, 16).double().movedim(-1, 1)
+    router = simulated()
+    assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+    assert ran(router) == {(gemm, "simulated") for gemm in ("forward", "dgrad", "wgrad")}
+
+    first = simulated()
+    gradients(module, x.contiguous(), first)
+    assert {used.product.reason for used in first.used()} == {"a convolution, left to cuDNN"}
+
+
+def test_convolutions_that_are_none_stay_convolutions():
+    x = torch.randn(2, 6, 6, 16).double().movedim(-1, 1)
+    for options in ({"stride": 2}, {"padding": 1}, {"groups": 2}, {"padding": 1, "padding_mode": "circular"}):
+        module = nn.Conv2d(16, 16, 1, **options).double()
+        attach(module)
+        router = simulated()
+        assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+        if options.get("padding_mode") is None:
+            assert {kernel for _, kernel in ran(router)} == {"reference"}, options
+
+
+# ------------------------------------------------------------------------------------------------------- packs
+
+
+class Counting(SimulatedSparseKernel):
+    def __init__(self):
+        self.packs = 0
+
+    def pack(self, matrix):
+        self.packs += 1
+        return super().pack(matrix)
+
+
+def micro_batches(module, x, router, count):
+    for _ in range(count):
+        with routing(router):
+            module(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_micro_batches_share_packs_of_weights_and_steps_do_not(reuse):
+    module, x = make("linear")
+    x.requires_grad_()
+    sparsifier = attach(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    kernel = Counting()
+    router = Router("sparse", [kernel], reuse=reuse)
+    micro_batches(module, x, router, 1)  # the trial of each product packs, too
+    for step in range(4):
+        kernel.packs = 0
+        micro_batches(module, x, router, 2)
+        assert kernel.packs == 2 * (2 if reuse == 1 else min(1, step))
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+
+
+CHANGES = {
+    "in place": lambda module, sparsifier: module.weight.mul_(1.5),
+    "through data, in a step": lambda module, sparsifier: step(module, sparsifier),
+    "other weights": lambda module, sparsifier: module.load_state_dict(
+        {name: torch.randn_like(value) for name, value in module.state_dict().items()}
+    ),
+    "masks": lambda module, sparsifier: [
+        layer.set_masks(layer.forward_mask.roll(1, 0), layer.backward_mask.roll(1, 1))
+        for layer in sparsifier.layers.values()
+    ],
+    "baked": lambda module, sparsifier: sparsifier.bake(),
+    "float32": lambda module, sparsifier: module.float(),
+}
+
+
+class ThroughData(torch.optim.SGD):
+    """Writes where no version is counted."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.clone()
+                parameter.data.mul_(0.5)
+
+
+def step(module, sparsifier):
+    optimizer = ThroughData(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_pack_is_older_than_its_weight(change):
+    module, x = make("linear")
+    sparsifier = attach(module)
+    router = simulated(reuse=2)
+    for _ in range(2):
+        gradients(module, x, router)
+    with torch.no_grad():
+        CHANGES[change](module, sparsifier)
+    x = x.to(module.weight.dtype)
+    assert_equal(gradients(module, x, router), gradients(module, x, None))
+
+
+def test_captures_of_graphs_neither_use_nor_keep_packs_nor_measure(monkeypatch):
+    module, x = make("linear")
+    attach(module)
+    kernel = Counting()
+    router = Router("sparse", [kernel], reuse=2)
+    gradients(module, x, router)
+    kernel.packs = 0
+    gradients(module, x, router)
+    assert kernel.packs == 0
+    monkeypatch.setattr(router_module, "_capturing", lambda: True)
+    gradients(module, x, router)
+    gradients(module, x, router)
+    assert kernel.packs == 4
+
+    fast = FakeKernel()
+    timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
+    auto = Router("auto", [fast], timer=timer)
+    auto.tune()
+    gradients(module, x, auto)
+    assert not timer.timed
+    assert {kernel for _, kernel in ran(auto)} == {"reference"}
+    monkeypatch.undo()
+    gradients(module, x, auto)
+    assert timer.timed
+    assert ("forward", "fast") in ran(auto)
+
+
+def test_packs_go_with_their_layer_and_with_the_router():
+    module, x = make("linear")
+    sparsifier = attach(module)
+    router = simulated(reuse=2)
+    gradients(module, x, router)
+    assert len(router._packs) == 1
+    router.release()
+    assert not router._packs
+    gradients(module, x, router)
+    sparsifier.detach()
+    del module, sparsifier
+    gc.collect()
+    assert not router._packs
+
+
+# ---------------------------------------------------------------------------------------------------- choosing
+
+
+def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel(supports=lambda key: "only forward" if key.gemm != "forward" else "")
+    timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
+    file = tmp_path / "new folder" / "kernels.json"
+    router = Router("auto", [fast], file=file, timer=timer)
+    gradients(module, x, router)
+    assert {kernel for _, kernel in ran(router)} == {"reference"}
+    assert not timer.timed
+    router.tune()
+    assert timer.timed
+    timed = len(timer.timed)
+    gradients(module, x, router)
+    router.tune()
+    assert len(timer.timed) == timed
+    assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} <= ran(router)
+    share, basis = router.sparse_share()
+    # Two batches, the first dense: 9 ms for each of six products but one, which took 1 ms.
+    assert share == pytest.approx(1 / 46)
+    assert basis == "measured times"
+
+    again = Router("auto", [fast], file=file, timer=(second := FakeTimer([fast], dense=1.0, fast=(9.0, 0.0))))
+    gradients(module, x, again)
+    again.tune()
+    gradients(module, x, again)
+    assert not second.timed, "what the file knows is not measured"
+    assert ("forward", "fast") in ran(again)
+
+    replayed = Router(f"replay:{file}", [fast])
+    gradients(module, x, replayed)
+    assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} == ran(replayed)
+
+
+def test_a_training_without_gradients_needs_forward_products_alone():
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    router = Router("auto", [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+    with routing(router), torch.no_grad():
+        module(x)
+    assert [product.key.gemm for product in router._noted] == ["forward"]
+
+
+@pytest.mark.parametrize("fails", ["linear", "matmul", "pack"])
+def test_a_kernel_that_fails_is_replaced_with_one_warning(fails):
+    def failing(*args):
+        raise RuntimeError("no such algorithm")
+
+    module, x = make("linear")
+    attach(module, estimator="mvue")
+    kernel = FakeKernel()
+    router = Router("sparse", [kernel])
+    router.tune()
+    gradients(module, x, router)
+    setattr(kernel, fails, failing)
+    expected = gradients(module, x, None)
+    with pytest.warns(RuntimeWarning, match="no such algorithm") as warned:
+        assert_equal(gradients(module, x, router), expected)
+    assert len(warned) == {"linear": 2, "matmul": 1, "pack": 3}[fails]
+    assert_equal(gradients(module, x, router), expected)  # a warning would be an error
+
+
+def test_unknown_modes_and_nothing_to_replay(tmp_path):
+    with pytest.raises(ValueError, match=r"'fast' is none of auto, sparse, reference, heuristic, replay:FILE"):
+        Router("fast")
+    module, x = make("linear")
+    attach(module)
+    with pytest.raises(ValueError, match="nothing to replay"), routing(Router(f"replay:{tmp_path / 'missing.json'}")):
+        module(x)
+    with pytest.raises(ValueError, match="no figures are known for 'cpu'"), routing(Router("heuristic")):
+        module(x)
+
+
+# -------------------------------------------------------------------------------------------- graphs and copies
+
+
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+@pytest.mark.parametrize("method", ["bi-mask", "scaled-mask"])
+def test_compiled_code_calls_the_same_kernels(method, estimator):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    attach(module, "2:4", METHODS[method](), estimator)
+    x = torch.randn(24, 32)
+    router = simulated()
+    eager = gradients(module, x, router)
+    before = {used.product: used.calls for used in router.used()}
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_equal(gradients(compiled, x, router), eager)
+    assert {used.product: used.calls for used in router.used()} == {key: 2 * calls for key, calls in before.items()}
+    # Without the router, and with another number of tokens.
+    assert_equal(gradients(compiled, x, None), gradients(module, x, None))
+    for tokens in (16, 40):
+        x = torch.randn(tokens, 32)
+        assert_equal(gradients(compiled, x, router), gradients(module, x, router))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_equal_blocks_share_graphs():
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(10)]
+    model = nn.Sequential(*blocks)
+    attach(model, estimator="mvue")
+    counts = []
+    for router in (None, simulated()):
+        torch.compiler.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        for block in blocks:
+            block.compile(backend=counter)
+        with routing(router):
+            model(torch.randn(8, 32)).square().sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] < 10
+
+
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+def test_the_operators_are_well_made(estimator):
+    module, x = make("linear")
+    sparsifier = attach(module, estimator=estimator)
+    (layer,) = sparsifier.layers.values()
+    router = simulated()
+    weight, bias, tensors = module.weight.detach(), module.bias.detach(), list(layer.tensors())
+    grad = torch.randn(6, 64).double()
+    ops = torch.ops.lightning_nm
+    torch.library.opcheck(ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.tag, router.handle))
+    torch.library.opcheck(ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.tag, router.handle))
+    for needs in ((True, True), (True, False), (False, True)):
+        layer.estimating = False  # every call draws other noise
+        arguments = (grad, x, weight, layer.noise, tensors, *needs, layer.tag, router.handle)
+        torch.library.opcheck(ops.backward_gemms, arguments)
+
+
+def test_flops_are_those_of_the_dense_products():
+    counts = []
+    for router in (None, simulated()):
+        module, x = make("linear-3d-no-bias")
+        sparsifier = NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0)
+        sparsifier.attach()
+        with FlopCounterMode(display=False) as counter, routing(router):
+            module(x.requires_grad_()).square().sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 3 * 2 * 10 * 32 * 16
+
+
+def test_checkpointed_layers_compute_their_forward_again_on_the_same_kernels():
+    module, x = make("linear")
+    attach(module, estimator="mvue")
+    router = simulated()
+    expected = gradients(module, x, router)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    assert_equal(gradients(Checkpointed(), x, router), expected)
+
+
+def test_second_derivatives_take_the_dense_products():
+    module, x = make("linear")
+    attach(module)
+    results = []
+    for router in (None, simulated()):
+        x = x.detach().requires_grad_()
+        with routing(router):
+            y = module(x).pow(3).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        results.append((first.detach(), second))
+    assert_equal(*results)
+
+
+def test_a_backward_pass_uses_what_its_forward_found():
+    module, x = make("linear")
+    attach(module)
+    router = simulated()
+    x.requires_grad_()
+    module(x).sum().backward()
+    with routing(router):
+        y = module(x)
+    y.sum().backward()
+    assert ("dgrad", "simulated") in ran(router)
+    with routing(router):
+        module(x)
+    assert router_module.active() is None
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_are_layers_of_their_own(again):
+    module, x = make("linear")
+    attach(module)
+    copied = again(module)
+    (layer,), (other,) = module.nm_layers.values(), copied.nm_layers.values()
+    assert find(layer.handle) is layer
+    assert find(other.handle) is other
+    assert layer.tag.shape != other.tag.shape
+    other.set_masks(other.forward_mask.roll(1, 0), other.backward_mask.roll(1, 1))
+    for mine in (module, copied):
+        assert_equal(gradients(mine, x, simulated()), gradients(mine, x, None))
+
+
+def test_routers_travel_without_what_belongs_to_a_process():
+    module, x = make("linear")
+    attach(module)
+    router = simulated(reuse=2)
+    gradients(module, x, router)
+    for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        assert other.handle != router.handle
+        assert not other.used()
+        assert_equal(gradients(module, x, other), gradients(module, x, None))
+        assert ran(other) == ran(router)

@@ -1,0 +1,342 @@
+"""The precision plugins in a Trainer, from YAML, and in Fabric."""
+
+import copy
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_nm
+from lightning_nm import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision, NMSparsifier
+from lightning_nm.kernels import SimulatedSparseKernel
+from lightning_nm.kernels import router as router_module
+from lightning_nm.plugins import fabric as fabric_plugins
+from lightning_nm.plugins.routing import DECISIONS
+from tests.fake_kernels import FakeKernel, FakeTimer
+from tests.lightning_models import assert_equal_models, callback, make_trainer
+
+
+class Mlp(pl.LightningModule):
+    """Linear layers of sizes that fit 2:4 kernels."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 4))
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False) if self.checkpointed else self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class Blobs(pl.LightningDataModule):
+    def __init__(self, batch_size=16):
+        super().__init__()
+        self.batch_size = batch_size
+        generator = torch.Generator().manual_seed(0)
+        y = torch.randint(0, 4, (64,), generator=generator)
+        self.data = TensorDataset(torch.randn(64, 32, generator=generator) + y[:, None] * 0.3, y)
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=self.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, batch_size=32)
+
+
+def mlp(**options):
+    pl.seed_everything(0, verbose=False)
+    return Mlp(**options)
+
+
+def plugin(cls=NMPrecision, *args, kernels="sparse", **options):
+    return cls(*args, kernels=kernels, backends=[SimulatedSparseKernel()], decisions=None, **options)
+
+
+def sparse_callback(**options):
+    return callback("bi-mask", grad_estimator="mvue", skip_first_last=False, include="net.[02]", **options)
+
+
+def fit(tmp_path, plugins, callbacks=None, model=None, **options):
+    trainer = make_trainer(
+        tmp_path, [sparse_callback()] if callbacks is None else callbacks, plugins=plugins, **options
+    )
+    model = model or mlp()
+    trainer.fit(model, Blobs())
+    return trainer, model
+
+
+def kernels_of(router):
+    return {(used.product.layer, used.product.key.gemm): used.kernel for used in router.used()}
+
+
+ALL = {
+    (layer, gemm): "simulated"
+    for layer, gemm in [(f"net.{k}", gemm) for k in (0, 2) for gemm in ("forward", "dgrad", "wgrad")]
+    if (layer, gemm) != ("net.0", "dgrad")  # data need no gradient
+}
+
+
+def test_the_plugin_changes_the_kernels_and_not_the_training(tmp_path):
+    stock, expected = fit(tmp_path, [])
+    routed = plugin()
+    trainer, model = fit(tmp_path, [routed])
+    assert kernels_of(routed.router) == ALL
+    torch.testing.assert_close(trainer.callback_metrics, stock.callback_metrics)
+    for (key, a), b in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+    assert router_module.active() is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "base", "precision", "dtype"),
+    [
+        (NMPrecision, Precision, None, torch.float32),
+        (NMMixedPrecision, MixedPrecision, "bf16-mixed", torch.bfloat16),
+        (NMHalfPrecision, HalfPrecision, "bf16-true", torch.bfloat16),
+        (NMHalfPrecision, HalfPrecision, "16-true", torch.float16),
+    ],
+)
+def test_every_precision(cls, base, precision, dtype, tmp_path):
+    made = plugin(cls) if precision is None else plugin(cls, precision)
+    assert isinstance(made, base)
+    trainer, _ = fit(tmp_path, [made])
+    assert {used.product.key.dtype for used in made.router.used()} == {dtype}
+    assert kernels_of(made.router) == ALL
+    assert trainer.callback_metrics["val_loss"] < 2
+    assert repr(trainer.precision) == repr(precision or "32-true")
+
+
+def test_fsdp_precision_is_what_its_strategy_takes():
+    made = NMFSDPPrecision("bf16-mixed", kernels="sparse")
+    assert isinstance(made, FSDPPrecision)
+    assert not made.keeps_packs
+    assert made.mixed_precision_config.param_dtype == torch.bfloat16
+
+
+def test_micro_batches_share_packs(tmp_path):
+    made = plugin()
+    fit(tmp_path, [made], accumulate_grad_batches=2)
+    assert made.router.reuse == 2
+    assert made.router.chooser.reuse == 2
+    assert not made.router._packs, "packs are let go after the fit"
+
+
+def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
+    model = mlp()
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"NMPrecision .* Mlp has none: add NMSparsityCallback .* own Precision"):
+        fit(tmp_path, [plugin()], callbacks=[], model=model)
+    assert_equal_models(model, before)
+    trainer = make_trainer(tmp_path, plugins=[plugin()])
+    trainer.validate(model, Blobs(), verbose=False)  # a trained model holds its zeros itself
+
+
+def test_bad_settings_are_refused_when_the_plugin_is_made():
+    with pytest.raises(ValueError, match="'fastest' is none of auto, sparse"):
+        NMPrecision(kernels="fastest")
+    with pytest.raises(ValueError, match="precision='bf16' is unknown"):
+        NMHalfPrecision("bf16")
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        NMMixedPrecision("bf16")
+    with pytest.raises(ValueError, match="two kernels are named 'simulated'"):
+        NMPrecision(backends=[SimulatedSparseKernel(), SimulatedSparseKernel()])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_auto_measures_the_first_batch_before_its_backward(checkpointed, tmp_path):
+    fast = FakeKernel()
+    made = NMPrecision(backends=[fast], decisions=str(tmp_path / "kernels.json"))
+    made.router.timer = timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
+    fit(tmp_path, [made], model=mlp(checkpointed=checkpointed))
+    calls = {
+        (used.product.layer, used.product.key.gemm, used.product.key.columns, used.kernel): used.calls
+        for used in made.router.used()
+    }
+    assert calls["net.0", "forward", 16, "reference"] == 1
+    assert calls["net.0", "forward", 16, "fast"] == (15 if checkpointed else 7), "computed again in backward"
+    assert calls["net.2", "dgrad", 16, "fast"] == 8
+    assert timer.timed
+    assert (tmp_path / "kernels.json").exists()
+
+    again = NMPrecision(backends=[fast], decisions=str(tmp_path / "kernels.json"))
+    again.router.timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
+    fit(tmp_path, [again])
+    assert not again.router.timer.timed
+
+
+def test_a_second_fit_is_counted_anew(tmp_path):
+    made = plugin()
+    trainer, model = fit(tmp_path, [made], max_epochs=1)
+    calls = [used.calls for used in made.router.used()]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, Blobs())
+    assert [used.calls for used in made.router.used()] == calls
+
+
+def test_resuming_is_exact(tmp_path):
+    whole, model = fit(tmp_path, [plugin()], max_epochs=2)
+    first, _ = fit(tmp_path, [plugin()], max_epochs=1)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = make_trainer(tmp_path, [sparse_callback()], plugins=[plugin()])
+    other = mlp()
+    resumed.fit(other, Blobs(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert_equal_models(other, model)
+    assert resumed.global_step == whole.global_step
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+
+
+@pytest.mark.parametrize(("first", "second"), [(NMMixedPrecision, MixedPrecision), (MixedPrecision, NMMixedPrecision)])
+def test_the_scaler_goes_on_when_the_plugin_joins_or_leaves(first, second, tmp_path):
+    def made(cls):
+        return plugin(cls, "16-mixed", "cpu", scaler()) if cls is NMMixedPrecision else cls("16-mixed", "cpu", scaler())
+
+    trainer, _ = fit(tmp_path, [made(first)], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    scale = trainer.precision_plugin.scaler.get_scale()
+    assert scale > 256
+    other = made(second)
+    resumed = make_trainer(tmp_path, [sparse_callback()], plugins=[other], max_epochs=1)
+    resumed.fit(mlp(), Blobs(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert other.scaler.get_scale() == scale
+
+
+def test_an_interrupted_backward_leaves_no_router_active(tmp_path):
+    class Fails(Mlp):
+        def on_after_backward(self):
+            raise RuntimeError("out of luck")
+
+    pl.seed_everything(0, verbose=False)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(tmp_path, [plugin()], model=Fails())
+    assert router_module.active() is None
+
+
+def test_reference_routes_nothing(tmp_path):
+    made = plugin(kernels="reference")
+    fit(tmp_path, [made])
+    assert not made.router.used()
+
+
+def test_plugins_can_be_sent_to_other_processes(tmp_path):
+    made = plugin(NMMixedPrecision)
+    fit(tmp_path, [made], max_epochs=1)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        fit(tmp_path, [other], max_epochs=1)
+        assert kernels_of(other.router) == ALL
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  plugins:
+    - class_path: lightning_nm.{cls}
+      init_args:
+        {init}
+        kernels: sparse
+        decisions: null
+        backends:
+          - class_path: lightning_nm.kernels.SimulatedSparseKernel
+  callbacks:
+    - class_path: lightning_nm.NMSparsityCallback
+      init_args: {{pattern: 2:4, grad_estimator: mvue, include: "net.[02]", show_tables: false}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "init", "dtype"),
+    [
+        ("NMPrecision", "", torch.float32),
+        ("NMMixedPrecision", "precision: bf16-mixed", torch.bfloat16),
+        ("NMHalfPrecision", "precision: bf16-true", torch.bfloat16),
+    ],
+)
+def test_from_yaml(cls, init, dtype, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(YAML.format(cls=cls, init=init))
+    monkeypatch.setattr("sys.argv", ["train", "fit", "-c", str(tmp_path / "config.yaml")])
+    cli = LightningCLI(Mlp, Blobs, save_config_callback=None)
+    router = cli.trainer.precision_plugin.router
+    assert kernels_of(router) == ALL
+    assert {used.product.key.dtype for used in router.used()} == {dtype}
+
+
+def test_defaults_name_no_machine():
+    assert DECISIONS == "~/.cache/lightning_nm/kernels.json"
+    made = lightning_nm.NMMixedPrecision()
+    assert made.precision == "bf16-mixed"
+    assert made.router.file.is_absolute()
+    assert not made.router.file.is_relative_to("~")
+
+
+# ----------------------------------------------------------------------------------------------------- Fabric
+
+
+@pytest.mark.parametrize(
+    ("cls", "args", "dtype"),
+    [
+        (fabric_plugins.NMPrecision, (), torch.float32),
+        (fabric_plugins.NMMixedPrecision, ("bf16-mixed",), torch.bfloat16),
+        (fabric_plugins.NMHalfPrecision, ("bf16-true",), torch.bfloat16),
+    ],
+)
+def test_fabric(cls, args, dtype):
+    made = plugin(cls, *args)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[made])
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    model, optimizer = fabric.setup(module, optimizer)
+    sparsifier = NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False).attach()
+    sparsifier.register(optimizer.optimizer)
+    x = torch.randn(16, 32)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (model(x).float() - x).square().mean()
+        fabric.backward(loss, model=model)
+        sparsifier.before_step(optimizer.optimizer)
+        optimizer.step()
+        sparsifier.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert {used.product.key.dtype for used in made.router.used()} == {dtype}
+    assert {used.kernel for used in made.router.used()} == {"simulated"}
+
+
+def test_fabric_without_masked_layers():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin(fabric_plugins.NMPrecision)])
+    model = fabric.setup(nn.Linear(32, 64))
+    loss = model(torch.randn(8, 32)).sum()
+    with pytest.raises(RuntimeError, match="Linear has none"):
+        fabric.backward(loss)
+
+
+def test_the_trainers_plugin_in_fabric_says_where_fabrics_is():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin()])
+    with pytest.raises(TypeError, match=r"lightning_nm.plugins.fabric"):
+        fabric.setup(nn.Linear(32, 64))
