@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Required
 
+from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.move import achieved_loss_change, adapted_now
 from lightning_nm.nn.names import key_of_layer
@@ -322,6 +324,9 @@ class NMSparsityCallback(pl.Callback):
         """Show what came of it."""
         if self.show_tables:
             rank_zero_only(print_summary)(self._installed(), trainer)
+            router = getattr(trainer.precision_plugin, "router", None)
+            if isinstance(router, Router) and router.used():
+                rank_zero_only(print_kernels)(router)
 
     def _installed(self) -> NMSparsifier:
         if self.sparsifier is None:

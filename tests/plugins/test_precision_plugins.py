@@ -253,6 +253,7 @@ trainer:
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
+  enable_model_summary: false
   plugins:
     - class_path: lightning_nm.{cls}
       init_args:

@@ -1,0 +1,49 @@
+"""What a router ran, as a table after a fit."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lightning_nm.kernels import Router
+from lightning_nm.kernels.router import Used
+
+
+def kernel_table(router: Router) -> Table:
+    """One row per kind of product and kernel: its layers, calls, times in milliseconds, and why this kernel."""
+    table = Table(title="N:M kernels", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("product", no_wrap=True)
+    table.add_column("rows x depth x columns", no_wrap=True)
+    for column in ("layers", "calls", "dense", "sparse", "pack"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1, min_width=15)
+    groups: dict[tuple[str, ...], list[Used]] = {}
+    for used in router.used():
+        key, decision = used.product.key, used.decision
+        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms) if decision else (None, None, None)
+        why = used.product.reason or (decision.reason if decision else "the first batch, before anything was measured")
+        row = (key.gemm, f"{key.rows}x{key.depth}x{key.columns}", *map(_ms, times), used.kernel, why)
+        groups.setdefault(row, []).append(used)
+    for (gemm, sizes, dense, sparse, pack, kernel, why), members in groups.items():
+        layers, calls = len({used.product.layer for used in members}), sum(used.calls for used in members)
+        table.add_row(gemm, sizes, str(layers), str(calls), dense, sparse, pack, kernel, why)
+    return table
+
+
+def print_kernels(router: Router, console: Console | None = None) -> None:
+    """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
+    console = console or Console()
+    console.print(kernel_table(router))
+    share, basis = router.sparse_share()
+    console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
+    if not share:
+        console.print(
+            "[yellow]warning:[/] no product ran on a sparse kernel, so nothing was gained by this precision plugin; "
+            "the last column says why"
+        )
+
+
+def _ms(time: float | None) -> str:
+    return "-" if time is None else f"{time:.3f}"
