@@ -1,5 +1,6 @@
 """The scripts of benchmarks/gpu as far as a CPU can run them; what they measure there means nothing."""
 
+import doctest
 import importlib
 import json
 import pickle
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import correctness
+from benchmarks.gpu import correctness, costs
+from benchmarks.gpu import report as reports
 from benchmarks.gpu.apart import messages
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.report import Report, plain
@@ -216,6 +218,13 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 def test_answers_are_json_whatever_their_numbers(value):
     text = json.dumps(plain(value), allow_nan=False)
     assert json.loads(text) == plain(value)
+
+
+@pytest.mark.parametrize("module", [costs, reports], ids=lambda module: module.__name__)
+def test_examples(module):
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
 
 
 def test_the_page_lists_every_question():

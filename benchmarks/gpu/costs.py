@@ -6,6 +6,7 @@ the L2 cache. In a graph a kernel's time stands alone; without one it is the lon
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -249,7 +250,8 @@ def _resident() -> int:
 def power(setting: Setting) -> dict[str, object]:
     """V15: "clocks/power via nvidia-smi to test the power explanation", two seconds each of dense and of sparse."""
     setting.needs_gpu()
-    matrix, full, x = setting.pruned(8192, 8192), setting.random(8192, 8192), setting.random(8192, 8192)
+    size = setting.pick(8192, 64)
+    matrix, full, x = setting.pruned(size, size), setting.random(size, size), setting.random(size, size)
     operators = setting.operators
     packed = operators.pack(matrix)
     functions: dict[str, Callable[[], Tensor]] = {
@@ -260,13 +262,16 @@ def power(setting: Setting) -> dict[str, object]:
     return {name: _watched(function) for name, function in functions.items()}
 
 
-def _watched(function: Callable[[], Tensor], seconds: float = 2.0) -> dict[str, object]:
+WATCHED_S = 2.0
+
+
+def _watched(function: Callable[[], Tensor]) -> dict[str, object]:
     """Call a function for some time while nvidia-smi reads the power and the clock."""
     query = ("nvidia-smi", "--query-gpu=power.draw,power.limit,clocks.sm", "--format=csv,noheader,nounits")
     watcher = subprocess.Popen([*query, "-i", "0", "-lms", "100"], stdout=subprocess.PIPE, text=True)
     start, calls = time.monotonic(), 0
     try:
-        while time.monotonic() - start < seconds:
+        while time.monotonic() - start < WATCHED_S:
             for _ in range(10):
                 function()
             torch.cuda.synchronize()
@@ -275,18 +280,32 @@ def _watched(function: Callable[[], Tensor], seconds: float = 2.0) -> dict[str, 
     finally:
         watcher.terminate()
         lines, _ = watcher.communicate()
-    rows = [[float(word) for word in line.split(",")] for line in lines.splitlines() if line.count(",") == 2]
-    rows = rows[len(rows) // 2 :]  # once it is warm
-    if not rows:
-        raise NotAsked("nvidia-smi said nothing")
-    draw, limit, clock = (median(column) for column in zip(*rows, strict=True))
-    return {"ms": 1e3 * taken / calls, "watts": draw, "limit watts": limit, "SM MHz": clock}
+    return {"ms": 1e3 * taken / calls} | readings(lines)
+
+
+def readings(lines: str) -> dict[str, object]:
+    r"""Median power, its limit and clock of the later half of nvidia-smi's lines, once the device is warm.
+
+    Example::
+
+        >>> readings("90, 700, 345\n698.5, 700, 1500\n[N/A], 700, 1510")
+        {'watts': 698.5, 'limit watts': 700.0, 'SM MHz': 1505.0}
+    """
+    rows = [line.split(",") for line in lines.splitlines() if line.count(",") == 2]
+    answer: dict[str, object] = {}
+    for name, column in zip(
+        ("watts", "limit watts", "SM MHz"), zip(*rows[len(rows) // 2 :], strict=True), strict=False
+    ):
+        numbers = [float(word) for word in column if re.fullmatch(r"[\d.]+", word.strip())]
+        answer[name] = median(numbers) if numbers else None
+    return answer
 
 
 def fp8(setting: Setting) -> dict[str, object]:
     """V16: "FP8 E4M3 sparse vs `_scaled_mm`", at 8192^3."""
     setting.needs_gpu()
-    matrix, x = (tensor.to(torch.float8_e4m3fn) for tensor in (setting.pruned(8192, 8192), setting.random(8192, 8192)))
+    size = setting.pick(8192, 64)
+    matrix, x = (tensor.to(torch.float8_e4m3fn) for tensor in (setting.pruned(size, size), setting.random(size, size)))
     one = torch.ones((), device=setting.device)
     packed = setting.operators.pack(matrix)
 
