@@ -1,0 +1,192 @@
+"""What benchmarks/gpu does on CUDA devices alone, against stand-ins: that it runs, and tells right from wrong."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.gpu import correctness, costs, plan_cache
+from benchmarks.gpu.setting import Setting, SoftwareOperators
+from lightning_nm.functional import transposable_mask
+from lightning_nm.kernels.simulated import compress, expand
+
+BF16 = torch.bfloat16
+
+
+class OnCpu(Setting):
+    """Not a dry run, but on the CPU, with the sizes and operators of one."""
+
+    device = torch.device("cpu")
+    operators = SoftwareOperators()
+
+    def pick(self, real, tiny):
+        return tiny
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.recorded = False
+
+    def record(self):
+        self.recorded = True
+
+    def query(self):
+        return False
+
+
+class Graph:
+    replays = 0
+
+    def replay(self):
+        Graph.replays += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A device that does nothing: what is captured is run once, and a replay changes nothing."""
+    stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
+    for name, stand_in in {
+        "Event": Event,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": lambda graph: nullcontext(),
+        "synchronize": lambda device=None: None,
+        "mem_get_info": lambda device: (5, 10),
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return OnCpu()
+
+
+def test_times_in_graphs(cuda):
+    row = costs.gains(cuda, BF16)["tiny"]
+    assert set(row["graph ms"]) == set(row["ms"]) == {"dense", "unpruned", "algorithm 0", "searched"}
+    assert row["gain by graph ms"] > 0
+    assert row["searched"]["verdict"] == "right"
+
+
+def test_a_call_that_waits_is_told_from_one_that_does_not(cuda, monkeypatch):
+    assert {row["synchronises"] for row in costs.host(cuda).values()} == {False}
+    monkeypatch.setattr(Event, "query", lambda self: self.recorded)
+    assert {row["synchronises"] for row in costs.host(cuda).values()} == {True}
+
+
+@pytest.mark.parametrize("question", [costs.captured_product, costs.captured_packing])
+def test_a_graph_whose_replay_does_not_read_its_input_again_is_wrong(cuda, question):
+    assert question(cuda)["verdict"] == "wrong"
+
+
+def test_growth_of_memory(cuda):
+    assert costs.growth(cuda)["device bytes"] == 0
+
+
+def test_power(cuda, monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nwhile true; do echo 690.5, 700.00, 1400; sleep 0.02; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(costs, "WATCHED_S", 1.0)
+    for row in costs.power(cuda).values():
+        assert (row["watts"], row["limit watts"], row["SM MHz"]) == (690.5, 700, 1400)
+        assert row["ms"] > 0
+
+
+def test_fp8(cuda, monkeypatch):
+    class Fp8(SoftwareOperators):
+        def pack(self, matrix):
+            return compress(matrix.float())
+
+    def dense(x, other, scale_a, scale_b, out_dtype):
+        return (x.float() @ other.float()).to(out_dtype)
+
+    def sparse(packed, other, out_dtype, transpose_result):
+        return (expand(packed, len(other)) @ other.float()).t().contiguous().to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", dense)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", sparse)
+    monkeypatch.setattr(OnCpu, "operators", Fp8())
+    assert costs.fp8(cuda)["sparse"]["verdict"] == "right"
+
+
+@pytest.mark.parametrize("layout", ["ours", "another"])
+def test_tiles_of_another_packed_form_are_found_wrong(cuda, monkeypatch, layout):
+    def tile(weight, algorithm, use_cutlass):
+        mask = transposable_mask(weight, "2:4")
+        packed = compress(torch.where(mask, weight, 0))
+        return (packed if layout == "ours" else packed.roll(1, 0)), None, None, None, mask
+
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", tile)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_apply_dense", lambda weight, mask: torch.where(mask, weight, 0))
+    answer = correctness.tile(cuda)
+    assert answer["packed by tile"]["verdict"] == ("right" if layout == "ours" else "wrong")
+    assert answer["masked by tile, packed by compress"]["verdict"] == "right"
+    assert answer["the mask is 2:4 along rows"]
+    assert answer["along columns"]
+    assert 0.5 < answer["magnitude kept"] < 1
+
+
+def test_compiled(cuda, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    answer = costs.compiled(cuda)
+    assert answer["verdict"] == "right"
+    assert set(answer["ms"]) == {"eager", "compiled"}
+
+
+class Library:
+    """Stands for nvmath's bindings: it checks the order and kind of arguments, and computes nothing."""
+
+    Sparsity = SimpleNamespace(SPARSITY_50_PERCENT=0)
+    ComputeType = SimpleNamespace(COMPUTE_32F=2)
+    MatmulAlg = SimpleNamespace(DEFAULT=0)
+
+    def __init__(self):
+        self.stored = []
+
+    def init(self):
+        return 1
+
+    def structured_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order, sparsity):
+        assert ld == cols
+        self.stored.append((rows, cols))
+        return 2
+
+    def dense_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order):
+        assert ld == cols
+        return 3
+
+    def matmul_descriptor_init(self, handle, op_a, op_b, mat_a, mat_b, mat_c, mat_d, compute_type):
+        self.op_a = op_a
+        return 4
+
+    def matmul_alg_selection_init(self, handle, matmul_descr, alg):
+        return 5
+
+    def matmul_plan_init(self, handle, matmul_descr, alg_selection):
+        return 6
+
+    def matmul_get_workspace(self, handle, plan):
+        return 0
+
+    def sp_mma_compressed_size2(self, handle, sparse_mat_descr):
+        return 10, 20
+
+    def sp_mma_compress2(
+        self, handle, sparse_mat_descr, is_sparse_a, op, d_dense, d_compressed, d_compressed_buffer, stream
+    ):
+        assert op == self.op_a
+
+    def matmul(self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams):
+        assert d_c == d_d
+
+
+def test_a_plan_that_is_kept(cuda, monkeypatch):
+    library = Library()
+    monkeypatch.setattr(plan_cache, "find_spec", lambda name: True)
+    monkeypatch.setattr(plan_cache, "import_module", lambda name: library)
+    monkeypatch.setattr(plan_cache, "_bytes", lambda size: torch.empty(max(size, 16), dtype=torch.uint8))
+    answer = plan_cache.plan_cache(cuda)
+    assert library.stored == [(4096, 2048), (2048, 4096)]
+    assert {answer[name]["verdict"] for name in ("product", "beta=1", "packed as its transpose")} == {"wrong"}
