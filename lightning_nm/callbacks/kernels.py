@@ -11,24 +11,25 @@ from lightning_nm.kernels.router import Used
 
 
 def kernel_table(router: Router) -> Table:
-    """One row per kind of product and kernel: its layers, calls, times in milliseconds, and why this kernel."""
+    """One row per kind of product and kernel: its calls, times in milliseconds if measured, and why this kernel."""
     table = Table(title="N:M kernels", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("product", no_wrap=True)
-    table.add_column("rows x depth x columns", no_wrap=True)
-    for column in ("layers", "calls", "dense", "sparse", "pack"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1, min_width=15)
+    table.add_column("rows x depth x columns", overflow="fold", min_width=16)
+    table.add_column("calls", justify="right", no_wrap=True)
+    measured = any(used.decision and used.decision.dense_ms for used in router.used())
+    for column in ("dense", "sparse", "pack") if measured else ():
+        table.add_column(f"{column} ms", justify="right")
+    table.add_column("kernel", overflow="fold", min_width=9)
+    table.add_column("why", overflow="fold", ratio=1, min_width=20)
     groups: dict[tuple[str, ...], list[Used]] = {}
     for used in router.used():
         key, decision = used.product.key, used.decision
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms) if decision else (None, None, None)
         why = used.product.reason or (decision.reason if decision else "the first batch, before anything was measured")
-        row = (key.gemm, f"{key.rows}x{key.depth}x{key.columns}", *map(_ms, times), used.kernel, why)
+        row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *map(_ms, times), used.kernel, why)
         groups.setdefault(row, []).append(used)
-    for (gemm, sizes, dense, sparse, pack, kernel, why), members in groups.items():
-        layers, calls = len({used.product.layer for used in members}), sum(used.calls for used in members)
-        table.add_row(gemm, sizes, str(layers), str(calls), dense, sparse, pack, kernel, why)
+    for (product, *times_ms, kernel, why), members in groups.items():
+        cells = times_ms if measured else ()
+        table.add_row(product, str(sum(used.calls for used in members)), *cells, kernel, why)
     return table
 
 
