@@ -15,6 +15,7 @@ from typing_extensions import Required
 from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.tables import print_layers, print_summary
+from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.kernels import Router
@@ -218,6 +219,7 @@ class NMSparsityCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show what will happen; follow optimizers that were replaced since fit started."""
         sparsifier = self._installed()
+        settle_throughput(trainer)
         for optimizer in trainer.optimizers:
             sparsifier.register(optimizer)
         if self._open:  # the checkpoint lies within a batch, perhaps between its step and the move of the masks
