@@ -1,6 +1,5 @@
 """ThroughputMonitor beside the plugin: one denominator, named, and never above it."""
 
-import csv
 import logging
 
 import pytest
@@ -39,7 +38,7 @@ class Cuda:
 def fit(tmp_path, monkeypatch, plugin, name):
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     trainer = make_trainer(
-        tmp_path, [monitor, callback()], plugins=[plugin], logger=CSVLogger(tmp_path), log_every_n_steps=1
+        tmp_path, [monitor, callback()], plugins=[plugin], logger=Recorder(tmp_path), log_every_n_steps=1
     )
     model = new_model()
     model.flops_per_batch = 10**9
@@ -59,10 +58,13 @@ def fit(tmp_path, monkeypatch, plugin, name):
     return trainer, monitor
 
 
-def rows(trainer):
-    trainer.logger.save()
-    with open(trainer.logger.experiment.metrics_file_path) as file:
-        return list(csv.DictReader(file))
+class Recorder(CSVLogger):
+    def __init__(self, path):
+        super().__init__(path)
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
 
 
 def plugin(cls=NMMixedPrecision, **options):
@@ -74,11 +76,11 @@ def test_mfu_is_over_the_sparse_peak(tmp_path, monkeypatch, caplog):
         trainer, monitor = fit(tmp_path, monkeypatch, plugin(), "NVIDIA H200")
     assert monitor.available_flops == 1979 * 10**12
     assert "mfu is dense-equivalent FLOPs over 1979 TFLOP/s, the 2:4 peak of NVIDIA H200" in caplog.text
-    logged = [row for row in rows(trainer) if row.get("train|device|mfu")]
-    assert logged
+    logged = [row for row in trainer.logger.rows if row.get("train|device|mfu")]
+    assert logged, trainer.logger.rows[-3:]
     for row in logged:
-        assert 0 < float(row["train|device|mfu"]) < 1
-        assert float(row["train|device|mfu"]) == pytest.approx(float(row["train|device|flops_per_sec"]) / 1979e12)
+        assert 0 < row["train|device|mfu"] < 1
+        assert row["train|device|mfu"] == pytest.approx(row["train|device|flops_per_sec"] / 1979e12)
 
 
 def test_no_mfu_without_a_known_peak(tmp_path, monkeypatch, caplog):
@@ -86,8 +88,8 @@ def test_no_mfu_without_a_known_peak(tmp_path, monkeypatch, caplog):
         trainer, monitor = fit(tmp_path, monkeypatch, plugin(), "NVIDIA Thing")
     assert monitor.available_flops is None
     assert "no 2:4 peak is known for NVIDIA Thing" in caplog.text
-    assert rows(trainer)
-    assert not any("mfu" in key for row in rows(trainer) for key in row)
+    assert trainer.logger.rows
+    assert not any("mfu" in key for row in trainer.logger.rows for key in row)
 
 
 @pytest.mark.parametrize(("cls", "kernels"), [(NMPrecision, "sparse"), (NMMixedPrecision, "reference")])
