@@ -76,11 +76,11 @@ def test_mfu_is_over_the_sparse_peak(tmp_path, monkeypatch, caplog):
         trainer, monitor = fit(tmp_path, monkeypatch, plugin(), "NVIDIA H200")
     assert monitor.available_flops == 1979 * 10**12
     assert "mfu is dense-equivalent FLOPs over 1979 TFLOP/s, the 2:4 peak of NVIDIA H200" in caplog.text
-    logged = [row for row in trainer.logger.rows if row.get("train|device|mfu")]
+    logged = [row for row in trainer.logger.rows if row.get("train/device/mfu")]
     assert logged, trainer.logger.rows[-3:]
     for row in logged:
-        assert 0 < row["train|device|mfu"] < 1
-        assert row["train|device|mfu"] == pytest.approx(row["train|device|flops_per_sec"] / 1979e12)
+        assert 0 < row["train/device/mfu"] < 1
+        assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1979e12)
 
 
 def test_no_mfu_without_a_known_peak(tmp_path, monkeypatch, caplog):
