@@ -49,6 +49,11 @@ class KernelRegistry:
     def __str__(self) -> str:
         return ", ".join(self.kernels)
 
+    @property
+    def failures(self) -> int:
+        """How many times a kernel was switched off for a product."""
+        return len(self._failed)
+
     def resolve(self, kernel: str | GemmKernel) -> GemmKernel:
         """Find a kernel by its name; an object is returned as it is.
 

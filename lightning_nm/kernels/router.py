@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +46,14 @@ class Used(NamedTuple):
     kernel: str
     calls: int
     decision: Decision | None
+
+
+class _Settled(NamedTuple):
+    """The kernel of a product of one exact size, as long as no kernel fails."""
+
+    kernel: GemmKernel
+    calls: list[int]
+    failures: int
 
 
 class Router(Handled):
@@ -109,12 +116,13 @@ class Router(Handled):
         self.chooser: Chooser | None = None
         self.tuned = self.mode != "auto"
         self._noted: dict[Product, None] = {}
-        self._calls: Counter[tuple[Product, str]] = Counter()
+        self._known: dict[Product, _Settled] = {}
+        self._calls: dict[tuple[Product, str], list[int]] = {}
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to this process and its device."""
-        return {**self.__dict__, "chooser": None, "_noted": None, "_calls": None, "_packs": None}
+        return {**self.__dict__, "chooser": None, "_noted": None, "_known": None, "_calls": None, "_packs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -138,13 +146,24 @@ class Router(Handled):
 
     def kernel(self, product: Product) -> GemmKernel:
         """The kernel for a product that is about to run once."""
-        kernel = self.registry.reference
-        if not product.reason and self.tuned:
-            chooser = self.open(torch.device(product.key.device))
-            if chooser.knows(product.key) or not _capturing():
+        known = self._known.get(product)
+        if known is None or known.failures != self.registry.failures:
+            known = self._settle(product)
+        known.calls[0] += 1
+        return known.kernel
+
+    def _settle(self, product: Product) -> _Settled:
+        kernel, keep = self.registry.reference, True
+        if not product.reason:
+            chooser = self.open(torch.device(product.key.device)) if self.tuned else None
+            keep = chooser is not None and (chooser.knows(product.key) or not _capturing())
+            if chooser is not None and keep:
                 kernel = chooser.choose(product.key)
-        self._calls[product._replace(key=bucketed(product.key)), kernel.name] += 1
-        return kernel
+        calls = self._calls.setdefault((product._replace(key=bucketed(product.key)), kernel.name), [0])
+        settled = _Settled(kernel, calls, self.registry.failures)
+        if keep:
+            self._known[product] = settled
+        return settled
 
     def note(self, products: Sequence[Product]) -> None:
         """Take note of the products of a batch, for :meth:`tune`."""
@@ -209,7 +228,8 @@ class Router(Handled):
         decisions = self.chooser.decisions if self.chooser else {}
         return [
             Used(product, kernel, calls, None if product.reason else decisions.get(product.key))
-            for (product, kernel), calls in self._calls.items()
+            for (product, kernel), (calls,) in self._calls.items()
+            if calls
         ]
 
     def sparse_share(self) -> tuple[float, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,6 +21,11 @@ if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
 
 Layout = Literal["plain", "flat", "transposed"]
+
+
+@lru_cache(maxsize=256)
+def _pattern(treatment: str) -> NMPattern | None:
+    return NMPattern.parse(treatment) if ":" in treatment else None
 
 
 class Gemm(NamedTuple):
@@ -44,7 +50,7 @@ class Gemm(NamedTuple):
     @property
     def pattern(self) -> NMPattern | None:
         """The N:M pattern along the contraction axis; ``None`` for an operand without."""
-        return NMPattern.parse(self.treatment) if ":" in self.treatment else None
+        return _pattern(self.treatment)
 
 
 class Gemms(NamedTuple):

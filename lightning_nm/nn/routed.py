@@ -25,30 +25,26 @@ from lightning_nm.nn.layer import Gemm, NMLayer
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 
-def products(layer: NMLayer, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Product]:
-    """The layer's forward, dgrad and wgrad as they would run now on a batch of so many tokens."""
-    out, width = layer.matrix(layer.weight).shape
-    gemms = layer.gemms()
-    permuted = layer.own_backward and layer.permutation is not None
-    return [
-        _product(layer, "forward", gemms.forward, (out, width, tokens), dtype, device),
-        _product(layer, "dgrad", gemms.dgrad, (width, out, tokens), dtype, device, permuted),
-        _product(layer, "wgrad", gemms.wgrad, (out, tokens, width), dtype, device),
-    ]
+def products(
+    layer: NMLayer, tokens: int, dtype: torch.dtype, device: torch.device, gemms: Sequence[GemmName] = GEMMS
+) -> list[Product]:
+    """The layer's products as they would run now on a batch of so many tokens, by default all three."""
+    treated = layer.gemms()
+    sizes = _sizes(layer, tokens)
+    found = []
+    for gemm in gemms:
+        how: Gemm = getattr(treated, gemm)
+        reason = "" if how.pattern else "; ".join(filter(None, (how.treatment, how.reason)))
+        permuted = gemm == "dgrad" and layer.own_backward and layer.permutation is not None
+        key = GemmKey(gemm, *sizes[gemm], dtype, how.pattern or layer.pattern, str(device), permuted)
+        found.append(Product(layer.name, key, reason))
+    return found
 
 
-def _product(
-    layer: NMLayer,
-    name: GemmName,
-    gemm: Gemm,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    permuted: bool = False,
-) -> Product:
-    pattern = gemm.pattern
-    reason = "" if pattern else "; ".join(filter(None, (gemm.treatment, gemm.reason)))
-    return Product(layer.name, GemmKey(name, *sizes, dtype, pattern or layer.pattern, str(device), permuted), reason)
+def _sizes(layer: NMLayer, tokens: int) -> dict[GemmName, tuple[int, int, int]]:
+    out = layer.rows(layer.weight).shape[0]
+    width = layer.weight.numel() // out
+    return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
 
 
 def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason: str) -> None:
@@ -63,8 +59,7 @@ def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason:
     """
     if router is None or torch.compiler.is_compiling():
         return
-    out, width = layer.matrix(layer.weight).shape
-    sizes = {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
+    sizes = _sizes(layer, tokens)
     for gemm in GEMMS if torch.is_grad_enabled() else GEMMS[:1]:
         router.kernel(Product(layer.name, GemmKey(gemm, *sizes[gemm], x.dtype, layer.pattern, str(x.device)), reason))
 
@@ -96,9 +91,9 @@ def forward_gemm(
         ``[tokens, out]``.
     """
     nm, route = find(tag.shape[0]), find(router)
-    wanted = products(nm, len(x), x.dtype, x.device)
-    route.note(wanted if trains else wanted[:1])
-    product = wanted[0]
+    noted = GEMMS if trains and not route.tuned else GEMMS[:1]
+    product, *later = products(nm, len(x), x.dtype, x.device, noted)
+    route.note([product, *later])
     kernel = route.kernel(product)
 
     def dense() -> Tensor:
@@ -160,7 +155,7 @@ def backward_gemms(
         ``dX [tokens, in]`` and ``dW [out, in]``.
     """
     nm, route = find(tag.shape[0]), find(router)
-    _, dgrad, wgrad = products(nm, len(x), x.dtype, x.device)
+    dgrad, wgrad = products(nm, len(x), x.dtype, x.device, GEMMS[1:])
     grad = grad.contiguous()
     return (
         _dgrad(nm, route, dgrad, grad, weight) if needs_input else grad.new_empty(0),
