@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import environment_of
 from lightning_nm.kernels.handles import Handled
 from lightning_nm.kernels.keys import bucketed, multiply_adds
-from lightning_nm.kernels.registry import KernelRegistry
+from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.share import share
 from lightning_nm.kernels.timing import DeviceTimer, Timer
 
@@ -187,11 +188,22 @@ class Router(Handled):
             if first:
                 chooser.tune([product.key for product in products], self.budget_s)
                 if self.file is not None and dict(chooser.decisions) != known:
-                    chooser.decisions.save(self.file)
+                    self._save(chooser.decisions, self.file)
         if dist.is_initialized():  # a process without such products takes part
             shared = share(self.chooser.decisions if self.chooser else Decisions(environment_of(torch.device("cpu"))))
             if self.chooser is not None:
                 self.chooser.decisions = shared
+
+    @staticmethod
+    def _save(decisions: Decisions, file: Path) -> None:
+        try:
+            decisions.save(file)
+        except (OSError, ValueError) as error:  # no reason to end a training
+            warnings.warn(
+                f"the choice of kernels is not kept and will be measured again next time: {failure(error)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def live(self) -> Router | None:
         """This router; ``None`` in mode ``"reference"``, which compiled graphs are made for as without a router."""

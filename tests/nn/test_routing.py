@@ -343,6 +343,21 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
     assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} == ran(replayed)
 
 
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path):
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    (tmp_path / "kernels.json").write_text("my notes")
+    for file in (tmp_path / "kernels.json", tmp_path / "kernels.json" / "below.json"):
+        router = Router("auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+        gradients(module, x, router)
+        with pytest.warns(RuntimeWarning, match="not kept and will be measured again"):
+            router.tune()
+        gradients(module, x, router)
+        assert ("forward", "fast") in ran(router)
+    assert (tmp_path / "kernels.json").read_text() == "my notes"
+
+
 def test_a_training_without_gradients_needs_forward_products_alone():
     module, x = make("linear")
     attach(module)

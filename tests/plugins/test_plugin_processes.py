@@ -1,0 +1,75 @@
+"""Two processes whose devices disagree on what is fastest: the first decides for both."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_nm import NMPrecision, NMSparsityCallback
+from lightning_nm.kernels import SimulatedSparseKernel
+
+
+class Opinion:
+    """The first process finds the sparse kernel faster, the other one slower: dense, sparse and pack are timed in turn."""
+
+    def __init__(self):
+        self.timed = 0
+
+    def time(self, function, device):
+        self.timed += 1
+        return ((1.0, 1.0, 9.0) if dist.get_rank() == 0 else (9.0, 9.0, 1.0))[self.timed % 3]
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 4))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Write(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_fit_end(self, trainer, pl_module):
+        router = trainer.precision_plugin.router
+        used = [(u.product.key.gemm, u.kernel, u.calls, u.product.reason) for u in router.used()]
+        torch.save((used, pl_module.state_dict()), f"{self.folder}/{trainer.global_rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning about samplers and workers; processes do not fail on them
+def test_the_first_process_decides(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+    plugin = NMPrecision(backends=[SimulatedSparseKernel()], decisions=str(tmp_path / "kernels.json"))
+    plugin.router.timer = Opinion()
+    pl.seed_everything(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp_spawn",
+        max_epochs=1,
+        plugins=[plugin],
+        callbacks=[NMSparsityCallback(include="net.0", show_tables=False), Write(str(tmp_path))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), DataLoader(data, batch_size=8))
+    (first, weights), (second, other_weights) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)
+    )
+    assert first == second
+    assert ("forward", "simulated", 3, "") in first, first
+    assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+    assert (tmp_path / "kernels.json").exists()
