@@ -1,12 +1,14 @@
-"""Bandwidth of the preprocessing kernels against a plain copy on a CUDA device, interleaved in one process.
+"""Bandwidth of the preprocessing kernels on a CUDA device, in GB/s of the least traffic, interleaved in one process.
 
-    python -m benchmarks.gpu.preprocess [--shapes 4096x11008 ...] [--tokens 16384] [--repeats 30] [--json FILE]
-    python -m benchmarks.gpu preprocess
+    python -m benchmarks.gpu.preprocess [--shapes 4096x11008 ...] [--tokens 16384] [--repeats 20] [--json FILE]
+    [TRITON_INTERPRET=1] python -m benchmarks.gpu.preprocess --dry-run    # tiny, on a CPU: shows that it runs
 
-Each row is one input; its bytes are those that must be read and written once. An input that fits the L2 cache is
-refused: it would stay there from one repeat to the next. ``of copy`` is the bandwidth relative to that of
-``Tensor.copy_`` moving the same number of bytes: a kernel that is bound by memory alone reaches about 1. ``torch x`` is
-how many times longer the torch operations take.
+Each row is one way to make something of one input; its bytes are those that must be read and written once. Ways that
+make the same have the same bytes, so their GB/s compare: ``W_F, then W_B`` with ``W_F and W_B``, and ``gather, then
+estimate`` with ``gather and estimate``. ``of copy`` is the bandwidth relative to that of ``Tensor.copy_`` moving the
+same number of bytes: a kernel that is bound by memory alone reaches about 1. ``torch x`` is how many times longer the
+torch operations take. An input that fits the L2 cache is refused: it would stay there from one repeat to the next.
+No measurement begins after ``--seconds``; what is left out then is said.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,32 +25,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
 from lightning_nm.kernels.preprocess import (
     BACKWARD,
     TOKENS,
+    masked_backward,
+    masked_backward_reference,
+    masked_forward,
+    masked_forward_reference,
     masked_pair,
-    masked_pair_reference,
     mvue_transposed,
     mvue_transposed_reference,
+    permuted_columns,
+    permuted_columns_reference,
     triton_kernels,
 )
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
-SHAPES = ((11008, 4096), (4096, 11008), (8192, 8192))
-TOKENS_OF_GRADIENTS = 16384
+TWIN_REPEATS = 3
+"""Torch operations take many times as long, and to know how many needs no precision."""
 
 
-def milliseconds(functions: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
-    """Median time of each function on the device, called in turn after three calls each to warm up."""
-    if device.type != "cuda":
-        return [1e3 * statistics.median(times) for times in interleaved(functions, repeats)]
+class Way(NamedTuple):
+    """One way to make something: the bytes it must move, the kernels, and the torch operations."""
+
+    name: str
+    size: int
+    kernel: Callable[[], object]
+    twin: Callable[[], object]
+
+
+def milliseconds(functions: Sequence[Callable[[], object]], repeats: int, device: str) -> list[float]:
+    """Median time of each function on the device, called in turn after two calls each to warm up."""
+    if device == "cpu":
+        return [1e3 * statistics.median(row) for row in interleaved(functions, repeats)]
     for function in functions:
-        for _ in range(3):
+        for _ in range(2):
             function()
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
@@ -64,100 +79,145 @@ def milliseconds(functions: Sequence[Callable[[], object]], repeats: int, device
     return [statistics.median(row) for row in times]
 
 
-class Input(NamedTuple):
-    """A matrix, the kernel and its torch twin on it, and the bytes that must be read and written."""
-
-    name: str
-    matrix: Tensor
-    kernel: Callable[[], object]
-    twin: Callable[[], object]
-    size: int
+def both(*functions: Callable[[], object]) -> Callable[[], object]:
+    """Call one after the other, and keep both results while doing so."""
+    return lambda: [function() for function in functions]
 
 
-def inputs(shapes: Sequence[tuple[int, int]], tokens: int, device: torch.device) -> Iterator[Input]:
-    """Make weights ``[out, in]`` in two dtypes, in order and permuted, and output gradients ``[tokens, out]``."""
-    for out, columns in shapes:
-        marks = torch.randint(4, (out, columns), dtype=torch.uint8, device=device)
-        permutation = torch.randperm(out, device=device)
-        for dtype in (torch.float32, torch.bfloat16):
-            weight = torch.randn(out, columns, device=device).to(dtype)
-            size = weight.numel() * (weight.element_size() + 1 + 2 + 2)
-            for order in (None, permutation):
-                name = f"W {str(dtype).removeprefix('torch.')}" + ("" if order is None else ", permuted")
-                kernel = partial(masked_pair, weight, marks, torch.bfloat16, order, own_backward=True)
-                twin = partial(masked_pair_reference, weight, marks, torch.bfloat16, BACKWARD, order)
-                yield Input(name, weight, kernel, twin, size)
-        grad, seed = torch.randn(tokens, out, device=device).bfloat16(), fold_seed(0).to(device)
-        size = (tokens + -(-tokens // TOKENS) * TOKENS) * out * 2
-        estimate = partial(mvue_transposed, grad, seed, PATTERN)
-        reference = partial(mvue_transposed_reference, grad, seed, PATTERN, None)
-        yield Input("dY bfloat16", grad, estimate, reference, size)
+def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) -> list[Way]:
+    half, read = 2 * weight.numel(), (weight.element_size() + 1) * weight.numel()
+    dtype = torch.bfloat16
+    forward = partial(masked_forward, weight, marks, dtype)
+    backward = partial(masked_backward, weight, marks, dtype, permutation, own_backward=True)
+    pair = partial(masked_pair, weight, marks, dtype, permutation, own_backward=True)
+    forward_twin = partial(masked_forward_reference, weight, marks, dtype)
+    backward_twin = partial(masked_backward_reference, weight, marks, dtype, BACKWARD, permutation)
+    return [
+        Way("W_F and W_B", read + 2 * half, pair, both(forward_twin, backward_twin)),
+        Way("W_F, then W_B", read + 2 * half, both(forward, backward), both(forward_twin, backward_twin)),
+        Way("W_F", read + half, forward, forward_twin),
+        Way("W_B", read + half, backward, backward_twin),
+    ]
 
 
-def measure(given: Input, repeats: int) -> dict[str, object]:
-    """Time a kernel, its torch twin and a copy that moves as many bytes.
+def ways_of_a_gradient(grad: Tensor, permutation: Tensor) -> list[Way]:
+    seed, (tokens, out) = fold_seed(0).to(grad.device), grad.shape
+    read, padded = 2 * tokens * out, 2 * -(-tokens // TOKENS) * TOKENS * out
+    estimate = partial(mvue_transposed, grad, seed, PATTERN)
+    permuted = partial(mvue_transposed, grad, seed, PATTERN, permutation)
+    gather = partial(permuted_columns, grad, permutation)
+    fused = partial(mvue_transposed, grad, seed, PATTERN, gather=permutation)
+    estimate_twin = partial(mvue_transposed_reference, grad, seed, PATTERN, None)
+    permuted_twin = partial(mvue_transposed_reference, grad, seed, PATTERN, permutation)
+    gather_twin = partial(permuted_columns_reference, grad, permutation)
+    return [
+        Way("estimate", read + padded, estimate, estimate_twin),
+        Way("estimate, rows permuted", read + padded, permuted, permuted_twin),
+        Way("gather", 2 * read, gather, gather_twin),
+        Way("gather and estimate", 2 * read + padded, fused, both(gather_twin, estimate_twin)),
+        Way("gather, then estimate", 2 * read + padded, both(gather, estimate), both(gather_twin, estimate_twin)),
+    ]
 
-    Raises:
-        ValueError: If the input fits the L2 cache.
-    """
-    matrix, size = given.matrix, given.size
-    shape, device = tuple(matrix.shape), matrix.device
-    if device.type == "cuda":
-        own, cache = matrix.numel() * matrix.element_size(), torch.cuda.get_device_properties(device).L2_cache_size
-        if own <= cache:
-            raise ValueError(
-                f"{given.name} {shape} has {own} bytes, no more than the L2 cache ({cache}): pass larger shapes"
-            )
-    source = torch.empty(size // 2, dtype=torch.uint8, device=device)
+
+def inputs(
+    shapes: Sequence[str], tokens: int, device: str
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], list[Way]]]]:
+    """Yield the name and the shape of each input, and what makes it and the ways that start from it."""
+    for text in shapes:
+        out, columns = map(int, text.split("x"))
+
+        def gradient(out: int = out) -> list[Way]:
+            grad = torch.randn(tokens, out, device=device).bfloat16()
+            return ways_of_a_gradient(grad, torch.randperm(out, device=device))
+
+        def weight(
+            dtype: torch.dtype, permuted: bool, transposed: bool, out: int = out, columns: int = columns
+        ) -> list[Way]:
+            shape = (columns, out) if transposed else (out, columns)
+            weight = torch.randn(shape, device=device).to(dtype)
+            marks = torch.randint(4, shape, dtype=torch.uint8, device=device)
+            if transposed:
+                weight, marks = weight.t(), marks.t()
+            return ways_of_a_weight(weight, marks, torch.randperm(out, device=device) if permuted else None)
+
+        yield "dY bfloat16", (tokens, out), gradient
+        for permuted, stored in ((False, ""), (True, ", permuted"), (False, ", stored [in, out]")):
+            for dtype in (torch.float32, torch.bfloat16):
+                name = f"W {str(dtype).removeprefix('torch.')}{stored}"
+                yield name, (out, columns), partial(weight, dtype, permuted, "[in" in stored)
+
+
+def measure(name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int, device: str) -> list[dict]:
+    """Time all ways to use one input, interleaved with copies that move as many bytes, and their torch twins."""
+    source = torch.empty(max(way.size for way in ways) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ours, slow, copy = milliseconds([given.kernel, given.twin, lambda: target.copy_(source)], repeats, device)
-    rates = [size / time / 1e6 for time in (ours, copy)]
-    print(
-        f"| {given.name} | {shape[0]} x {shape[1]} | {size / 1e6:.0f} | {ours:.3f} | {rates[0]:.0f} | {rates[1]:.0f} "
-        f"| {copy / ours:.2f} | {slow / ours:.1f} |",
-        flush=True,
-    )
-    return {"name": given.name, "shape": shape, "bytes": size, "ms": ours, "torch ms": slow, "copy ms": copy}
 
+    def copy(size: int) -> None:
+        target[: size // 2].copy_(source[: size // 2])
 
-def run(report: Report) -> None:
-    """Measure all inputs, each as one question."""
-    setting = report.setting
-    shapes, tokens, repeats = setting.pick((SHAPES, TOKENS_OF_GRADIENTS, 30), (((64, 32),), 48, 1))
-
-    def rates(setting: Setting, given: Input) -> dict[str, object]:
-        if triton_kernels() is None and not setting.dry_run:
-            raise NotAsked("Triton is not installed, and without its kernels there is nothing to compare")
-        row = measure(given, repeats)
-        return row | {"GB/s": given.size / float(str(row["ms"])) / 1e6}
-
-    for given in inputs(shapes, tokens, setting.device):
-        report.ask(f"V14 {given.name} {'x'.join(map(str, given.matrix.shape))}", partial(rates, given=given))
+    times = milliseconds([*(way.kernel for way in ways), *(partial(copy, way.size) for way in ways)], repeats, device)
+    twins = milliseconds([way.twin for way in ways], min(repeats, TWIN_REPEATS), device)
+    rows = []
+    for way, own, plain, slow in zip(ways, times, times[len(ways) :], twins, strict=False):
+        print(
+            f"| {name} | {shape[0]} x {shape[1]} | {way.name} | {way.size / 1e6:.0f} | {own:.3f} "
+            f"| {way.size / own / 1e6:.0f} | {way.size / plain / 1e6:.0f} | {plain / own:.2f} | {slow / own:.1f} |",
+            flush=True,
+        )
+        rows.append(
+            {
+                "input": name,
+                "shape": shape,
+                "makes": way.name,
+                "bytes": way.size,
+                "ms": own,
+                "GB/s": way.size / own / 1e6,
+            }
+            | {"copy ms": plain, "torch ms": slow}
+        )
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, shape)) for shape in SHAPES], help="out x in")
-    parser.add_argument("--tokens", type=int, default=TOKENS_OF_GRADIENTS)
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--shapes", nargs="+", default=["11008x4096", "4096x11008"], help="out x in")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=45, help="no measurement begins later")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: shows that it runs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.exit(1, "No CUDA device: this measures the bandwidth of GPU kernels.\n")
-    if triton_kernels() is None:
+    if options.dry_run:
+        options.shapes, options.tokens, options.repeats = ["48x32"], 40, 1
+        device, name = "cpu", "dry run on a CPU, whose times mean nothing"
+    elif not torch.cuda.is_available():
+        parser.exit(1, "No CUDA device: this measures the bandwidth of GPU kernels. See --dry-run.\n")
+    elif triton_kernels() is None:
         parser.exit(1, "Triton is not installed, and without its kernels there is nothing to compare.\n")
-    device = torch.cuda.get_device_properties("cuda")
-    print(f"{device.name}, torch {torch.__version__}, medians of {options.repeats}, bfloat16 results, {PATTERN}\n")
-    print("| input | shape | MB | ms | GB/s | copy GB/s | of copy | torch x |\n|---|---|---|---|---|---|---|---|")
-    shapes = [(int(out), int(columns)) for out, columns in (text.split("x") for text in options.shapes)]
-    try:
-        rows = [measure(given, options.repeats) for given in inputs(shapes, options.tokens, torch.device("cuda"))]
-    except ValueError as error:
-        parser.exit(1, f"{error}\n")
+    else:
+        device, name = "cuda", torch.cuda.get_device_name()
+        sizes = [tuple(map(int, text.split("x"))) for text in options.shapes]
+        smallest = min(out * min(columns, options.tokens) for out, columns in sizes)
+        cache = torch.cuda.get_device_properties("cuda").L2_cache_size
+        if 2 * smallest <= cache:
+            parser.exit(
+                1, f"An input has {2 * smallest} bytes, which the L2 cache ({cache}) holds: pass larger ones.\n"
+            )
+    print(f"{name}, torch {torch.__version__}, medians of {options.repeats}, bfloat16 results, {PATTERN}\n")
+    print("| input | shape | makes | MB | ms | GB/s | copy GB/s | of copy | torch x |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    begin, rows, left_out = time.perf_counter(), [], []
+    for input_name, shape, make in inputs(options.shapes, options.tokens, device):
+        if time.perf_counter() - begin > options.seconds:
+            left_out.append(f"{input_name} {shape[0]} x {shape[1]}")
+        else:
+            rows += measure(input_name, shape, make(), options.repeats, device)
+    if left_out:
+        print(f"\nLeft out after {options.seconds:g} seconds: {'; '.join(left_out)}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        setup = {"device": device.name, "torch": torch.__version__, "repeats": options.repeats, "pattern": str(PATTERN)}
-        options.json.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1))
+        setup = {"device": name, "torch": torch.__version__, "repeats": options.repeats, "pattern": str(PATTERN)}
+        options.json.write_text(json.dumps({"setup": setup, "rows": rows, "left out": left_out}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What brings operands into the form that sparse GEMMs take: contiguous, N:M along the rows, one read of the input.
+"""What brings operands into the form that GEMMs with sparse operands take: contiguous, in order, one read of the input.
 
 Each function has two implementations: a few torch operations, which run everywhere and define the result, and a Triton
 kernel, taken for CUDA tensors wherever Triton is installed. The kernels make the same roundings in the same order, so
@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 from types import ModuleType
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +37,16 @@ def masked_pair(
     *,
     own_backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Mask a weight for the forward and the dgrad GEMM: W_F as it lies, and W_B transposed.
+    """Mask a weight for the forward and the dgrad GEMM in one read: W_F, and W_B transposed.
 
     ``W_F[o, i] = W[o, i]`` where bit 1 of the mark is set, and ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``
     where its bit 2 is set (bit 1, without a backward mask of its own). All other entries are +0, never the -0 that a
     product with a mask leaves and that some compressors take for a nonzero.
 
     Args:
-        weight: W ``[out, in]``, contiguous, any floating dtype.
-        marks: Both masks as bits of one byte, uint8 ``[out, in]``, contiguous.
+        weight: W ``[out, in]``, any floating dtype and strides: a weight that is stored as ``[in, out]`` is given as
+            ``weight.t()``.
+        marks: Both masks as bits of one byte, uint8 ``[out, in]``, with the strides of the weight.
         dtype: Floating dtype of the results.
         permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
             checked: on a GPU that would wait for it.
@@ -55,7 +57,8 @@ def masked_pair(
 
     Raises:
         TypeError: If ``weight`` or ``dtype`` is not floating, ``marks`` not uint8 or ``permutation`` not int64.
-        ValueError: If a tensor is not contiguous, or of another shape or device than the weight asks for.
+        ValueError: If ``weight`` is not a matrix, ``marks`` has another shape, device or other strides, or
+            ``permutation`` another length or device.
 
     Example::
 
@@ -66,36 +69,153 @@ def masked_pair(
 
     Source: NVIDIA/cutlass#2110 on -0.
     """
-    _check_matrix("weight", weight)
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
-    if marks.dtype != torch.uint8:
-        raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
-    if marks.shape != weight.shape or marks.device != weight.device or not marks.is_contiguous():
-        raise ValueError(
-            f"marks must be contiguous and lie as the weight does, {tuple(weight.shape)} on {weight.device}; got "
-            f"{tuple(marks.shape)} on {marks.device} with strides {marks.stride()}"
-        )
-    _check_permutation(permutation, weight.shape[0], weight.device)
+    _check_weight(weight, marks, dtype, permutation)
     weight, bit = weight.detach(), BACKWARD if own_backward else FORWARD
     kernels = _kernels_for(weight, dtype)
     if kernels is not None:
-        return kernels.masked_pair(weight, marks, dtype, bit, permutation)
-    return masked_pair_reference(weight, marks, dtype, bit, permutation)
+        return kernels.masked(weight, marks, dtype, permutation, forward=True, backward_bit=bit)
+    return (
+        masked_forward_reference(weight, marks, dtype),
+        masked_backward_reference(weight, marks, dtype, bit, permutation),
+    )
 
 
-def masked_pair_reference(
+def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mask a weight for the forward GEMM: the first result of :func:`masked_pair` alone.
+
+    Args:
+        weight: As :func:`masked_pair`'s.
+        marks: As :func:`masked_pair`'s.
+        dtype: As :func:`masked_pair`'s.
+
+    Returns:
+        W_F ``[out, in]``, contiguous, of ``dtype``, without autograd history.
+
+    Raises:
+        TypeError: As :func:`masked_pair`.
+        ValueError: As :func:`masked_pair`.
+
+    Example::
+
+        >>> masked_forward(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
+        tensor([[0., 2.]])
+    """
+    _check_weight(weight, marks, dtype, None)
+    weight = weight.detach()
+    kernels = _kernels_for(weight, dtype)
+    if kernels is not None:
+        return kernels.masked(weight, marks, dtype, None, forward=True, backward_bit=None)[0]
+    return masked_forward_reference(weight, marks, dtype)
+
+
+def masked_backward(
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    permutation: Tensor | None = None,
+    *,
+    own_backward: bool,
+) -> Tensor:
+    """Mask a weight for the dgrad GEMM, transposed: the second result of :func:`masked_pair` alone.
+
+    Args:
+        weight: As :func:`masked_pair`'s.
+        marks: As :func:`masked_pair`'s.
+        dtype: As :func:`masked_pair`'s.
+        permutation: As :func:`masked_pair`'s.
+        own_backward: As :func:`masked_pair`'s.
+
+    Returns:
+        W_B^T ``[in, out]``, contiguous, of ``dtype``, without autograd history.
+
+    Raises:
+        TypeError: As :func:`masked_pair`.
+        ValueError: As :func:`masked_pair`.
+
+    Example::
+
+        >>> marks = torch.tensor([[2, 3]], dtype=torch.uint8)
+        >>> masked_backward(torch.tensor([[-1.0, 2.0]]), marks, torch.float32, own_backward=True)
+        tensor([[-1.],
+                [ 2.]])
+    """
+    _check_weight(weight, marks, dtype, permutation)
+    weight, bit = weight.detach(), BACKWARD if own_backward else FORWARD
+    kernels = _kernels_for(weight, dtype)
+    if kernels is not None:
+        return kernels.masked(weight, marks, dtype, permutation, forward=False, backward_bit=bit)[1]
+    return masked_backward_reference(weight, marks, dtype, bit, permutation)
+
+
+def masked_forward_reference(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`masked_forward` by torch operations, from checked arguments."""
+    return _masked(weight, marks, dtype, FORWARD).contiguous()
+
+
+def masked_backward_reference(
     weight: Tensor, marks: Tensor, dtype: torch.dtype, backward_bit: int, permutation: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`masked_pair` by torch operations, from checked arguments."""
-    forward = torch.where((marks & FORWARD).ne(0), weight, 0).to(dtype)
-    backward = torch.where((marks & backward_bit).ne(0), weight, 0).to(dtype)
-    return forward, _rows(backward, permutation).t().contiguous()
+) -> Tensor:
+    """Compute :func:`masked_backward` by torch operations, from checked arguments."""
+    return _rows(_masked(weight, marks, dtype, backward_bit), permutation).t().contiguous()
+
+
+def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
+    """Bring the columns of an output gradient into the order that a permuted W_B sums over.
+
+    ``R[t, o] = dY[t, permutation[o]]``: ``dX = dY W_B = R W_B[permutation]``. Values are copied, not computed with.
+
+    Args:
+        grad: dY ``[tokens, out]``, contiguous, any floating dtype.
+        permutation: Order of the columns, int64 ``[out]``. Its values are not checked: on a GPU that would wait for it.
+
+    Returns:
+        ``[tokens, out]``, contiguous, of the dtype of ``grad``, without autograd history.
+
+    Raises:
+        TypeError: If ``grad`` is not floating or ``permutation`` not int64.
+        ValueError: If ``grad`` is not a contiguous matrix, or ``permutation`` is of another length or device.
+
+    Example::
+
+        >>> permuted_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1])).tolist()
+        [[3.0, 1.0, 2.0]]
+
+    Source: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", ICML 2023, arXiv:2302.06058.
+    """
+    _check_grad(grad)
+    _check_order("permutation", permutation, grad.shape[1], grad.device)
+    grad = grad.detach()
+    kernels = _kernels_for(grad, grad.dtype)
+    if kernels is not None:
+        return kernels.permuted_columns(grad, permutation)
+    return permuted_columns_reference(grad, permutation)
+
+
+def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
+    """Compute :func:`permuted_columns` by torch operations, from checked arguments."""
+    return grad.index_select(1, permutation)
+
+
+@overload
+def mvue_transposed(
+    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., permutation: Tensor | None = ..., *, gather: None = ...
+) -> Tensor: ...
+
+
+@overload
+def mvue_transposed(
+    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., permutation: Tensor | None = ..., *, gather: Tensor
+) -> tuple[Tensor, Tensor]: ...
 
 
 def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: PatternLike = "2:4", permutation: Tensor | None = None
-) -> Tensor:
+    grad: Tensor,
+    seed: Tensor,
+    pattern: PatternLike = "2:4",
+    permutation: Tensor | None = None,
+    *,
+    gather: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
 
     ``R[o, t] = E(dY)[t, permutation[o]]`` with E as ``MVUE(pattern).estimate`` draws it from this seed:
@@ -110,15 +230,18 @@ def mvue_transposed(
         pattern: N:M pattern along the tokens; M must divide 16.
         permutation: Order of the rows of the result, int64 ``[out]``, each once; ``None`` leaves them. It does not
             change what is drawn, and its values are not checked.
+        gather: Order in which the dgrad GEMM takes the columns of dY, int64 ``[out]``: the same launch then makes
+            :func:`permuted_columns` of it, so that dY comes from memory once. Its values are not checked.
 
     Returns:
         ``[out, tokens rounded up to a multiple of 16]``, contiguous, of the dtype of ``grad``, without autograd
-        history. Blocks with a NaN or an infinity have N NaNs.
+        history. Blocks with a NaN or an infinity have N NaNs. With ``gather``, a pair of it and
+        ``permuted_columns(grad, gather)``.
 
     Raises:
-        TypeError: If ``grad`` is not floating or ``permutation`` not int64.
+        TypeError: If ``grad`` is not floating, or ``permutation`` or ``gather`` not int64.
         ValueError: If ``grad`` is not a contiguous matrix, ``seed`` not four int64, M does not divide 16, or
-            ``permutation`` is of another length or device.
+            ``permutation`` or ``gather`` is of another length or device.
 
     Example::
 
@@ -131,21 +254,23 @@ def mvue_transposed(
     arXiv:2203.10991.
     """
     pattern = NMPattern.parse(pattern)
-    _check_matrix("grad", grad)
+    _check_grad(grad)
     if TOKENS % pattern.m:
         raise ValueError(f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide")
     if seed.dtype != torch.int64 or seed.shape != (4,):
         raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
-    _check_permutation(permutation, grad.shape[1], grad.device)
+    _check_order("permutation", permutation, grad.shape[1], grad.device)
+    _check_order("gather", gather, grad.shape[1], grad.device)
     grad = grad.detach()
     kernels = _kernels_for(grad, grad.dtype)
     if kernels is not None:
-        return kernels.mvue_transposed(grad, seed, pattern, permutation)
-    return mvue_transposed_reference(grad, seed, pattern, permutation)
+        return kernels.mvue_transposed(grad, seed, pattern, permutation, gather)
+    estimate = mvue_transposed_reference(grad, seed, pattern, permutation)
+    return estimate if gather is None else (estimate, permuted_columns_reference(grad, gather))
 
 
 def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None) -> Tensor:
-    """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
+    """Compute :func:`mvue_transposed` without ``gather`` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padded = F.pad(grad, (0, 0, 0, -tokens % TOKENS))
     blocks = padded.shape[0] // pattern.m
@@ -153,9 +278,8 @@ def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, pe
     return _rows(mvue(padded, pattern, 0, uniform=uniform).t(), permutation).contiguous()
 
 
-def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
-    """``dY[:, permutation]``, contiguous."""
-    return grad.index_select(1, permutation)
+def _masked(weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int) -> Tensor:
+    return torch.where((marks & bit).ne(0), weight, 0).to(dtype)
 
 
 def _rows(matrix: Tensor, permutation: Tensor | None) -> Tensor:
@@ -165,20 +289,46 @@ def _rows(matrix: Tensor, permutation: Tensor | None) -> Tensor:
 def _check_matrix(name: str, matrix: Tensor) -> None:
     if not matrix.is_floating_point():
         raise TypeError(f"{name} must be of a floating dtype; got {matrix.dtype}")
-    if matrix.dim() != 2 or not matrix.is_contiguous():
-        shape, strides = tuple(matrix.shape), matrix.stride()
-        raise ValueError(f"{name} must be a contiguous matrix; got {shape} with strides {strides}: call .contiguous()")
+    if matrix.dim() != 2:
+        raise ValueError(f"{name} must be a matrix; got {tuple(matrix.shape)}")
 
 
-def _check_permutation(permutation: Tensor | None, size: int, device: torch.device) -> None:
-    if permutation is None:
-        return
-    if permutation.dtype != torch.int64:
-        raise TypeError(f"a permutation is int64; got {permutation.dtype}")
-    if permutation.shape != (size,) or permutation.device != device or not permutation.is_contiguous():
+def _check_grad(grad: Tensor) -> None:
+    _check_matrix("grad", grad)
+    if not grad.is_contiguous():
+        shape, strides = tuple(grad.shape), grad.stride()
+        raise ValueError(f"grad must be contiguous; got {shape} with strides {strides}: call .contiguous()")
+
+
+def _check_weight(weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None) -> None:
+    _check_matrix("weight", weight)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
+    if marks.dtype != torch.uint8:
+        raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
+    strides = zip(weight.shape, weight.stride(), marks.stride(), strict=False)
+    if (
+        marks.shape != weight.shape
+        or marks.device != weight.device
+        or any(size > 1 and own != other for size, own, other in strides)  # the stride of one row or column is moot
+    ):
         raise ValueError(
-            f"a permutation of {size} rows on {device} is needed, contiguous; got {tuple(permutation.shape)} on "
-            f"{permutation.device} with strides {permutation.stride()}"
+            f"marks must lie as the weight does, {tuple(weight.shape)} on {weight.device} with strides "
+            f"{weight.stride()}; got {tuple(marks.shape)} on {marks.device} with strides {marks.stride()}: "
+            "transpose both or neither"
+        )
+    _check_order("permutation", permutation, weight.shape[0], weight.device)
+
+
+def _check_order(name: str, order: Tensor | None, size: int, device: torch.device) -> None:
+    if order is None:
+        return
+    if order.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64; got {order.dtype}")
+    if order.shape != (size,) or order.device != device or not order.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and hold {size} indices on {device}; got {tuple(order.shape)} on "
+            f"{order.device} with strides {order.stride()}"
         )
 
 

@@ -3,6 +3,11 @@
 Tiles and warps are chosen from the assembly that Triton 3.6 makes for an H100 (vectorised reads and writes, no spills),
 but not tuned, nor timed on one. It has some 20 instructions per weight and 80 per entry of an output gradient: the
 former should be bound by memory, the latter is likely bound by its arithmetic.
+
+Columns are gathered a whole row at a time. Neighbours in the result come from anywhere in the row: a program that read
+a tile of columns would write single entries of 2 bytes, and one that owned a tile of the result would read them, where
+memory and caches move 32 bytes. So a program takes a row into shared memory, reads and writes it without gaps, and
+gathers between the two. Which of the three is fastest is to be measured.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_nm.kernels.preprocess import TOKENS
+from lightning_nm.kernels.preprocess import TOKENS, permuted_columns_reference
 from lightning_nm.pattern import NMPattern
 
 TILE = 64
@@ -22,21 +27,54 @@ SAMPLING = {"num_warps": 8, "enable_fp_fusion": False}
 """How the estimate is compiled: a fused multiply-add would round once where the torch operations round twice."""
 
 
-def masked_pair(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, backward_bit: int, permutation: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Launch :func:`lightning_nm.kernels.preprocess.masked_pair` on checked arguments."""
+ROWS = 8
+"""Rows that a program gathers: its indices, of 8 bytes each, are read once for all of them."""
+
+ROW_BYTES = 1 << 16
+"""The longest row, rounded up to a power of two, that a program gathers without spills; torch takes longer ones."""
+
+
+def masked(
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    permutation: Tensor | None,
+    *,
+    forward: bool,
+    backward_bit: int | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Launch ``preprocess.masked_pair``, or the half of it that is wanted, on checked arguments."""
     out, columns = weight.shape
-    forward = torch.empty(out, columns, dtype=dtype, device=weight.device)
-    backward = torch.empty(columns, out, dtype=dtype, device=weight.device)
+    pair = (
+        torch.empty(out, columns, dtype=dtype, device=weight.device) if forward else None,
+        torch.empty(columns, out, dtype=dtype, device=weight.device) if backward_bit else None,
+    )
     grid = (triton.cdiv(out, TILE), triton.cdiv(columns, TILE))
     with torch.cuda.device_of(weight):
-        _masked_pair[grid](weight, marks, permutation, forward, backward, out, columns, BIT=backward_bit, TILE=TILE)
-    return forward, backward
+        _masked[grid](weight, marks, permutation, *pair, out, columns, *weight.stride(), BIT=backward_bit, TILE=TILE)
+    return pair
 
 
-def mvue_transposed(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None) -> Tensor:
+def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
+    """Launch :func:`lightning_nm.kernels.preprocess.permuted_columns` on checked arguments."""
+    if not _gatherable(grad):
+        return permuted_columns_reference(grad, permutation)
+    tokens, out = grad.shape
+    result = torch.empty_like(grad)
+    width = triton.next_power_of_2(out)
+    with torch.cuda.device_of(grad):
+        _permuted_columns[(triton.cdiv(tokens, ROWS),)](
+            grad, permutation, result, tokens, out, ROWS=ROWS, WIDTH=width, num_warps=_warps(width, 4)
+        )
+    return result
+
+
+def mvue_transposed(
+    grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None, gather: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Launch :func:`lightning_nm.kernels.preprocess.mvue_transposed` on checked arguments."""
+    if gather is not None and not _gatherable(grad):
+        return mvue_transposed(grad, seed, pattern, permutation, None), permuted_columns(grad, gather)  # type: ignore
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
@@ -44,13 +82,18 @@ def mvue_transposed(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation:
     if permutation is not None:
         place = torch.empty_like(permutation)
         place[permutation] = torch.arange(out, device=grad.device)
-    grid = (triton.cdiv(padded, TILE), triton.cdiv(out, TILE))
+    parts, width, gathered, warps = triton.cdiv(out, TILE), None, None, SAMPLING["num_warps"]
+    if gather is not None:
+        width, gathered = triton.next_power_of_2(out), torch.empty_like(grad)
+        parts, warps = parts + TILE // ROWS, _warps(width, warps)
     with torch.cuda.device_of(grad):
-        _mvue_transposed[grid](
+        _mvue_transposed[(triton.cdiv(padded, TILE) * parts,)](
             grad,
             seed.to(grad.device).contiguous(),
             place,
             result,
+            gather,
+            gathered,
             tokens,
             out,
             padded,
@@ -58,13 +101,36 @@ def mvue_transposed(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation:
             M=pattern.m,
             TILE=TILE,
             SHARED=out % 4 == 0,
-            **SAMPLING,
+            ROWS=ROWS,
+            WIDTH=width,
+            **SAMPLING | {"num_warps": warps},
         )
-    return result
+    return result if gathered is None else (result, gathered)
+
+
+def _gatherable(grad: Tensor) -> bool:
+    return triton.next_power_of_2(grad.shape[1]) * grad.element_size() <= ROW_BYTES
+
+
+def _warps(width: int, least: int) -> int:
+    """Warps of a program that gathers: at most 32 entries, and as many indices, in the registers of a thread."""
+    return max(least, width // 1024)
 
 
 @triton.jit
-def _masked_pair(weight, marks, permutation, forward, backward, out, columns, BIT: tl.constexpr, TILE: tl.constexpr):
+def _masked(
+    weight,
+    marks,
+    permutation,
+    forward,
+    backward,
+    out,
+    columns,
+    row_stride,
+    column_stride,
+    BIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Mask one tile; its rows are gathered, so that W_B^T is written without gaps."""
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -72,14 +138,35 @@ def _masked_pair(weight, marks, permutation, forward, backward, out, columns, BI
     if permutation is not None:
         row = tl.load(permutation + position, mask=position < out, other=0)
     inside = (position < out)[:, None] & (column < columns)[None, :]
-    at = row[:, None] * columns + column[None, :]
+    at = (row * row_stride)[:, None] + (column * column_stride)[None, :]
     value = tl.load(weight + at, mask=inside, other=0.0)
     mark = tl.load(marks + at, mask=inside, other=0)
-    masked = tl.where((mark & 1) != 0, value, 0.0)
-    tl.store(forward + at, masked.to(forward.dtype.element_ty), mask=inside)
-    masked = tl.where((mark & BIT) != 0, value, 0.0)
-    at = column[:, None] * out + position[None, :]
-    tl.store(backward + at, tl.trans(masked.to(backward.dtype.element_ty)), mask=tl.trans(inside))
+    if forward is not None:
+        masked = tl.where((mark & 1) != 0, value, 0.0)
+        at = (row * columns)[:, None] + column[None, :]
+        tl.store(forward + at, masked.to(forward.dtype.element_ty), mask=inside)
+    if backward is not None:
+        masked = tl.where((mark & BIT) != 0, value, 0.0)
+        at = (column * out)[:, None] + position[None, :]
+        tl.store(backward + at, tl.trans(masked.to(backward.dtype.element_ty)), mask=tl.trans(inside))
+
+
+@triton.jit
+def _permuted_columns(grad, order, result, tokens, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    _gather(grad, order, result, tl.program_id(0).to(tl.int64) * ROWS, tokens, out, ROWS, WIDTH)
+
+
+@triton.jit
+def _gather(grad, order, result, first, tokens, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Bring the columns of some rows into order."""
+    column = tl.arange(0, WIDTH)
+    inside = column < out
+    source = tl.load(order + column, mask=inside, other=0).to(tl.int32)
+    for i in range(ROWS):
+        at = (first + i) * out + column
+        mask = inside & (first + i < tokens)
+        entry = tl.load(grad + at, mask=mask, other=0.0)
+        tl.store(result + at, tl.gather(entry, source, 0), mask=mask)
 
 
 @triton.jit
@@ -88,6 +175,44 @@ def _mvue_transposed(
     seed,
     place,
     result,
+    gather,
+    gathered,
+    tokens,
+    out,
+    padded,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    TILE: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Sample one tile, or gather some rows.
+
+    The tiles and the rows of the same tokens follow each other: the L2 cache still has what comes to be read again.
+    """
+    tiles = tl.cdiv(out, TILE)
+    if gather is None:
+        strip, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+        _mvue_tile(grad, seed, place, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
+    else:
+        parts = tiles + TILE // ROWS
+        strip, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        if part < tiles:
+            _mvue_tile(grad, seed, place, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
+        else:
+            first = strip.to(tl.int64) * TILE + (part - tiles) * ROWS
+            _gather(grad, gather, gathered, first, tokens, out, ROWS, WIDTH)
+
+
+@triton.jit
+def _mvue_tile(
+    grad,
+    seed,
+    place,
+    result,
+    strip,
+    part,
     tokens,
     out,
     padded,
@@ -97,8 +222,8 @@ def _mvue_transposed(
     SHARED: tl.constexpr,
 ):
     """Sample the blocks of one tile as M planes [blocks, columns], and store them as rows."""
-    block = tl.program_id(0).to(tl.int64) * (TILE // M) + tl.arange(0, TILE // M)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    block = strip.to(tl.int64) * (TILE // M) + tl.arange(0, TILE // M)
+    column = part * TILE + tl.arange(0, TILE)
     planes = ()
     for i in tl.static_range(M):
         token = block * M + i
@@ -106,7 +231,7 @@ def _mvue_transposed(
         entry = tl.load(grad + (token * out)[:, None] + column[None, :], mask=inside, other=0.0)
         planes = planes + (entry.to(tl.float32),)
     if SHARED:
-        quarter = tl.program_id(1) * (TILE // 4) + tl.arange(0, TILE // 4)
+        quarter = part * (TILE // 4) + tl.arange(0, TILE // 4)
         words = _interleave(_philox(seed, (block * (out // 4))[:, None] + quarter[None, :]), 4)
     else:
         index = (block * out)[:, None] + column[None, :]
@@ -115,7 +240,7 @@ def _mvue_transposed(
     rows = ()
     for i in tl.static_range(M):
         rows = rows + (tl.trans(sample[i]),)
-    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    token = strip.to(tl.int64) * TILE + tl.arange(0, TILE)
     row = column.to(tl.int64)
     if place is not None:
         row = tl.load(place + column, mask=column < out, other=0)

@@ -9,7 +9,13 @@ from torch import nn
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.functional import fold_seed, is_nm
 from lightning_nm.kernels import preprocess
-from lightning_nm.kernels.preprocess import masked_pair, mvue_transposed
+from lightning_nm.kernels.preprocess import (
+    masked_backward,
+    masked_forward,
+    masked_pair,
+    mvue_transposed,
+    permuted_columns,
+)
 from lightning_nm.nn import layer as nn_layer
 
 SEED = fold_seed(0, "preprocess")
@@ -64,6 +70,56 @@ def test_without_a_backward_mask_both_are_the_forward_weight():
     assert torch.equal(backward, forward.t())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_halves_and_strides_of_a_pair(dtype, own_backward, permuted, transposed):
+    """Each half alone is what the pair holds, and a weight that lies as [in, out] gives what a copy of it gives."""
+    layer = bi_mask_layer()
+    weight, marks = layer.weight.detach(), layer.marks
+    permutation = torch.randperm(24) if permuted else None
+    expected = masked_pair(weight, marks, dtype, permutation, own_backward=own_backward)
+    if transposed:
+        weight, marks = (x.t().contiguous().t() for x in (weight, marks))
+    pair = masked_pair(weight, marks, dtype, permutation, own_backward=own_backward)
+    forward = masked_forward(weight, marks, dtype)
+    backward = masked_backward(weight, marks, dtype, permutation, own_backward=own_backward)
+    for found, wanted in zip((*pair, forward, backward), expected * 2, strict=True):
+        assert found.is_contiguous()
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted)
+
+
+def test_a_single_row_may_be_strided_as_it_likes():
+    weight, marks = torch.randn(1, 4), torch.full((4, 1), 3, dtype=torch.uint8).t()
+    assert weight.stride() != marks.stride()
+    assert torch.equal(masked_forward(weight, marks, torch.float32), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_permuted_columns_keep_the_product(dtype):
+    """dX from the permuted operands is dX from the plain ones, with the layer's own permutation."""
+    layer = bi_mask_layer()
+    grad = torch.randint(-4, 5, (7, 24)).to(dtype)
+    weight = torch.randint(-4, 5, layer.weight.shape).to(dtype)
+    backward = masked_backward(weight, layer.marks, dtype, layer.permutation, own_backward=True)
+    permuted = permuted_columns(grad.requires_grad_(), layer.permutation)
+    assert permuted.is_contiguous()
+    assert not permuted.requires_grad
+    assert torch.equal(permuted, grad[:, layer.permutation])
+    plain = masked_backward(weight, layer.marks, dtype, own_backward=True)
+    assert torch.equal(permuted @ backward.t(), grad @ plain.t())
+
+
+def test_an_estimate_may_bring_the_permuted_columns():
+    grad, permutation, gather = torch.randn(37, 8), torch.randperm(8), torch.randperm(8)
+    for order in (None, permutation):
+        estimate, permuted = mvue_transposed(grad, SEED, "2:4", order, gather=gather)
+        assert torch.equal(estimate, mvue_transposed(grad, SEED, "2:4", order))
+        assert torch.equal(permuted, grad[:, gather])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pattern", ["2:4", "1:2", "1:4", "2:16", "3:8"])
 @pytest.mark.parametrize("tokens", [16, 37, 2])
@@ -100,6 +156,7 @@ def test_nothing_in_nothing_out():
     assert (forward.shape, backward.shape) == ((0, 4), (4, 0))
     assert mvue_transposed(torch.zeros(0, 4), SEED).shape == (4, 0)
     assert mvue_transposed(torch.zeros(3, 0), SEED).shape == (0, 16)
+    assert permuted_columns(torch.zeros(0, 4), torch.arange(4)).shape == (0, 4)
 
 
 def test_without_triton_the_torch_operations_serve(monkeypatch):
@@ -116,14 +173,18 @@ def test_without_triton_the_torch_operations_serve(monkeypatch):
     ("change", "error", "match"),
     [
         ({"weight": torch.zeros(4, 8, dtype=torch.int32)}, TypeError, "weight must be of a floating"),
-        ({"weight": torch.zeros(8, 4).t()}, ValueError, r"weight must be a contiguous.*\(1, 4\).*\.contiguous"),
-        ({"weight": torch.zeros(4, 2, 4)}, ValueError, "weight must be a contiguous matrix"),
+        (
+            {"weight": torch.zeros(8, 4).t()},
+            ValueError,
+            r"marks.*strides \(1, 4\).*strides \(8, 1\): transpose",
+        ),
+        ({"weight": torch.zeros(4, 2, 4)}, ValueError, "weight must be a matrix"),
         ({"dtype": torch.int8}, TypeError, "int8 cannot hold"),
         ({"marks": torch.zeros(4, 8, dtype=torch.bool)}, TypeError, "bytes of two bits; got torch.bool"),
-        ({"marks": torch.zeros(8, 4, dtype=torch.uint8)}, ValueError, r"\(4, 8\) on cpu; got \(8, 4\)"),
-        ({"marks": torch.zeros(8, 4, dtype=torch.uint8).t()}, ValueError, "marks must be contiguous"),
-        ({"permutation": torch.zeros(4)}, TypeError, "int64; got torch.float32"),
-        ({"permutation": torch.arange(8)}, ValueError, r"of 4 rows on cpu.*got \(8,\)"),
+        ({"marks": torch.zeros(8, 4, dtype=torch.uint8)}, ValueError, r"\(4, 8\) on cpu.*got \(8, 4\)"),
+        ({"marks": torch.zeros(8, 4, dtype=torch.uint8).t()}, ValueError, r"marks must lie.*got.*strides \(1, 4\)"),
+        ({"permutation": torch.zeros(4)}, TypeError, "permutation must be int64; got torch.float32"),
+        ({"permutation": torch.arange(8)}, ValueError, r"4 indices on cpu; got \(8,\)"),
         ({"permutation": torch.arange(8)[::2]}, ValueError, "strides"),
     ],
 )
@@ -135,19 +196,27 @@ def test_errors_of_a_pair(change, error, match):
         "own_backward": True,
     }
     masked_pair(**arguments)
-    with pytest.raises(error, match=match):
-        masked_pair(**arguments | change)
+    arguments |= change
+    for function in (masked_pair, masked_backward):
+        with pytest.raises(error, match=match):
+            function(**arguments)
+    if "permutation" not in change:
+        del arguments["own_backward"]
+        with pytest.raises(error, match=match):
+            masked_forward(**arguments)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"grad": torch.zeros(4, 8, dtype=torch.int64)}, TypeError, "grad must be of a floating"),
-        ({"grad": torch.zeros(8, 4).t()}, ValueError, "grad must be a contiguous"),
+        ({"grad": torch.zeros(8, 4).t()}, ValueError, "grad must be contiguous"),
         ({"seed": torch.zeros(3, dtype=torch.int64)}, ValueError, "four words"),
         ({"seed": torch.zeros(4)}, ValueError, "float32"),
         ({"pattern": "2:3"}, ValueError, "multiple of 16, which blocks of 2:3"),
-        ({"permutation": torch.arange(4)}, ValueError, "of 8 rows"),
+        ({"permutation": torch.arange(4)}, ValueError, "permutation must .* 8 indices"),
+        ({"gather": torch.arange(4)}, ValueError, "gather must .* 8 indices"),
+        ({"gather": torch.arange(8.0)}, TypeError, "gather must be int64"),
     ],
 )
 def test_errors_of_an_estimate(change, error, match):
@@ -155,3 +224,19 @@ def test_errors_of_an_estimate(change, error, match):
     mvue_transposed(**arguments)
     with pytest.raises(error, match=match):
         mvue_transposed(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad": torch.zeros(4, 8, dtype=torch.int64)}, TypeError, "grad must be of a floating"),
+        ({"grad": torch.zeros(8, 4).t()}, ValueError, r"grad must be contiguous.*\.contiguous"),
+        ({"permutation": torch.arange(4)}, ValueError, "8 indices"),
+        ({"permutation": torch.arange(8).int()}, TypeError, "int64; got torch.int32"),
+    ],
+)
+def test_errors_of_permuted_columns(change, error, match):
+    arguments = {"grad": torch.zeros(4, 8), "permutation": torch.arange(8)}
+    permuted_columns(**arguments)
+    with pytest.raises(error, match=match):
+        permuted_columns(**arguments | change)

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed, mvue, random
 from lightning_nm.kernels.preprocess import (
+    masked_backward,
+    masked_backward_reference,
+    masked_forward,
+    masked_forward_reference,
     masked_pair,
-    masked_pair_reference,
     mvue_transposed,
     mvue_transposed_reference,
+    permuted_columns,
     triton_kernels,
 )
 from lightning_nm.pattern import NMPattern
@@ -61,7 +65,11 @@ pytestmark = [
 
 def bits(x):
     """The bits of numbers, with one pattern for all NaNs."""
-    x = torch.where(x.isnan(), torch.nan, x)
+    return raw(torch.where(x.isnan(), torch.nan, x))
+
+
+def raw(x):
+    """The bits of numbers, NaNs as they are."""
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
@@ -87,8 +95,15 @@ def order(generator, size, permuted, device="cpu"):
     return torch.randperm(size, generator=generator).to(device) if permuted else None
 
 
+def pair_reference(weight, marks, dtype, bit, permutation):
+    return (
+        masked_forward_reference(weight, marks, dtype),
+        masked_backward_reference(weight, marks, dtype, bit, permutation),
+    )
+
+
 @needs_interpreter
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     out=SIZES,
     columns=SIZES,
@@ -96,16 +111,22 @@ def order(generator, size, permuted, device="cpu"):
     target=st.sampled_from(DTYPES),
     own_backward=st.booleans(),
     permuted=st.booleans(),
+    transposed=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_interpreted_pair(out, columns, source, target, own_backward, permuted, seed):
+def test_interpreted_pair(out, columns, source, target, own_backward, permuted, transposed, seed):
+    """Both halves at once and each alone."""
     generator = torch.Generator().manual_seed(seed)
     weight = values(generator, torch.float32, out, columns).nan_to_num(1.0).to(source)
     marks = torch.randint(4, (out, columns), generator=generator, dtype=torch.uint8)
     permutation = order(generator, out, permuted)
-    result = masked_pair(weight, marks, target, permutation, own_backward=own_backward)
-    exact = masked_pair_reference(weight.float(), marks, torch.float32, 1 + own_backward, permutation)
-    for found, expected in zip(result, exact, strict=True):
+    if transposed:
+        weight, marks = weight.t().contiguous().t(), marks.t().contiguous().t()
+    pair = masked_pair(weight, marks, target, permutation, own_backward=own_backward)
+    forward = masked_forward(weight, marks, target)
+    backward = masked_backward(weight, marks, target, permutation, own_backward=own_backward)
+    exact = pair_reference(weight.float(), marks, torch.float32, 1 + own_backward, permutation)
+    for found, expected in zip((*pair, forward, backward), exact * 2, strict=True):
         assert found.is_contiguous()
         assert torch.equal(
             bits(found), bits(expected.to(target) if source == target else interpreted(expected, target))
@@ -120,17 +141,51 @@ def test_interpreted_pair(out, columns, source, target, own_backward, permuted, 
     dtype=st.sampled_from(DTYPES),
     pattern=st.sampled_from(PATTERNS),
     permuted=st.booleans(),
+    gathered=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_interpreted_estimate(tokens, out, dtype, pattern, permuted, seed):
+def test_interpreted_estimate(tokens, out, dtype, pattern, permuted, gathered, seed):
     generator = torch.Generator().manual_seed(seed)
     grad = values(generator, dtype, tokens, out)
     permutation = order(generator, out, permuted)
-    result = mvue_transposed(grad, fold_seed(seed), pattern, permutation)
+    gather = order(generator, out, gathered)
+    result = mvue_transposed(grad, fold_seed(seed), pattern, permutation, gather=gather)
+    if gather is not None:
+        result, columns = result
+        assert columns.is_contiguous()
+        assert torch.equal(raw(columns), raw(grad[:, gather]))
     exact = mvue_transposed_reference(grad.float(), fold_seed(seed), NMPattern.parse(pattern), permutation)
     assert result.is_contiguous()
     assert result.dtype == dtype
     assert torch.equal(bits(result), bits(interpreted(exact, dtype)))
+
+
+@needs_interpreter
+@settings(max_examples=40, deadline=None)
+@given(tokens=SIZES, out=SIZES, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**20))
+def test_interpreted_columns(tokens, out, dtype, seed):
+    """All bits are copied: those of a number's sign, and those that tell NaNs apart."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(0, dtype=dtype).element_size()
+    integer = {2: torch.int16, 4: torch.int32}[size]
+    grad = torch.randint(-(1 << 8 * size - 1), 1 << 8 * size - 1, (tokens, out), generator=generator).to(integer)
+    permutation = order(generator, out, True)
+    result = permuted_columns(grad.view(dtype), permutation)
+    assert result.is_contiguous()
+    assert torch.equal(raw(result), grad[:, permutation])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("columns", "fits"), [(64, True), (65, False)])
+def test_rows_too_long_to_gather(columns, fits, monkeypatch):
+    monkeypatch.setattr(kernels, "ROW_BYTES", 256)
+    grad, seed = torch.randn(20, columns, generator=torch.Generator().manual_seed(0)), fold_seed(0)
+    assert kernels._gatherable(grad) == fits
+    gather = torch.arange(columns - 1, -1, -1)
+    estimate, permuted = mvue_transposed(grad, seed, gather=gather)
+    assert torch.equal(estimate, mvue_transposed(grad, seed))
+    for found in (permuted, permuted_columns(grad, gather)):
+        assert torch.equal(found, grad.flip(1))
 
 
 @needs_interpreter
@@ -167,41 +222,82 @@ def test_interpreted_draws_at_the_edges():
     assert torch.equal(result, mvue(x, "2:4", uniform=uniform.unsqueeze(-1)))
 
 
-def assembly(kernel, types, constants, **options):
-    """PTX for an H100."""
+def assembly(kernel, types, constants, aligned=False, **options):
+    """PTX for an H100; ``aligned`` as Triton finds addresses and sizes that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types} if aligned else None
+    source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("halves", "permuted"), [("fb", False), ("fb", True), ("f", False), ("b", False), ("b", True)])
 @pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")])
-def test_the_pair_compiles(source, target, permuted):
-    types = {"weight": f"*{source}", "marks": "*u8", "forward": f"*{target}", "backward": f"*{target}"}
-    types |= {"out": "i32", "columns": "i32"} | ({"permutation": "*i64"} if permuted else {})
-    constants = {"BIT": 2, "TILE": kernels.TILE} | ({} if permuted else {"permutation": None})
-    ptx = assembly(kernels._masked_pair, types, constants)
+def test_masks_compile(source, target, halves, permuted, transposed):
+    types = {"weight": f"*{source}", "marks": "*u8", "out": "i32", "columns": "i32"}
+    constants = {"BIT": 2, "TILE": kernels.TILE}
+    for name, present, kind in (
+        ("forward", "f" in halves, f"*{target}"),
+        ("backward", "b" in halves, f"*{target}"),
+        ("permutation", permuted, "*i64"),
+    ):
+        if present:
+            types[name] = kind
+        else:
+            constants[name] = None
+    across, along = ("column_stride", "row_stride") if transposed else ("row_stride", "column_stride")
+    types[across], constants[along] = "i32", 1  # as Triton takes an argument that is 1
+    ptx = assembly(kernels._masked, types, constants)
     assert source == target or "cvt.rn." in ptx  # to nearest, ties to even
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("shared", "permuted"), [(True, False), (False, True)])
+@pytest.mark.parametrize("width", [1, 16, 4096, 2**15])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_gather_compiles(width, dtype):
+    """Rows are read and written through wide instructions; only shared memory is accessed entry by entry."""
+    size = 4 if dtype == "fp32" else 2
+    width = min(width, kernels.ROW_BYTES // size)
+    types = {"grad": f"*{dtype}", "order": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32"}
+    constants = {"ROWS": kernels.ROWS, "WIDTH": width}
+    ptx = assembly(kernels._permuted_columns, types, constants, aligned=True, num_warps=kernels._warps(width, 4))
+    if width >= 4096:  # a few entries are exchanged within a warp
+        assert "ld.shared" in ptx
+        assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v4.b32"}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shared", "permuted", "gathered"), [(True, False, False), (False, True, False), (True, True, True)]
+)
 @pytest.mark.parametrize(
     ("pattern", "dtype"), [*((pattern, "bf16") for pattern in PATTERNS), ("2:4", "fp32"), ("2:4", "fp16")]
 )
-def test_the_estimate_compiles(pattern, dtype, shared, permuted):
+def test_the_estimate_compiles(pattern, dtype, shared, permuted, gathered):
     """Divisions are rounded to nearest, and nothing is fused, approximated or flushed: what torch's operations do."""
-    parsed = NMPattern.parse(pattern)
+    parsed, width = NMPattern.parse(pattern), 2**14
     types = {"grad": f"*{dtype}", "seed": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32", "padded": "i32"}
-    constants = {"N": parsed.n, "M": parsed.m, "TILE": kernels.TILE, "SHARED": shared}
-    types, constants = (types | {"place": "*i64"}, constants) if permuted else (types, constants | {"place": None})
-    ptx = assembly(kernels._mvue_transposed, types, constants, **kernels.SAMPLING)
+    constants = {"N": parsed.n, "M": parsed.m, "TILE": kernels.TILE, "SHARED": shared, "ROWS": kernels.ROWS}
+    options = dict(kernels.SAMPLING)
+    if permuted:
+        types["place"] = "*i64"
+    else:
+        constants["place"] = None
+    if gathered:
+        types |= {"gather": "*i64", "gathered": f"*{dtype}"}
+        constants["WIDTH"] = width
+        options["num_warps"] = kernels._warps(width, options["num_warps"])
+    else:
+        constants |= {"gather": None, "gathered": None, "WIDTH": None}
+    ptx = assembly(kernels._mvue_transposed, types, constants, **options)
     assert "div.rn.f32" in ptx
     assert "max.NaN.f32" in ptx  # the interpreter's maximum always keeps NaNs
     # A floor may flush: the floor of the numbers that it would lose is zero anyway.
@@ -218,19 +314,27 @@ def test_on_a_gpu(rows, columns, dtype, permuted):
     generator = torch.Generator().manual_seed(0)
     for pattern in PATTERNS:
         grad, permutation = values(generator, dtype, rows, columns), order(generator, columns, permuted, "cuda")
+        gather = torch.randperm(columns, generator=generator).cuda()
         result = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, permutation)
+        both = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, permutation, gather=gather)
+        assert torch.equal(raw(both[0]), raw(result))
+        for found in (both[1], permuted_columns(grad.cuda(), gather)):
+            assert torch.equal(raw(found.cpu()), raw(grad[:, gather.cpu()]))
         for device in ("cuda", "cpu"):
             moved = None if permutation is None else permutation.to(device)
             expected = mvue_transposed_reference(grad.to(device), fold_seed(1), NMPattern.parse(pattern), moved)
             assert torch.equal(bits(result.cpu()), bits(expected.cpu()))
     weight, permutation = values(generator, dtype, rows, columns), order(generator, rows, permuted, "cuda")
     marks = torch.randint(4, (rows, columns), generator=generator, dtype=torch.uint8)
+    moved = None if permutation is None else permutation.cpu()
     for target in DTYPES:
-        result = masked_pair(weight.cuda(), marks.cuda(), target, permutation, own_backward=True)
-        moved = None if permutation is None else permutation.cpu()
-        expected = masked_pair_reference(weight, marks, target, 2, moved)
-        for found, wanted in zip(result, expected, strict=True):
-            assert torch.equal(bits(found.cpu()), bits(wanted))
+        expected = pair_reference(weight, marks, target, 2, moved)
+        for lie in (lambda x: x.cuda(), lambda x: x.cuda().t().contiguous().t()):
+            pair = masked_pair(lie(weight), lie(marks), target, permutation, own_backward=True)
+            forward = masked_forward(lie(weight), lie(marks), target)
+            backward = masked_backward(lie(weight), lie(marks), target, permutation, own_backward=True)
+            for found, wanted in zip((*pair, forward, backward), expected * 2, strict=True):
+                assert torch.equal(bits(found.cpu()), bits(wanted))
 
 
 @pytest.mark.gpu
@@ -243,6 +347,10 @@ def test_more_than_2_31_entries_on_a_gpu():
     assert torch.equal(estimate[:, -2:], x[-2:].t())
     assert int(estimate.count_nonzero()) == 2 * columns
     del estimate
+    gathered = mvue_transposed(x, fold_seed(0), gather=torch.arange(columns - 1, -1, -1, device="cuda"))[1]
+    assert torch.equal(gathered[-2:], x[-2:].flip(1))
+    assert int(gathered.count_nonzero()) == 2 * columns
+    del gathered
     marks = torch.full(x.shape, 3, dtype=torch.uint8, device="cuda")
     forward, backward = masked_pair(x, marks, torch.bfloat16, own_backward=True)
     assert torch.equal(forward[-2:], x[-2:])
