@@ -141,10 +141,12 @@ def inputs(
             return ways_of_a_weight(weight, marks, torch.randperm(out, device=device) if permuted else None)
 
         yield "dY bfloat16", (tokens, out), gradient
-        for permuted, stored in ((False, ""), (True, ", permuted"), (False, ", stored [in, out]")):
-            for dtype in (torch.float32, torch.bfloat16):
-                name = f"W {str(dtype).removeprefix('torch.')}{stored}"
-                yield name, (out, columns), partial(weight, dtype, permuted, "[in" in stored)
+        for transposed in (False, True):
+            for permuted in (False, True):
+                for dtype in (torch.float32, torch.bfloat16):
+                    name = f"W {str(dtype).removeprefix('torch.')}"
+                    name += ", stored [in, out]" * transposed + ", permuted" * permuted
+                    yield name, (out, columns), partial(weight, dtype, permuted, transposed)
 
 
 def measure(name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int, device: str) -> list[dict]:

@@ -73,8 +73,6 @@ def mvue_transposed(
     grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None, gather: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launch :func:`lightning_nm.kernels.preprocess.mvue_transposed` on checked arguments."""
-    if gather is not None and not _gatherable(grad):
-        return mvue_transposed(grad, seed, pattern, permutation, None), permuted_columns(grad, gather)  # type: ignore
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
@@ -82,10 +80,10 @@ def mvue_transposed(
     if permutation is not None:
         place = torch.empty_like(permutation)
         place[permutation] = torch.arange(out, device=grad.device)
-    parts, width, gathered, warps = triton.cdiv(out, TILE), None, None, SAMPLING["num_warps"]
-    if gather is not None:
-        width, gathered = triton.next_power_of_2(out), torch.empty_like(grad)
-        parts, warps = parts + TILE // ROWS, _warps(width, warps)
+    parts, width, gathered, options = triton.cdiv(out, TILE), None, None, SAMPLING
+    if gather is not None and _gatherable(grad):
+        parts, width, gathered = parts + TILE // ROWS, triton.next_power_of_2(out), torch.empty_like(grad)
+        options = SAMPLING | {"num_warps": _warps(width, SAMPLING["num_warps"])}
     with torch.cuda.device_of(grad):
         _mvue_transposed[(triton.cdiv(padded, TILE) * parts,)](
             grad,
@@ -103,9 +101,11 @@ def mvue_transposed(
             SHARED=out % 4 == 0,
             ROWS=ROWS,
             WIDTH=width,
-            **SAMPLING | {"num_warps": warps},
+            **options,
         )
-    return result if gathered is None else (result, gathered)
+    if gather is None:
+        return result
+    return result, permuted_columns_reference(grad, gather) if gathered is None else gathered
 
 
 def _gatherable(grad: Tensor) -> bool:
@@ -131,7 +131,11 @@ def _masked(
     BIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Mask one tile; its rows are gathered, so that W_B^T is written without gaps."""
+    """Mask one tile; its rows are gathered, so that W_B^T is written without gaps.
+
+    A gathered row is read without gaps where the weight lies as [out, in]; of one that lies as [in, out] single entries
+    are, which programs that run at the same time share through the L2 cache.
+    """
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     row = position.to(tl.int64)
@@ -192,7 +196,7 @@ def _mvue_transposed(
     The tiles and the rows of the same tokens follow each other: the L2 cache still has what comes to be read again.
     """
     tiles = tl.cdiv(out, TILE)
-    if gather is None:
+    if gathered is None:
         strip, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         _mvue_tile(grad, seed, place, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
     else:

@@ -17,7 +17,7 @@ def test_a_dry_run(tmp_path, capsys):
     assert result["setup"]["device"] in capsys.readouterr().out
     assert not result["left out"]
     rows = {(row["input"], row["makes"]): row for row in result["rows"]}
-    assert len(rows) == len(result["rows"]) == 5 + 6 * 4
+    assert len(rows) == len(result["rows"]) == 5 + 8 * 4
     for row in rows.values():
         assert all(0 < row[key] < math.inf for key in ("ms", "torch ms", "copy ms", "GB/s"))
     assert rows["dY bfloat16", "gather and estimate"]["bytes"] == 2 * 48 * (40 + 40 + 48)
@@ -30,7 +30,7 @@ def test_what_time_did_not_allow_is_told(tmp_path, capsys):
     benchmark.main(["--dry-run", "--seconds", "0", "--json", str(tmp_path / "run.json")])
     result = json.loads((tmp_path / "run.json").read_text())
     assert not result["rows"]
-    assert len(result["left out"]) == 1 + 6
+    assert len(result["left out"]) == 1 + 8
     assert "Left out after 0 seconds: dY bfloat16 40 x 48;" in capsys.readouterr().out
 
 
