@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
 from lightning_nm.kernels.preprocess import (
@@ -44,6 +46,7 @@ from lightning_nm.kernels.preprocess import (
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
+SHAPES = ["11008x4096", "4096x11008"]
 TWIN_REPEATS = 3
 """Torch operations take many times as long, and to know how many needs no precision."""
 
@@ -180,9 +183,24 @@ def measure(name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int
     return rows
 
 
+def run(report: Report) -> None:
+    """Measure every input, each as one question of V14."""
+    shapes, tokens, repeats = report.setting.pick((SHAPES, 16384, 20), (["48x32"], 40, 1))
+    device = report.setting.device.type
+
+    def rates(setting: Setting, name: str, shape: tuple[int, ...], make: Callable[[], list[Way]]) -> list[dict]:
+        if triton_kernels() is None and not setting.dry_run:
+            raise NotAsked("Triton is not installed, and without its kernels there is nothing to compare")
+        return measure(name, shape, make(), repeats, device)
+
+    for name, shape, make in inputs(shapes, tokens, device):
+        question = partial(rates, name=name, shape=shape, make=make)
+        report.ask(f"V14 {name} {'x'.join(map(str, shape))}", question)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["11008x4096", "4096x11008"], help="out x in")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="out x in")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=45, help="no measurement begins later")

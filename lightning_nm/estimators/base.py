@@ -35,12 +35,22 @@ class GradientEstimator:
         """
         return grad
 
-    def estimate_transposed(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
-        """``E(dY)^T [out, tokens]``, contiguous, as a kernel packs it; tokens may be padded with zeros.
+    def estimate_transposed(
+        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``E(dY)`` as a kernel packs it, with the values of :meth:`estimate`.
 
-        The arguments are those of :meth:`estimate`, and so are the values.
+        Args:
+            layer: As :meth:`estimate`'s.
+            grad: ``dY [tokens, out]``, contiguous.
+            seed: As :meth:`estimate`'s.
+            gather: An order of the columns of ``dY``, int64 ``[out]``.
+
+        Returns:
+            ``E(dY)^T [out, tokens]``, contiguous, its tokens perhaps padded with zeros; and ``dY[:, gather]`` if the
+            same pass made it, else ``None``.
         """
-        return layer.estimate(grad, seed).t().contiguous()
+        return layer.estimate(grad, seed).t().contiguous(), None
 
     def gemm(self, layer: NMLayer) -> Gemm:
         """What the wgrad GEMM does with this estimator and what it costs."""

@@ -45,13 +45,17 @@ class MVUE(BlockEstimator):
         """A sample of the estimator."""
         return mvue(grad, pattern, 0, uniform=uniform[0])
 
-    def estimate_transposed(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+    def estimate_transposed(
+        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The same sample, in one pass over ``dY`` where there is a kernel for it."""
         pattern = self.pattern_of(layer)
         own = type(self).prune is not MVUE.prune or type(self).estimate is not MVUE.estimate
         if own or TOKENS % pattern.m:
-            return super().estimate_transposed(layer, grad, seed)
-        return mvue_transposed(grad, seed, pattern)
+            return super().estimate_transposed(layer, grad, seed, gather)
+        if gather is None:
+            return mvue_transposed(grad, seed, pattern), None
+        return mvue_transposed(grad, seed, pattern, gather=gather)
 
 
 class ApproxMVUE(BlockEstimator):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.kernels.preprocess import masked_backward, masked_forward
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
 from lightning_nm.nn.schedule import Moment
 
@@ -173,6 +174,27 @@ class MaskMethod(Method):
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
         mask = layer.backward_mask
         return self.forward_weight(layer, weight) if mask is None else torch.where(mask, weight, 0)
+
+    def forward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W_F in one pass over the weight and its masks."""
+        marks = layer.marks
+        own = type(self).forward_weight is not MaskMethod.forward_weight
+        if own or marks is None or marks.stride() != weight.stride() or layer.forward_reason:
+            return super().forward_operand(layer, weight, dtype)
+        return masked_forward(layer.matrix(weight), layer.matrix(marks), dtype)
+
+    def backward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W_B^T in one pass over the weight and its masks."""
+        marks = layer.marks
+        own = (type(self).forward_weight, type(self).backward_weight) != (
+            MaskMethod.forward_weight,
+            MaskMethod.backward_weight,
+        )
+        unmasked = layer.forward_reason and not layer.own_backward
+        if own or marks is None or marks.stride() != weight.stride() or unmasked:
+            return super().backward_operand(layer, weight, dtype)
+        order = layer.permutation if layer.own_backward else None
+        return masked_backward(layer.matrix(weight), layer.matrix(marks), dtype, order, own_backward=layer.own_backward)
 
     def gemms(self, layer: NMLayer) -> Gemms:
         """Forward N:M along `in`; dgrad N:M along `out` only with a backward mask; wgrad dense."""

@@ -156,10 +156,13 @@ def backward_gemms(
     """
     nm, route = find(tag.shape[0]), find(router)
     dgrad, wgrad = products(nm, len(x), x.dtype, x.device, GEMMS[1:])
-    grad = grad.contiguous()
+    dgrad_kernel = route.kernel(dgrad) if needs_input else None
+    wgrad_kernel = route.kernel(wgrad) if needs_weight else None
+    gradient = _Gradient(nm, route, grad.contiguous(), noise if needs_weight else None)
+    gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
-        _dgrad(nm, route, dgrad, grad, weight) if needs_input else grad.new_empty(0),
-        _wgrad(nm, route, wgrad, grad, x, noise) if needs_weight else grad.new_empty(0),
+        grad.new_empty(0) if dgrad_kernel is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
+        grad.new_empty(0) if wgrad_kernel is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, x),
     )
 
 
@@ -197,8 +200,55 @@ def _backward_flops(
     return 2 * grad_shape[0] * grad_shape[1] * x_shape[1] * (needs_input + needs_weight)
 
 
-def _dgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, weight: Tensor) -> Tensor:
-    kernel = router.kernel(product)
+class _Gradient:
+    """dY in the forms that the products of a backward pass take; two forms may come of one pass over it.
+
+    Args:
+        layer: The layer.
+        router: Chooses between one pass and two.
+        grad: ``dY [tokens, out]``, contiguous.
+        noise: The noise of the estimator, ``None`` where it has nothing to do.
+    """
+
+    packed = False
+    """Whether a kernel packs E(dY)."""
+
+    def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
+        self.layer, self.router, self.grad = layer, router, grad
+        estimating = layer.estimator is not None and layer.estimating
+        self.seed = layer.call_noise(noise, 0) if estimating and noise is not None else None
+        self._transposed: Tensor | None = None
+
+    def permuted(self, order: Tensor) -> Tensor:
+        """``dY[:, order]``."""
+        layer, grad, estimator, seed = self.layer, self.grad, self.layer.estimator, self.seed
+        if not self.packed or estimator is None or seed is None or layer.observing:
+            return permuted_columns(grad, order)
+
+        def two_passes() -> tuple[Tensor, Tensor]:
+            return estimator.estimate_transposed(layer, grad, seed)[0], permuted_columns(grad, order)
+
+        def one_pass() -> tuple[Tensor, Tensor]:
+            estimate, permuted = estimator.estimate_transposed(layer, grad, seed, order)
+            return estimate, permuted_columns(grad, order) if permuted is None else permuted
+
+        name = (type(estimator), estimator.pattern_of(layer), grad.shape, grad.dtype)
+        self._transposed, permuted = self.router.faster(name, (one_pass, two_passes), grad.device)()
+        return permuted
+
+    def transposed(self) -> Tensor:
+        """``E(dY)^T``."""
+        assert self.layer.estimator is not None
+        assert self.seed is not None
+        if self._transposed is None:
+            self._transposed, _ = self.layer.estimator.estimate_transposed(self.layer, self.grad, self.seed)
+        return self._transposed
+
+
+def _dgrad(
+    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, gradient: _Gradient, weight: Tensor
+) -> Tensor:
+    grad = gradient.grad
 
     def dense() -> Tensor:
         return grad @ layer.matrix(layer.method.backward_weight(layer, weight)).to(grad.dtype)
@@ -208,16 +258,17 @@ def _dgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, weigh
             layer, router, kernel, product, weight, lambda: layer.method.backward_operand(layer, weight, grad.dtype)
         )
         order = layer.permutation if product.key.permuted else None
-        return kernel.linear(packed, grad if order is None else permuted_columns(grad, order))
+        return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
     return _run(router, kernel, product, sparse, dense)
 
 
-def _wgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, x: Tensor, noise: Tensor | None) -> Tensor:
-    kernel = router.kernel(product)
-    if layer.estimator is None or noise is None or not layer.estimating:
+def _wgrad(
+    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, gradient: _Gradient, x: Tensor
+) -> Tensor:
+    grad, seed = gradient.grad, gradient.seed
+    if seed is None:
         return grad.t() @ x
-    estimator, seed = layer.estimator, layer.call_noise(noise, 0)
     if layer.observing:
         estimate = layer.estimate(grad, seed)
         found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), x.contiguous())
@@ -225,7 +276,7 @@ def _wgrad(layer: NMLayer, router: Router, product: Product, grad: Tensor, x: Te
         return found
 
     def sparse() -> Tensor:
-        return kernel.matmul(kernel.pack(estimator.estimate_transposed(layer, grad, seed)), x.contiguous())
+        return kernel.matmul(kernel.pack(gradient.transposed()), x.contiguous())
 
     return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
 
