@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from lightning_nm.kernels import cost, trial
 from lightning_nm.kernels.base import GemmKernel, GemmKey
 from lightning_nm.kernels.cost import DeviceModel
@@ -15,6 +17,8 @@ from lightning_nm.kernels.decisions import Decision, Decisions, Source
 from lightning_nm.kernels.keys import bucketed, format_key, multiply_adds
 from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.timing import Timer
+
+_DETERMINISTIC = "; deterministic"
 
 MODES = ("auto", "sparse", "reference", "heuristic", "replay:FILE")
 
@@ -46,6 +50,9 @@ class Chooser:
     Before a sparse kernel may run, its probe must pass on the device, it must support the product, and its product of
     random operands must agree with the dense one; a kernel that raises is passed over. A product without a kernel
     is dense, with the reason in its :class:`~lightning_nm.kernels.decisions.Decision`.
+
+    Under ``torch.use_deterministic_algorithms(True)`` a kernel must also repeat its product bit for bit; decisions that
+    were made without that check do not hold there.
 
     A decision is made for the bucket of a token count and holds for all of it; a count within the bucket that the
     kernel does not support is dense.
@@ -160,11 +167,18 @@ class Chooser:
         return 1 if key.gemm == "wgrad" else self.reuse
 
     def _terms(self, key: GemmKey) -> str:
-        return f"kernels {self.registry}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
+        terms = f"kernels {self.registry}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
+        return terms + _DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else terms
 
     def _known(self, key: GemmKey) -> bool:
         decision = self.decisions.get(key)
-        return decision is not None and (self.mode != "auto" or decision.terms == self._terms(key))
+        if decision is None or self.mode == "auto":
+            return decision is not None and decision.terms == self._terms(key)
+        return (
+            decision.kernel == self.registry.reference.name
+            or decision.terms.endswith(_DETERMINISTIC)
+            or not torch.are_deterministic_algorithms_enabled()
+        )
 
     def _settle(self, key: GemmKey, decision: Decision) -> None:
         self.decisions[key] = replace(decision, terms=self._terms(key))
@@ -221,7 +235,8 @@ class Chooser:
         return Decision("reference", None, None, None, f"mode {self.mode!r}", "forced")
 
     def _unrecorded(self, key: GemmKey) -> Decision:
-        return _default([f"not recorded in {self.mode.partition(':')[2]}"])
+        how = " as deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+        return _default([f"not recorded{how} in {self.mode.partition(':')[2]}"])
 
     def _left(self, key: GemmKey, budget_s: float) -> Decision:
         why = f"the budget of {budget_s:g} s is used up"

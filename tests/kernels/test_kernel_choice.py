@@ -10,7 +10,7 @@ from lightning_nm.kernels.cost import DeviceModel, device_model
 from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.registry import KernelRegistry
-from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, gemm_key
+from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 HERE = Environment("H200", None, "2.13.0", None, None)
 KEY = gemm_key()
@@ -224,6 +224,41 @@ def test_a_decision_on_other_terms_is_made_anew(options):
     times = len(choice.timer.timed)
     choice.decide(KEY)
     assert len(choice.timer.timed) == times
+
+
+def test_a_decision_without_the_check_of_repeated_products_does_not_hold_in_deterministic_mode(deterministic):
+    flickering = [FakeKernel(spoil=Flickering(*range(1, 1000, 2)))]
+    torch.use_deterministic_algorithms(False)
+    known = chooser(kernels=flickering)
+    assert known.decide(KEY).kernel == "fast"
+    torch.use_deterministic_algorithms(True)
+    decision = known.decide(KEY)
+    assert decision.kernel == "reference"
+    assert "fast: gives other bits when it is repeated" in decision.reason
+    assert decision.terms.endswith("; deterministic")
+    torch.use_deterministic_algorithms(False)
+    assert known.decide(KEY).kernel == "fast"
+
+
+@pytest.mark.parametrize("mode", ["sparse", "heuristic"])
+def test_modes_without_timing_check_repeated_products_as_well(mode, deterministic):
+    choice = chooser(mode, [FakeKernel(spoil=Flickering(*range(1, 1000, 2)))], device_model=FAST_GPU)
+    torch.use_deterministic_algorithms(False)
+    assert choice.decide(KEY).kernel == "fast"
+    torch.use_deterministic_algorithms(True)
+    assert choice.decide(KEY).kernel == "reference"
+
+
+def test_replay_of_a_decision_without_that_check_is_dense_in_deterministic_mode(tmp_path, deterministic):
+    mode = recorded(tmp_path, forward="fast", dgrad="reference")
+    choice = chooser(mode)
+    assert choice.decide(gemm_key("dgrad")).reason == "as measured then"
+    decision = choice.decide(gemm_key("forward"))
+    assert (decision.kernel, decision.reason) == ("reference", f"not recorded as deterministic in {mode[7:]}")
+    record = chooser()
+    record.decide(KEY)
+    record.decisions.save(tmp_path / "checked.json")
+    assert chooser(f"replay:{tmp_path / 'checked.json'}").decide(KEY).kernel == "fast"
 
 
 def test_more_micro_batches_do_not_matter_to_gradients():

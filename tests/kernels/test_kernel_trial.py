@@ -6,7 +6,7 @@ import torch
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import timing, trial
 from lightning_nm.kernels.base import GemmKernel
-from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, gemm_key
+from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 GEMMS = ["forward", "dgrad", "wgrad"]
 
@@ -72,6 +72,34 @@ def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
             return sum(super(Halves, self).linear(a, b) for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True))
 
     assert trial.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("call", [0, 1, trial.REPEATS])
+def test_a_product_that_changes_is_refused_where_deterministic_algorithms_are_asked_for(gemm, call, deterministic):
+    objection = trial.check(FakeKernel(spoil=Flickering(call)), gemm_key(gemm))
+    assert objection == "gives other bits when it is repeated, and deterministic algorithms are asked for"
+
+
+@pytest.mark.parametrize("call", range(trial.REPEATS + 1))
+def test_a_last_digit_that_changes_is_no_error_else(call):
+    assert trial.check(FakeKernel(spoil=Flickering(call)), gemm_key()) == ""
+
+
+def test_a_pack_that_changes_is_refused_as_well(deterministic):
+    class Packing(FakeKernel):
+        def pack(self, matrix):
+            return super().pack(matrix) * (1 if len(self.calls) < 3 else 1.01)
+
+    assert "other bits" in trial.check(Packing(), gemm_key())
+
+
+def test_a_result_that_stays_is_deterministic_and_one_buffer_hides_no_change(deterministic):
+    assert trial.check(FakeKernel(), gemm_key()) == ""
+    buffer = torch.empty(128, 32, dtype=torch.bfloat16)
+    flicker = Flickering(1)
+    objection = trial.check(FakeKernel(spoil=lambda product: buffer.copy_(flicker(product))), gemm_key())
+    assert "other bits" in objection
 
 
 def test_training_goes_on_as_if_nothing_was_tried():
