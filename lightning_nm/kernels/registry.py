@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_nm.kernels.base import GemmKernel, GemmKey
 from lightning_nm.kernels.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.cusparselt_direct import CuSparseLtDirectKernel
 from lightning_nm.kernels.keys import multiply_adds
 from lightning_nm.kernels.trial import check
 
@@ -21,7 +22,8 @@ class KernelRegistry:
     Kernels may come from outside, and what they raise is a reason like any other. Each is probed once on a device.
 
     Args:
-        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt``.
+        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt-direct``
+            and ``cusparselt``.
 
     Raises:
         ValueError: If two kernels have one name.
@@ -39,7 +41,9 @@ class KernelRegistry:
     def __init__(self, kernels: Sequence[GemmKernel] | None = None) -> None:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
-        for kernel in (self.reference, *([CuSparseLtKernel()] if kernels is None else kernels)):
+        if kernels is None:
+            kernels = [CuSparseLtDirectKernel(), CuSparseLtKernel()]
+        for kernel in (self.reference, *kernels):
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
             self.kernels[kernel.name] = kernel

@@ -1,0 +1,118 @@
+"""NVIDIA's 2:4 products: cuSPARSELt without torch's operators, which make a plan anew in each product."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.cusparselt import CAPABILITIES, CuSparseLtKernel
+from lightning_nm.kernels.cusparselt_plans import Library
+from lightning_nm.kernels.probed import cuda_reason
+
+VERSIONS = (800, 801)
+"""Versions of cuSPARSELt whose documentation and headers the calls were written by: 0.8.0 and 0.8.1."""
+
+_thread = threading.local()
+
+
+class CuSparseLtDirectKernel(CuSparseLtKernel):
+    """The products of :class:`CuSparseLtKernel` by the same library, called through ``nvmath.bindings.cusparseLt``.
+
+    torch's operators make descriptors and a plan in each call, which costs the host more time than many products take
+    the GPU: 50-200 us (pytorch#179642), 0.46 ms between kernels (pytorch#177866), as reported there. This kernel makes
+    them once for each shape, thread and device. Operands, results and algorithms are the same, and nothing is copied.
+
+    It needs nvmath-python, ``pip install lightning-nm[cuda]``, which finds the library that torch brings. It has not
+    run on a GPU yet; whether a CUDA graph can capture the first product of a shape is not known.
+
+    Args:
+        algorithm: The library's id of an algorithm, 0 for its default.
+        check: Look into every matrix to pack for a group of more than two entries that are not ``+0``.
+        any_version: Try versions of the library besides 0.8.0 and 0.8.1.
+
+    Raises:
+        ValueError: If `algorithm` is negative.
+
+    Source: the cuSPARSELt and nvmath-python documentation; what a kept plan needs, pytorch#179642.
+    """
+
+    name = "cusparselt-direct"
+
+    def __init__(self, algorithm: int = 0, check: bool = False, any_version: bool = False) -> None:
+        super().__init__(algorithm, check)
+        self.any_version = any_version
+
+    def binding(self) -> Any:
+        """The module that holds the library's calls, imported when it is needed first."""
+        return importlib.import_module("nvmath.bindings.cusparseLt")
+
+    def machine_reason(self, device: torch.device) -> str:
+        """Why cuSPARSELt cannot run on a device, as far as can be said without a product; empty if it may."""
+        return cuda_reason("cuSPARSELt", device, CAPABILITIES) or self.library_reason(device)
+
+    def library_reason(self, device: torch.device) -> str:
+        """Why the library is not used: it is not there, or is not of a known version."""
+        try:
+            version = self.version(device)
+        except ImportError as error:
+            return f"nvmath-python cannot be imported ({error}): install lightning-nm[cuda]"
+        except Exception as error:
+            return f"cuSPARSELt does not start: {type(error).__name__}: {error}"
+        if self.any_version or version in VERSIONS:
+            return ""
+        known = ", ".join(map(_dotted, VERSIONS))
+        return (
+            f"cuSPARSELt {_dotted(version)} is not one of the versions that this kernel was written for, {known}: "
+            "any_version=True tries it"
+        )
+
+    def version(self, device: torch.device) -> int:
+        """The version of the library that is loaded, 801 for 0.8.1."""
+        with self._entered(device) as (library, _):
+            return library.version
+
+    def compress(self, matrix: Tensor) -> Tensor:
+        """Pack by the library; with ``check``, refuse what it might drop or misread.
+
+        Raises:
+            ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
+        """
+        self.refuse_crowded(matrix)
+        with self._entered(matrix.device) as (library, stream):
+            return library.compress(matrix, stream)
+
+    def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        with self._entered(x.device) as (library, stream):
+            return library.multiply(packed, x, bias, transposed=True, algorithm=self.algorithm, stream=stream)
+
+    def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        with self._entered(matrix.device) as (library, stream):
+            return library.multiply(packed, matrix, None, transposed=False, algorithm=self.algorithm, stream=stream)
+
+    @contextmanager
+    def stream(self, device: torch.device) -> Iterator[tuple[int, int]]:
+        """Make a device current; gives its index and the pointer of its current stream."""
+        with torch.cuda.device(device):
+            yield torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+
+    @contextmanager
+    def _entered(self, device: torch.device) -> Iterator[tuple[Library, int]]:
+        """The library of this thread and a device, and the stream for its work."""
+        binding = self.binding()
+        libraries = _thread.__dict__.setdefault("libraries", {})
+        with self.stream(device) as (index, stream):
+            if (binding, index) not in libraries:
+                libraries[binding, index] = Library(binding)
+            yield libraries[binding, index], stream
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version // 100 % 10}.{version % 100}"

@@ -1,0 +1,209 @@
+"""cuSPARSELt through its own calls: a handle for each thread and device, and plans that are kept between products."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.two_four import ALIGNMENT
+
+CAPACITY = 256
+"""Plans that a thread keeps for a device: a few for each product of a model, times its batches' token counts."""
+
+# From library_types.h and cusparse.h; the enumerations of cuSPARSELt itself come with its binding.
+_CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_COLUMN_ORDER, _ROW_ORDER = 1, 2
+_AS_IT_IS, _TRANSPOSED = 0, 1
+
+# Read when a product is launched, from the host's memory: they must stay where they are.
+_ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
+
+
+class _PackingKey(NamedTuple):
+    rows: int
+    depth: int
+    dtype: torch.dtype
+
+
+class _ProductKey(NamedTuple):
+    rows: int
+    depth: int
+    columns: int
+    dtype: torch.dtype
+    transposed: bool
+    bias: bool
+    algorithm: int
+
+
+class Library:
+    """cuSPARSELt in one thread on one device: a handle, and the plans of the products that were made last.
+
+    A plan and its descriptors take longer to make than many a product takes to run (50-200 us, pytorch#179642). They
+    point at each other, so they stay at one address until a plan is destroyed: the one that is unused for longest, when
+    there are more than `capacity`, and all when the thread ends. At the exit of the interpreter the library may be gone
+    already, and nothing is destroyed.
+
+    Args:
+        binding: The module ``nvmath.bindings.cusparseLt``.
+        capacity: Plans to keep.
+    """
+
+    def __init__(self, binding: Any, capacity: int = CAPACITY) -> None:
+        self.binding = binding
+        self.capacity = capacity
+        self.handle: int = binding.init()  # for the device that is current now
+        self._plans: OrderedDict[tuple[Any, ...], _Packing | _Product] = OrderedDict()
+        weakref.finalize(self, _close, binding, self.handle, self._plans).atexit = False
+        self.version: int = binding.get_version(self.handle)
+        """801 for 0.8.1."""
+
+    def compress(self, matrix: Tensor, stream: int) -> Tensor:
+        """Pack ``A [rows, depth]``, contiguous, into ``[rows, width]`` with the width that the library asks for."""
+        key = _PackingKey(matrix.shape[0], matrix.shape[1], matrix.dtype)
+        plan = self._plan(key, lambda: _Packing(self.binding, self.handle, key))
+        return plan(matrix, stream)
+
+    def multiply(
+        self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: int, stream: int
+    ) -> Tensor:
+        """Multiply with a packed ``A [rows, depth]``.
+
+        Args:
+            packed: What :meth:`compress` returned.
+            dense: ``x [tokens, depth]`` if `transposed`, else ``B [depth, columns]``; contiguous.
+            bias: ``[rows]``, added to each column of the product.
+            transposed: Compute ``x A^T + bias``, ``[tokens, rows]``, and not ``A B + bias``, ``[rows, columns]``.
+            algorithm: The library's id.
+            stream: The CUDA stream's pointer.
+        """
+        depth, columns = dense.shape[::-1] if transposed else dense.shape
+        key = _ProductKey(len(packed), depth, columns, dense.dtype, transposed, bias is not None, algorithm)
+        plan = self._plan(key, lambda: _Product(self.binding, self.handle, key, bias))
+        return plan(packed, dense, bias, stream)
+
+    def _plan(self, key: tuple[Any, ...], make: Callable[[], _Packing | _Product]) -> Any:
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        plan = make()
+        while len(self._plans) >= self.capacity:
+            self._plans.popitem(last=False)[1].destroy()
+        self._plans[key] = plan
+        return plan
+
+
+class _Packing:
+    """How matrices of one shape are packed."""
+
+    def __init__(self, binding: Any, handle: int, key: _PackingKey) -> None:
+        self.binding, self.handle = binding, handle
+        with ExitStack() as undo:
+            self.matrix = _sparse(undo, binding, handle, key.rows, key.depth, key.dtype)
+            size, self.buffer = binding.sp_mma_compressed_size2(handle, self.matrix)
+            self.destroy = undo.pop_all().close
+        self.shape = key.rows, -(-size // (key.rows * key.dtype.itemsize))
+
+    def __call__(self, matrix: Tensor, stream: int) -> Tensor:
+        packed, buffer = matrix.new_empty(self.shape), matrix.new_empty(self.buffer, dtype=torch.uint8)
+        self.binding.sp_mma_compress2(
+            self.handle, self.matrix, 1, _AS_IT_IS, matrix.data_ptr(), packed.data_ptr(), buffer.data_ptr(), stream
+        )
+        return packed
+
+
+class _Product:
+    """How products of one shape are made.
+
+    The result of ``x A^T`` is ``A x^T`` in the order of columns, which lies in memory as the rows of ``x A^T``: x is
+    read, and the result is written, without a copy.
+    """
+
+    def __init__(self, binding: Any, handle: int, key: _ProductKey, bias: Tensor | None) -> None:
+        self.binding, self.handle = binding, handle
+        m, k, n = key.rows, key.depth, key.columns
+        kind = _CUDA_TYPES[key.dtype]
+        self.shape = (n, m) if key.transposed else (m, n)
+        self.bias, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
+        dense_sizes = (n, k, k) if key.transposed else (k, n, n)
+        result_order = (m, _COLUMN_ORDER) if key.transposed else (n, _ROW_ORDER)
+        with ExitStack() as undo:
+            a = _sparse(undo, binding, handle, m, k, key.dtype)
+            b = binding.dense_descriptor_init(handle, *dense_sizes, ALIGNMENT, kind, _ROW_ORDER)
+            undo.callback(binding.mat_descriptor_destroy, b)
+            c = binding.dense_descriptor_init(handle, m, n, result_order[0], ALIGNMENT, kind, result_order[1])
+            undo.callback(binding.mat_descriptor_destroy, c)
+            operation = _TRANSPOSED if key.transposed else _AS_IT_IS
+            self.matmul = binding.matmul_descriptor_init(
+                handle, _AS_IT_IS, operation, a, b, c, c, binding.ComputeType.COMPUTE_32F
+            )
+            undo.callback(binding.matmul_descriptor_destroy, self.matmul)
+            if bias is not None:
+                self._point_at(bias)  # whether there is one may decide about the plan
+            selection = binding.matmul_alg_selection_init(handle, self.matmul, binding.MatmulAlg.DEFAULT)
+            undo.callback(binding.matmul_alg_selection_destroy, selection)
+            algorithm = ctypes.c_int32(key.algorithm)
+            binding.matmul_alg_set_attribute(
+                handle,
+                selection,
+                binding.MatmulAlgAttribute.CONFIG_ID,
+                ctypes.addressof(algorithm),
+                ctypes.sizeof(algorithm),
+            )
+            self.plan = binding.matmul_plan_init(handle, self.matmul, selection)
+            undo.callback(binding.matmul_plan_destroy, self.plan)
+            self.workspace = binding.matmul_get_workspace(handle, self.plan)
+            self.destroy = undo.pop_all().close
+
+    def __call__(self, packed: Tensor, dense: Tensor, bias: Tensor | None, stream: int) -> Tensor:
+        # The allocator hands the workspace's memory on to later work of this stream alone, so it may be let go at once.
+        result, workspace = dense.new_empty(self.shape), dense.new_empty(self.workspace, dtype=torch.uint8)
+        if bias is not None:
+            self._point_at(bias)
+        self.stream.value = stream
+        self.binding.matmul(
+            self.handle,
+            self.plan,
+            ctypes.addressof(_ONE),
+            packed.data_ptr(),
+            dense.data_ptr(),
+            ctypes.addressof(_ZERO),
+            result.data_ptr(),
+            result.data_ptr(),
+            workspace.data_ptr(),
+            ctypes.addressof(self.stream),
+            1,
+        )
+        return result
+
+    def _point_at(self, bias: Tensor) -> None:
+        self.bias.value = bias.data_ptr()
+        self.binding.matmul_desc_set_attribute(
+            self.handle,
+            self.matmul,
+            self.binding.MatmulDescAttribute.BIAS_POINTER,
+            ctypes.addressof(self.bias),
+            ctypes.sizeof(self.bias),
+        )
+
+
+def _sparse(undo: ExitStack, binding: Any, handle: int, rows: int, depth: int, dtype: torch.dtype) -> int:
+    descriptor: int = binding.structured_descriptor_init(
+        handle, rows, depth, depth, ALIGNMENT, _CUDA_TYPES[dtype], _ROW_ORDER, binding.Sparsity.SPARSITY_50_PERCENT
+    )
+    undo.callback(binding.mat_descriptor_destroy, descriptor)
+    return descriptor
+
+
+def _close(binding: Any, handle: int, plans: OrderedDict[Any, _Packing | _Product]) -> None:
+    with ExitStack() as undo:
+        undo.callback(binding.destroy, handle)
+        for plan in plans.values():
+            undo.callback(plan.destroy)

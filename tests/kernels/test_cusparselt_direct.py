@@ -1,0 +1,357 @@
+import copy
+import gc
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_nm import NMPattern
+from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry, cusparselt_plans
+from lightning_nm.kernels.cusparselt_plans import Library
+from tests.fake_cusparselt import STREAM, DirectOnCpu, FakeCuSparseLt
+from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16]
+KERNELS = DirectOnCpu(), KernelOnCpu()
+PLAN = [
+    "structured_descriptor_init",
+    "dense_descriptor_init",
+    "dense_descriptor_init",
+    "matmul_descriptor_init",
+    "matmul_alg_selection_init",
+    "matmul_alg_set_attribute",
+    "matmul_plan_init",
+    "matmul_get_workspace",
+]
+UNMADE = [
+    "matmul_plan_destroy",
+    "matmul_alg_selection_destroy",
+    "matmul_descriptor_destroy",
+    "mat_descriptor_destroy",
+    "mat_descriptor_destroy",
+    "mat_descriptor_destroy",
+]
+
+
+@pytest.fixture
+def fake():
+    return FakeCuSparseLt()
+
+
+@pytest.fixture
+def library(fake):
+    return Library(fake, capacity=3)
+
+
+@pytest.fixture
+def probed(fake):
+    kernel = DirectOnCpu(fake)
+    assert kernel.probe(CPU) == ""
+    fake.calls.clear()
+    return kernel
+
+
+def multiply(library, tokens, bias=None, algorithm=0, matrix=None):
+    matrix = two_four(32, 64) if matrix is None else matrix
+    x = normal(tokens, 64, dtype=matrix.dtype)
+    packed = library.compress(matrix, STREAM)
+    y = library.multiply(packed, x, bias, transposed=True, algorithm=algorithm, stream=STREAM)
+    assert_product(y.t(), matrix, x.t(), bias)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.integers(0, 99))
+def test_products(dtype, rows, depth, tokens, bias, seed):
+    kernel, same = KERNELS
+    matrix, x = two_four(16 * rows, 16 * depth, dtype, seed), normal(tokens, 16 * depth, dtype=dtype, seed=seed + 1)
+    bias = normal(16 * rows, dtype=dtype, seed=seed + 2) if bias else None
+    y = kernel.linear(kernel.pack(matrix), x, bias)
+    assert y.is_contiguous()
+    assert_product(y.t(), matrix, x.t(), bias)
+    gradient, other = two_four(16 * rows, 4 * tokens, dtype, seed), normal(4 * tokens, 24, dtype=dtype, seed=seed + 1)
+    assert_product(kernel.matmul(kernel.pack(gradient), other), gradient, other)
+    assert torch.equal(kernel.pack(matrix), same.pack(matrix))
+
+
+class TestCalls:
+    def test_the_first_product_makes_a_plan_and_the_second_only_runs(self, probed, fake):
+        matrix, x = two_four(32, 64), normal(16, 64)
+        packed = probed.pack(matrix)
+        assert fake.names() == ["structured_descriptor_init", "sp_mma_compressed_size2", "sp_mma_compress2"]
+        for product in (lambda: probed.linear(packed, x), lambda: probed.matmul(packed, normal(64, 24))):
+            fake.calls.clear()
+            product()
+            assert fake.names() == [*PLAN, "matmul"]
+            fake.calls.clear()
+            product()
+            assert fake.names() == ["matmul"]
+        fake.calls.clear()
+        probed.pack(matrix)
+        assert fake.names() == ["sp_mma_compress2"]
+
+    def test_sizes_orders_and_addresses_of_a_forward(self, probed, fake):
+        packed, x = probed.pack(two_four(32, 64)), normal(16, 64)
+        fake.calls.clear()
+        y = probed.linear(packed, x)
+        (_, a), (_, b), (_, c), (_, product) = fake.calls[:4]
+        assert (a["rows"], a["cols"], a["ld"], a["alignment"], a["value_type"], a["order"]) == (32, 64, 64, 16, 14, 2)
+        assert (b["rows"], b["cols"], b["ld"], b["alignment"], b["value_type"], b["order"]) == (16, 64, 64, 16, 14, 2)
+        assert (c["rows"], c["cols"], c["ld"], c["alignment"], c["value_type"], c["order"]) == (32, 16, 32, 16, 14, 1)
+        assert (product["op_a"], product["op_b"]) == (0, 1)
+        call = fake.calls[-1][1]
+        assert [call["d_a"], call["d_b"], call["d_d"]] == [packed.data_ptr(), x.data_ptr(), y.data_ptr()]
+
+    def test_sizes_orders_and_addresses_of_a_wgrad(self, probed, fake):
+        packed, other = probed.pack(two_four(32, 64, torch.float16)), normal(64, 24, dtype=torch.float16)
+        fake.calls.clear()
+        result = probed.matmul(packed, other)
+        (_, a), (_, b), (_, c), (_, product) = fake.calls[:4]
+        assert (a["rows"], a["cols"], a["ld"], a["value_type"], a["order"]) == (32, 64, 64, 2, 2)
+        assert (b["rows"], b["cols"], b["ld"], b["value_type"], b["order"]) == (64, 24, 24, 2, 2)
+        assert (c["rows"], c["cols"], c["ld"], c["value_type"], c["order"]) == (32, 24, 24, 2, 2)
+        assert (product["op_a"], product["op_b"]) == (0, 0)
+        call = fake.calls[-1][1]
+        assert [call["d_a"], call["d_b"], call["d_d"]] == [packed.data_ptr(), other.data_ptr(), result.data_ptr()]
+
+    def test_each_call_has_its_own_bias(self, probed, fake):
+        packed, x, biases = probed.pack(two_four(32, 64)), normal(16, 64), normal(3, 32)
+        for bias in biases:
+            fake.calls.clear()
+            assert_product(probed.linear(packed, x, bias).t(), two_four(32, 64), x.t(), bias)
+        assert fake.names() == ["matmul_desc_set_attribute", "matmul"]
+        fake.calls.clear()
+        assert_product(probed.linear(packed, x).t(), two_four(32, 64), x.t())
+        assert fake.names() == [*PLAN, "matmul"]
+
+    def test_each_algorithm_has_its_own_plan(self, fake):
+        first, second = DirectOnCpu(fake), DirectOnCpu(fake, algorithm=7)
+        matrix, x = two_four(32, 64), normal(16, 64)
+        first.linear(first.pack(matrix), x)
+        packed = second.pack(matrix)
+        fake.calls.clear()
+        second.linear(packed, x)
+        assert fake.names() == [*PLAN, "matmul"]
+        selection = max(pointer for pointer, made in fake.alive.items() if made.kind == "selection")
+        assert fake.alive[selection].algorithm == 7
+
+    def test_no_workspace_is_no_pointer(self):
+        fake = FakeCuSparseLt(workspace=0)
+        assert DirectOnCpu(fake).probe(CPU) == ""
+        assert {call["workspace"] for name, call in fake.calls if name == "matmul"} == {0}
+
+
+class TestPlans:
+    def test_the_one_that_is_unused_for_longest_goes(self, library, fake):
+        multiply(library, 8)  # a way to pack, and a plan
+        multiply(library, 16)
+        fake.calls.clear()
+        multiply(library, 8)
+        assert fake.names() == ["sp_mma_compress2", "matmul"]
+        multiply(library, 24)  # in the place of 16
+        assert fake.names()[-1 - len(UNMADE) : -1] == UNMADE
+        fake.calls.clear()
+        multiply(library, 8)
+        assert fake.names() == ["sp_mma_compress2", "matmul"]
+        multiply(library, 16)
+        assert "matmul_plan_init" in fake.names()
+
+    @settings(deadline=None, max_examples=15)
+    @given(st.lists(st.tuples(st.sampled_from([8, 16, 24, 32]), st.booleans(), st.sampled_from(DTYPES)), max_size=8))
+    def test_no_more_than_its_capacity_is_kept_and_nothing_is_lost(self, uses):
+        fake = FakeCuSparseLt()
+        library = Library(fake, capacity=3)
+        for tokens, bias, dtype in uses:
+            multiply(library, tokens, normal(32, dtype=dtype) if bias else None, matrix=two_four(32, 64, dtype))
+            kinds = [made.kind for made in fake.alive.values()]
+            assert kinds.count("plan") == kinds.count("selection") == kinds.count("matmul") <= 3
+            assert kinds.count("sparse") <= 3
+        del library
+        gc.collect()
+        assert fake.alive == {}
+
+    @pytest.mark.parametrize("step", [*PLAN, "matmul_desc_set_attribute"])
+    def test_what_was_made_before_an_error_is_destroyed(self, library, fake, step):
+        packed = library.compress(two_four(32, 64), STREAM)
+        before = set(fake.alive)
+        fake.broken = {step}
+        with pytest.raises(Exception, match="NOT_SUPPORTED"):
+            library.multiply(packed, normal(8, 64), normal(32), transposed=True, algorithm=0, stream=STREAM)
+        assert set(fake.alive) == before
+        fake.broken = set()
+        multiply(library, 8, normal(32))
+
+    def test_an_unknown_size_leaves_nothing_behind(self, library, fake):
+        fake.broken = {"sp_mma_compressed_size2"}
+        with pytest.raises(Exception, match="NOT_SUPPORTED"):
+            library.compress(two_four(32, 64), STREAM)
+        assert [made.kind for made in fake.alive.values()] == ["handle"]
+
+    def test_a_kernel_keeps_so_many(self, fake, monkeypatch):
+        monkeypatch.setattr(Library.__init__, "__defaults__", (2,))
+        kernel = DirectOnCpu(fake)
+        for tokens in range(8, 80, 8):
+            kernel.linear(kernel.pack(two_four(32, 64)), normal(tokens, 64))
+        assert [made.kind for made in fake.alive.values()].count("plan") <= 2
+        assert cusparselt_plans.CAPACITY >= 100
+
+    def test_each_thread_has_its_own_and_takes_them_along(self, probed, fake):
+        matrix, x = two_four(32, 64), normal(16, 64)
+        packed = probed.pack(matrix)
+        probed.linear(packed, x)
+        here = set(fake.alive)
+        results, there = [], set()
+
+        def backward():
+            results.append(probed.linear(packed, x))
+            there.update(set(fake.alive) - here)
+
+        fake.calls.clear()
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        assert_product(results[0].t(), matrix, x.t())
+        assert fake.names()[:2] == ["init", "get_version"]
+        gc.collect()
+        assert there
+        assert not there & set(fake.alive)
+        assert here <= set(fake.alive)
+
+    def test_nothing_is_destroyed_at_exit(self):
+        code = """
+from tests.fake_cusparselt import *
+from tests.trapping_cslt import normal, two_four
+class Loud(FakeCuSparseLt):
+    def destroy(self, handle_ptr):
+        print("destroyed")
+library = Loud()
+kernel = DirectOnCpu(library)
+kernel.linear(kernel.pack(two_four(32, 64)), normal(16, 64))
+library.names = print
+print("plans", sum(made.kind == "plan" for made in library.alive.values()))
+"""
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        lines = run.stdout.split("\n")
+        assert lines.index("plans 1") == len(lines) - 2  # the probe's thread destroys its own before
+
+
+class TestProbe:
+    def test_a_plan_that_keeps_its_first_bias_fails_it(self):
+        assert "linear with bias" in DirectOnCpu(FakeCuSparseLt(plan_keeps_bias=True)).probe(CPU)
+
+    def test_another_packed_size_fails_it(self):
+        fake = FakeCuSparseLt(padding=2)
+        assert "values, not 9/16 of its own" in DirectOnCpu(fake).probe(CPU)
+        fake.padding = -2
+        assert DirectOnCpu(fake).probe(CPU) == ""  # a last row that is not full, as torch has it
+
+    def test_another_packed_size_of_a_shape_that_was_not_probed(self, probed, fake):
+        fake.padding = 64
+        with pytest.raises(RuntimeError, match="the library pads this shape"):
+            probed.pack(two_four(32, 64))
+
+    @pytest.mark.parametrize("step", ["sp_mma_compress2", "matmul_plan_init", "matmul"])
+    def test_an_error_is_a_reason(self, step):
+        reason = DirectOnCpu(FakeCuSparseLt(broken=[step])).probe(CPU)
+        assert reason == "FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
+
+    @pytest.mark.parametrize("step", ["init", "get_version"])
+    def test_a_library_that_does_not_start_is_a_reason(self, step):
+        kernel = DirectOnCpu(FakeCuSparseLt(broken=[step]))
+        assert kernel.probe(CPU) == "cuSPARSELt does not start: FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
+
+    def test_an_algorithm_that_is_wrong_fails_it(self):
+        assert "is wrong by up to 1" in DirectOnCpu(algorithm=20).probe(CPU)
+        assert DirectOnCpu(algorithm=7).probe(CPU) == ""
+        assert DirectOnCpu(algorithm=7).name == "cusparselt-direct:7"
+
+    @pytest.mark.parametrize(
+        ("version", "known"), [(800, True), (801, True), (711, False), (900, False), (1000, False)]
+    )
+    def test_versions(self, version, known):
+        reason = DirectOnCpu(FakeCuSparseLt(version)).probe(CPU)
+        words = f"cuSPARSELt {version // 1000}.{version // 100 % 10}.{version % 100} is not one of"
+        assert reason.startswith(words) != known
+        assert known or reason.endswith("0.8.0, 0.8.1: any_version=True tries it")
+        assert DirectOnCpu(FakeCuSparseLt(version), any_version=True).probe(CPU) == ""
+
+    def test_an_error_in_use_falls_back(self, probed, fake):
+        registry = KernelRegistry([probed])
+        key = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
+        matrix, x = two_four(32, 64), normal(16, 64)
+        fake.broken = {"matmul"}
+        with pytest.warns(RuntimeWarning, match=r"'cusparselt-direct' is switched off .*STATUS_NOT_SUPP"):
+            y = registry.linear(probed, key, matrix, x)
+        assert_product(y.t(), matrix, x.t())
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
+    def test_a_copy_shares_nothing(self, duplicate):
+        other = duplicate(CuSparseLtDirectKernel(algorithm=3, any_version=True))
+        assert (other.name, other.any_version) == ("cusparselt-direct:3", True)
+        assert other.probe(CPU) == "cuSPARSELt needs a CUDA device, not cpu"
+
+    def test_a_crowded_matrix(self):
+        with pytest.raises(ValueError, match="prune it by a select"):
+            DirectOnCpu(check=True).pack(normal(32, 64))
+
+
+class TestMachines:
+    @pytest.fixture
+    def h200(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(CuSparseLtDirectKernel, "stream", DirectOnCpu.stream)
+        return monkeypatch
+
+    def test_without_nvmath(self, h200):
+        h200.setitem(sys.modules, "nvmath.bindings.cusparseLt", None)
+        h200.setitem(sys.modules, "nvmath.bindings", None)
+        h200.setitem(sys.modules, "nvmath", None)
+        reason = CuSparseLtDirectKernel().probe(torch.device("cuda:0"))
+        assert reason.startswith("nvmath-python cannot be imported (")
+        assert reason.endswith("install lightning-nm[cuda]")
+        assert CuSparseLtDirectKernel().remark(torch.device("cuda:0")) == ""
+
+    @pytest.mark.parametrize(("version", "slow"), [(800, True), (801, False)])
+    def test_with_nvmath(self, h200, version, slow):
+        h200.setitem(sys.modules, "nvmath", object())
+        h200.setitem(sys.modules, "nvmath.bindings", object())
+        h200.setitem(sys.modules, "nvmath.bindings.cusparseLt", FakeCuSparseLt(version))
+        kernel = CuSparseLtDirectKernel()
+        assert kernel.machine_reason(torch.device("cuda:0")) == ""
+        assert ("performance regression" in kernel.remark(torch.device("cuda:0"))) == slow
+
+    def test_unknown_machines(self, h200):
+        h200.setattr(torch.cuda, "get_device_capability", lambda device: (13, 0))
+        assert "13.0 is not one" in CuSparseLtDirectKernel().probe(torch.device("cuda:0"))
+        assert CuSparseLtDirectKernel().probe(CPU) == CuSparseLtKernel().probe(CPU)
+
+    def test_importing_the_package_does_not_import_nvmath(self):
+        code = "import sys, lightning_nm.kernels; print([name for name in sys.modules if name.startswith('nvmath')])"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nvmath"), reason="nvmath-python is not installed")
+def test_the_fake_has_the_real_parameters():
+    import nvmath.bindings.cusparseLt as real
+
+    for name, function in vars(FakeCuSparseLt).items():
+        if isinstance(function, enum := type(FakeCuSparseLt.MatmulAlg)):
+            assert {member.name: member.value for member in function}.items() <= {
+                member.name: member.value for member in getattr(real, name)
+            }.items(), enum
+        elif not name.startswith("_") and name != "names":
+            parameters = list(inspect.signature(function).parameters)[1:]
+            assert parameters == list(inspect.signature(getattr(real, name)).parameters), name
