@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_nm.kernels.base import GemmKernel, GemmKey
 from lightning_nm.kernels.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.cusparselt_direct import CuSparseLtDirectKernel
+from lightning_nm.kernels.cutlass import CutlassKernel
 from lightning_nm.kernels.keys import multiply_adds
 from lightning_nm.kernels.trial import check
 
@@ -22,8 +23,8 @@ class KernelRegistry:
     Kernels may come from outside, and what they raise is a reason like any other. Each is probed once on a device.
 
     Args:
-        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt-direct``
-            and ``cusparselt``.
+        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt-direct``,
+            ``cusparselt`` and ``cutlass``.
 
     Raises:
         ValueError: If two kernels have one name.
@@ -42,7 +43,7 @@ class KernelRegistry:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
         if kernels is None:
-            kernels = [CuSparseLtDirectKernel(), CuSparseLtKernel()]
+            kernels = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CutlassKernel()]
         for kernel in (self.reference, *kernels):
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")

@@ -75,7 +75,7 @@ def test_kernels_are_found_by_name():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt"]
+    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt", "cutlass"]
 
 
 @pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])
