@@ -94,7 +94,7 @@ class Library:
             self._plans.move_to_end(key)
             return plan
         plan = make()
-        while len(self._plans) >= self.capacity:
+        while len(self._plans) >= self.capacity:  # its products may still run: torch, too, destroys a plan at once
             self._plans.popitem(last=False)[1].destroy()
         self._plans[key] = plan
         return plan

@@ -34,8 +34,8 @@ class Decision:
         pack_ms: Milliseconds of packing its operand once.
         reason: Why this kernel, and why not others.
         source: What the decision rests on.
-        terms: What was asked: the kernels to choose from, the uses of a pack and the margin. Where another thing is
-            asked, the decision does not hold.
+        terms: What was asked: the kernels to choose from, the uses of a pack, the margin, and whether products must be
+            deterministic. Where another thing is asked, the decision does not hold.
     """
 
     kernel: str

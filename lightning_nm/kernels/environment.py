@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch.utils import collect_env
@@ -18,11 +19,12 @@ class Environment:
         torch: Version of torch.
         cuda: Version of CUDA that torch was built for, None without it.
         cusparselt: Version of cuSPARSELt as torch reports it, None without it.
+        nvmath: Version of nvmath-python, None without it.
 
     Example::
 
         >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
-        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801'
+        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none'
     """
 
     device: str
@@ -30,6 +32,7 @@ class Environment:
     torch: str
     cuda: str | None
     cusparselt: str | None
+    nvmath: str | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self))
@@ -45,4 +48,12 @@ def environment_of(device: torch.device) -> Environment:
         torch=torch.__version__,
         cuda=torch.version.cuda,
         cusparselt=None if cusparselt is None else str(cusparselt),
+        nvmath=_nvmath() if on_cuda else None,
     )
+
+
+def _nvmath() -> str | None:
+    try:
+        return version("nvmath-python")
+    except PackageNotFoundError:
+        return None

@@ -1,6 +1,7 @@
 import json
 import os
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import collect_env
 
+from lightning_nm.kernels import environment
 from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import Environment, environment_of
 from tests.fake_kernels import gemm_key
@@ -48,7 +50,7 @@ def test_the_file_can_be_read_by_people(tmp_path):
     content = json.loads((tmp_path / "kernels.json").read_text())
     assert content["schema"] == 1
     ((environment, entries),) = content["environments"].items()
-    assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801"
+    assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none"
     assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
 
 
@@ -167,8 +169,20 @@ def test_the_environment_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
     monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
+    monkeypatch.setattr(environment, "version", {"nvmath-python": "1.0.0"}.__getitem__)
     here = environment_of(torch.device("cuda:1"))
     assert (here.device, here.driver, here.cusparselt) == ("GPU 1", "580.65", "801")
     assert str(replace(here, cuda=None)) == (
-        f"device GPU 1, driver 580.65, torch {torch.__version__}, cuda none, cusparselt 801"
+        f"device GPU 1, driver 580.65, torch {torch.__version__}, cuda none, cusparselt 801, nvmath 1.0.0"
     )
+
+
+def test_an_environment_without_nvmath(monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
+    monkeypatch.setattr(environment, "version", version)
+    assert environment_of(torch.device("cuda")).nvmath is None
