@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 
+from lightning_nm.doctor.command import main as doctor
 from lightning_nm.export.verify import main as verify
+from lightning_nm.lightning_cli import EXTRA, lightning_cli
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "doctor": (doctor, "say which kernels work here, and what a training would gain from them"),
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
 }
 
@@ -25,10 +27,6 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     if words and words[0] in _OWN:
         return _OWN[words[0]][0](words[1:])
-    # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
-    warnings.filterwarnings(
-        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
-    )
     if not words or words[0] in ("-h", "--help"):
         print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
         for name, (_, text) in _OWN.items():
@@ -36,25 +34,11 @@ def main(args: Sequence[str] | None = None) -> int:
         print()
         args = words = ["--help"]
     try:
-        from lightning.pytorch.cli import LightningCLI
-
-        import lightning_nm.demo  # noqa: F401  # its classes answer to their short names
+        cli = lightning_cli()
     except ImportError as error:
-        print(f"{error}\nThe command line needs the extra `cli`: pip install 'lightning-nm[cli]'", file=sys.stderr)
+        print(f"{error}\n{EXTRA}", file=sys.stderr)
         return 2
-
-    class CLI(LightningCLI):
-        def instantiate_classes(self) -> None:
-            try:
-                super().instantiate_classes()
-            except ValueError as error:
-                # What a class says of its arguments is raised while objects are made, where jsonargparse takes it for a
-                # mismatch of types.
-                if "Does not validate against any of the Union subtypes" not in str(error):
-                    raise
-                self.parser.error(str(error))
-
-    CLI(
+    cli(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-nm"},
         args=args if args is None else words,

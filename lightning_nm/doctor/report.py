@@ -1,0 +1,290 @@
+"""Rows and sums: what each product of the masked layers costs, dense and as chosen. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_nm.doctor.estimate import EstimateRouter
+from lightning_nm.kernels import cost
+from lightning_nm.kernels.cost import DeviceModel
+from lightning_nm.kernels.decisions import Decision
+from lightning_nm.kernels.keys import bucketed, multiply_adds
+from lightning_nm.kernels.router import Product, Router
+from lightning_nm.nn.routed import GEMMS
+from lightning_nm.sparsifier import NMSparsifier
+
+
+@dataclass(frozen=True)
+class Row:
+    """One GEMM of a layer.
+
+    Args:
+        product: The layer's name, the GEMM with its sizes, dtype and pattern, and why it is dense in any case.
+        calls: How often it runs in a training step; of a step with several micro-batches, in all of them.
+        kernel: The kernel that was chosen.
+        why: Why this kernel, or why no other can be asked for.
+        pack_uses: Products that share one pack of the sparse operand.
+        dense_ms: Milliseconds of the dense product, measured or predicted; None if unknown, as the next two.
+        sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
+        pack_ms: Milliseconds of packing its operand once.
+        break_even: How often an entry of a pack must be used before packing pays on the GPU that an estimate is for,
+            :func:`lightning_nm.kernels.cost.break_even`; None for what was measured.
+    """
+
+    product: Product
+    calls: float
+    kernel: str
+    why: str
+    pack_uses: int
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+    pack_ms: float | None = None
+    break_even: float | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a sparse kernel was chosen."""
+        return self.kernel != "reference"
+
+    @property
+    def eligible(self) -> bool:
+        """Whether a sparse kernel can make the product, as far as is known."""
+        return not self.product.reason and (self.sparse or self.sparse_ms is not None)
+
+    @property
+    def uses(self) -> int:
+        """How often an entry of a pack is used: once per token of all micro-batches, or for wgrad `in` times."""
+        return self.product.key.columns * self.pack_uses
+
+    @property
+    def chosen_ms(self) -> float | None:
+        """Milliseconds as chosen: the dense ones, or ``sparse + pack / pack_uses``."""
+        if not self.sparse:
+            return self.dense_ms
+        if self.sparse_ms is None or self.pack_ms is None:
+            return None
+        return self.sparse_ms + self.pack_ms / self.pack_uses
+
+    @property
+    def gain(self) -> float | None:
+        """``dense / (sparse + pack / pack_uses)``, chosen or not; None where a time is unknown."""
+        if self.dense_ms is None or self.sparse_ms is None or self.pack_ms is None:
+            return None
+        return cost.speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As primitives, for JSON."""
+        key = self.product.key
+        return {
+            "layer": self.product.layer,
+            "gemm": key.gemm,
+            "rows": key.rows,
+            "depth": key.depth,
+            "columns": key.columns,
+            "dtype": str(key.dtype).removeprefix("torch."),
+            "pattern": str(key.pattern),
+            "permuted": key.permuted,
+            "calls": self.calls,
+            "eligible": self.eligible,
+            "kernel": self.kernel,
+            "why": self.why,
+            "dense_ms": self.dense_ms,
+            "sparse_ms": self.sparse_ms,
+            "pack_ms": self.pack_ms,
+            "pack_uses": self.pack_uses,
+            "chosen_ms": self.chosen_ms,
+            "gain": self.gain,
+            "uses": self.uses,
+            "break_even": None if self.break_even == float("inf") else self.break_even,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the products of a training step cost.
+
+    Args:
+        rows: By layer, in the sparsifier's order, each with its forward, dgrad and wgrad.
+        mode: How kernels were chosen, see :class:`~lightning_nm.kernels.router.Router`.
+        skipped: Why other layers are dense.
+        unseen: Masked layers of which no product was seen.
+        gpu: The GPU of an estimate; None where times are measured.
+        tokens: The token count that was asked for instead of the real ones; None for those.
+        step_ms: Measured milliseconds of a training step with dense products; None if that was not measured.
+    """
+
+    rows: tuple[Row, ...]
+    mode: str
+    skipped: dict[str, str]
+    unseen: tuple[str, ...]
+    gpu: DeviceModel | None = None
+    tokens: int | None = None
+    step_ms: float | None = None
+
+    @property
+    def timed(self) -> tuple[Row, ...]:
+        """The rows with times, dense and as chosen."""
+        return tuple(row for row in self.rows if row.dense_ms is not None and row.chosen_ms is not None)
+
+    @property
+    def dense_ms(self) -> float:
+        """Milliseconds of the timed rows in a step if all were dense."""
+        return sum(row.calls * (row.dense_ms or 0.0) for row in self.timed)
+
+    @property
+    def chosen_ms(self) -> float:
+        """Milliseconds of the timed rows in a step on the chosen kernels."""
+        return sum(row.calls * (row.chosen_ms or 0.0) for row in self.timed)
+
+    @property
+    def predicted_step_ms(self) -> float | None:
+        """``step - sum(dense - chosen)``; None where the step, or a product that was chosen sparse, has no time."""
+        if self.step_ms is None or any(row.sparse and row not in self.timed for row in self.rows):
+            return None
+        return self.step_ms - (self.dense_ms - self.chosen_ms)
+
+    @property
+    def speedup(self) -> float | None:
+        """``step / predicted step``; None where that is not known, or not positive."""
+        predicted = self.predicted_step_ms
+        return self.step_ms / predicted if self.step_ms and predicted and predicted > 0 else None
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the user."""
+        chosen = [row for row in self.rows if row.sparse]
+        if not self.rows:
+            return "no product of a masked layer was seen, so there is nothing to say"
+        if self.mode == "reference":
+            return "mode 'reference' runs every product dense"
+        if not chosen and self.gpu:
+            return f"nothing here is predicted to run faster sparse on {self.gpu.name}: train without the plugin"
+        if not chosen:
+            return "nothing here runs faster sparse: train without the plugin"
+        count = f"{len(chosen)} of {len(self.rows)} products run sparse"
+        if any(row not in self.timed for row in chosen):
+            return f"{count}, but not all have a time: whether that gains is not known"
+        if self.dense_ms <= self.chosen_ms:
+            return f"{count}, and that gains nothing: train without the plugin"
+        saved = f"{self.dense_ms:.3g} ms of their layers' GEMMs become {self.chosen_ms:.3g} ms"
+        if self.gpu:
+            return f"{count} on {self.gpu.name}; {saved} in a step, by estimate"
+        if self.speedup is None:
+            return f"{count}; {saved} in a step"
+        return f"{count}; {saved}: a predicted step is {self.speedup:.3f}x as fast"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As primitives, for JSON."""
+        return {
+            "estimate": self.gpu is not None,
+            "mode": self.mode,
+            "tokens": self.tokens,
+            "rows": [row.to_dict() for row in self.rows],
+            "skipped": self.skipped,
+            "unseen": list(self.unseen),
+            "dense_ms": self.dense_ms if self.timed else None,
+            "chosen_ms": self.chosen_ms if self.timed else None,
+            "untimed": len(self.rows) - len(self.timed),
+            "step_ms": self.step_ms,
+            "predicted_step_ms": self.predicted_step_ms,
+            "speedup": self.speedup,
+            "verdict": self.verdict,
+        }
+
+
+def report(
+    router: Router,
+    *sparsifiers: NMSparsifier,
+    steps: float = 1,
+    counts: Mapping[Product, float] | None = None,
+    tokens: int | None = None,
+    step_ms: float | None = None,
+) -> Report:
+    """Sum up what a router decided for the products of masked layers.
+
+    Decisions hold for a bucket of token counts. Their times are scaled to the products of `counts`; those that the
+    router counted itself have their bucket's size, up to a quarter more than the real one. Nothing is measured here:
+    products that the router has not decided have no times.
+
+    Args:
+        router: After some training, or after it decided for `counts`.
+        sparsifiers: Those of the model, for the order of layers and the reasons for dense ones.
+        steps: Optimizer steps in which the router counted its products.
+        counts: Products with their calls in one step, instead of those that the router counted.
+        tokens: Noted in the report.
+        step_ms: Measured milliseconds of a step with dense products.
+
+    Raises:
+        ValueError: If `steps` is not positive.
+
+    Example::
+
+        >>> import torch
+        >>> from lightning_nm.kernels import SimulatedSparseKernel, routing
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+        >>> router = Router("sparse", kernels=[SimulatedSparseKernel()])
+        >>> with routing(router):
+        ...     model(torch.randn(16, 32)).sum().backward()
+        >>> for row in report(router, sparsifier).rows[:3]:
+        ...     print(row.product.layer, row.product.key.gemm, row.kernel, row.calls)
+        0 forward simulated 1.0
+        0 wgrad reference 1.0
+        2 forward simulated 1.0
+    """
+    if not steps > 0:
+        raise ValueError(f"steps={steps} must be positive: the optimizer steps in which the router counted")
+    if counts is None:
+        seen: Counter[Product] = Counter()
+        for used in router.used():
+            seen[used.product] += used.calls
+        counts = {product: calls / steps for product, calls in seen.items()}
+    layers = {name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)}
+    gpu = router.gpu if isinstance(router, EstimateRouter) else None
+    order = sorted(counts, key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)))
+    rows = tuple(_row(router, product, counts[product], gpu) for product in order)
+    return Report(
+        rows,
+        router.mode,
+        {name: reason for s in sparsifiers for name, reason in s.skipped.items() if name not in layers},
+        tuple(name for name in layers if all(product.layer != name for product in counts)),
+        gpu,
+        tokens,
+        step_ms,
+    )
+
+
+def _row(router: Router, product: Product, calls: float, gpu: DeviceModel | None) -> Row:
+    key, reference = product.key, router.registry.reference.name
+    pack_uses = 1 if key.gemm == "wgrad" else router.reuse
+    break_even = None if gpu is None else cost.break_even(gpu)
+    decision = None if product.reason or router.chooser is None else router.chooser.decisions.get(key)
+    if decision is None:
+        why = "none of its operands is N:M" if product.reason == "dense" else product.reason or "not decided"
+        return Row(product, calls, reference, why, pack_uses, break_even=break_even)
+    kernel, why = _for_this_size(router, product, decision)
+    share = multiply_adds(key) / (multiply_adds(bucketed(key)) or 1)
+    pack_share = share if key.gemm == "wgrad" else 1.0
+    return Row(
+        product,
+        calls,
+        kernel,
+        why,
+        pack_uses,
+        None if decision.dense_ms is None else share * decision.dense_ms,
+        None if decision.sparse_ms is None else share * decision.sparse_ms,
+        None if decision.pack_ms is None else pack_share * decision.pack_ms,
+        break_even,
+    )
+
+
+def _for_this_size(router: Router, product: Product, decision: Decision) -> tuple[str, str]:
+    """Kernel and reason; a kernel may support its bucket's size and not this one."""
+    kernel = router.registry.kernels.get(decision.kernel)
+    reason = "not among the kernels" if kernel is None else router.registry.reason(kernel, product.key)
+    if reason:
+        return router.registry.reference.name, f"{decision.kernel}: {reason}"
+    return decision.kernel, decision.reason

@@ -1,0 +1,248 @@
+"""A few real training steps: which products they make, and how long they take with dense ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.doctor.estimate import EstimateRouter, as_16_bit
+from lightning_nm.doctor.report import Report, report
+from lightning_nm.kernels import GemmKernel, trial
+from lightning_nm.kernels.decisions import Decision
+from lightning_nm.kernels.keys import bucketed
+from lightning_nm.kernels.router import Product, Router, activate
+from lightning_nm.plugins.routing import KernelRouting
+from lightning_nm.sparsifier import NMSparsifier
+
+_WARM_UP, _TIMED = 2, 5
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was seen of a training.
+
+    Args:
+        counts: The products of a step, each with its calls, tokens as they are.
+        reuse: Products that share one pack of a weight.
+        sparsifiers: Those of the Trainer's callbacks.
+        router: That of the Trainer's precision plugin; None if it has none.
+        step_ms: Milliseconds of an optimizer step with dense products, without waiting for data; None if unknown.
+    """
+
+    counts: dict[Product, float]
+    reuse: int
+    sparsifiers: tuple[NMSparsifier, ...]
+    router: Router | None
+    step_ms: float | None
+
+
+class _Counter(Router):
+    """Runs every product dense and counts it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__("reference", [])
+        self.counts: Counter[Product] = Counter()
+
+    def live(self) -> Router:
+        """This router, which is not to be left out as another one in mode ``"reference"``."""
+        return self
+
+    def kernel(self, product: Product) -> GemmKernel:
+        """The reference."""
+        self.counts[product] += 1
+        return self.registry.reference
+
+
+class _Enough(Exception):  # hooks that belong to the end of an epoch or a fit do not run
+    """All was seen."""
+
+
+class _Watch(pl.Callback):
+    """Counts the products of the first step, then measures steps; ends the training after that.
+
+    Args:
+        timed: Whether to measure steps.
+    """
+
+    def __init__(self, timed: bool) -> None:
+        self.timed = timed
+        self.counter = _Counter()
+        self.plugin: KernelRouting | None = None
+        self.router: Router | None = None
+        self.sparsifiers: tuple[NMSparsifier, ...] = ()
+        self.batches = 0
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the place of the plugin's router, which has its `reuse` by now."""
+        self.sparsifiers = tuple(callback.sparsifier for callback in nm_callbacks(trainer) if callback.sparsifier)
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, KernelRouting):
+            self.plugin, self.router = plugin, plugin.router
+        self._route(self.counter)
+
+    def _route(self, router: Router) -> None:
+        if self.plugin is None:
+            activate(router.live())
+        else:
+            self.plugin.router = router
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock."""
+        self._start = _now(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock after the masks moved, which is part of a step; go on to the next phase when it is time."""
+        step = trainer.accumulate_grad_batches
+        if self.batches >= (1 + _WARM_UP) * step:
+            self.seconds.append(_now(pl_module.device) - self._start)
+        self.batches += 1
+        if self.batches == step:
+            self._route(Router("reference"))
+        if self.batches >= ((1 + _WARM_UP + _TIMED) if self.timed else 1) * step:
+            raise _Enough
+
+    def finish(self) -> None:
+        """Give the plugin its router back."""
+        if self.plugin is None:
+            activate(None)
+        elif self.router is not None:
+            self.plugin.router = self.router
+
+    def observation(self, step: int) -> Observation:
+        """What was seen, with so many batches in a step."""
+        starts = range(0, len(self.seconds) - step + 1, step)
+        steps = [1e3 * sum(self.seconds[start : start + step]) for start in starts]
+        scale = step / min(self.batches, step)
+        return Observation(
+            {product: scale * calls for product, calls in self.counter.counts.items()},
+            step if self.router is None else self.router.reuse,
+            self.sparsifiers,
+            self.router,
+            median(steps) if steps else None,
+        )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def nm_callbacks(trainer: pl.Trainer) -> list[NMSparsityCallback]:
+    """The Trainer's callbacks that mask weights."""
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    return [callback for callback in callbacks if isinstance(callback, NMSparsityCallback)]
+
+
+def watch(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    timed: bool = True,
+) -> Observation:
+    """Train a few steps with dense products: one to count them, some to warm up, five to measure.
+
+    The model is trained by these steps; they end the fit without the hooks of an epoch's end.
+
+    Args:
+        trainer: With an :class:`~lightning_nm.NMSparsityCallback`.
+        model: The model.
+        datamodule: Its data, if it does not bring them itself.
+        timed: Whether to measure; else one step is enough.
+
+    Raises:
+        ValueError: If no layer can be masked, there is no such callback, or no batch was trained.
+    """
+    callbacks = nm_callbacks(trainer)
+    if not callbacks:
+        raise ValueError(
+            "there is no NMSparsityCallback among the Trainer's callbacks, so there is nothing to examine: add "
+            "`class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
+        )
+    for callback in callbacks:
+        callback.show_tables = False
+    watcher = _Watch(timed)
+    trainer.callbacks.append(watcher)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
+    try:
+        trainer.fit(model, datamodule=datamodule)
+    except _Enough:
+        pass
+    finally:
+        trainer.callbacks.remove(watcher)  # type: ignore[attr-defined]
+        watcher.finish()
+    if not watcher.batches:
+        raise ValueError("the training ended before its first batch: see its max_steps, limit_train_batches and data")
+    return watcher.observation(trainer.accumulate_grad_batches)
+
+
+def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
+    """Let a router decide for the products of a training, and report.
+
+    Products whose decisions rest on no times, as in mode ``"sparse"``, are measured for the report.
+
+    Args:
+        router: Measures in mode ``"auto"``; an :class:`~lightning_nm.doctor.EstimateRouter` predicts.
+        seen: The training.
+        tokens: Token counts to decide for instead of the real ones.
+
+    Returns:
+        One report, or one for each token count.
+    """
+    cases: list[tuple[int | None, dict[Product, float]]] = [(None, seen.counts)]
+    if tokens:
+        cases = [(count, _with_tokens(seen.counts, count)) for count in tokens]
+    if isinstance(router, EstimateRouter):
+        cases = [(count, {as_16_bit(product): calls for product, calls in case.items()}) for count, case in cases]
+    router.note([product for _, case in cases for product in case])
+    router.tune()
+    for product in dict.fromkeys(product for _, case in cases for product in case):
+        if not product.reason:
+            chooser = router.open(torch.device(product.key.device))
+            chooser.decide(product.key)
+            bucket = bucketed(product.key)
+            chooser.decisions[bucket] = _timed(router, product, chooser.decisions[bucket])
+    return [
+        report(router, *seen.sparsifiers, counts=case, tokens=count, step_ms=seen.step_ms if count is None else None)
+        for count, case in cases
+    ]
+
+
+def _with_tokens(counts: dict[Product, float], tokens: int) -> dict[Product, float]:
+    changed: Counter[Product] = Counter()
+    for product, calls in counts.items():
+        size = {"depth" if product.key.gemm == "wgrad" else "columns": tokens}
+        changed[product._replace(key=replace(product.key, **size))] += calls  # type: ignore[arg-type, assignment]
+    return dict(changed)
+
+
+def _timed(router: Router, product: Product, decision: Decision) -> Decision:
+    """A forced decision with the measured times of the kernel, or of the first that might have been taken."""
+    if decision.source != "forced" or decision.dense_ms is not None:
+        return decision
+    key, registry = bucketed(product.key), router.registry
+    kernel = registry.kernels[decision.kernel]
+    if kernel is registry.reference:
+        legal = next(registry.legal(key, []), None)
+        if legal is None:
+            return decision
+        kernel = legal
+    try:
+        sparse_ms, pack_ms = trial.sparse_ms(kernel, key, router.timer)
+        return replace(decision, dense_ms=trial.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
+    except Exception as error:
+        return replace(decision, reason=f"{decision.reason}; not measured: {error}")
