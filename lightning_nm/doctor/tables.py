@@ -85,10 +85,10 @@ def product_table(report: Report) -> Table:
     if report.tokens is not None:
         title += f"; as if {report.tokens} tokens"
     table = _table(title)
-    table.add_column("layer", overflow="fold", min_width=10)
+    table.add_column("layer", overflow="fold", min_width=9)
     table.add_column("GEMM", overflow="fold", min_width=8)
     table.add_column("sizes", overflow="fold", min_width=11)
-    for column in ("dense", "sparse + pack", *(["uses"] if report.gpu else []), "gain"):
+    for column in ("dense", "sparse+pack", *(["uses"] if report.gpu else []), "gain"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("choice", overflow="fold", min_width=6)
     last = ""

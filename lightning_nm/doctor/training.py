@@ -88,6 +88,7 @@ class _Watch(pl.Callback):
         plugin = trainer.precision_plugin
         if isinstance(plugin, KernelRouting):
             self.plugin, self.router = plugin, plugin.router
+            self.router.reset()  # it may have seen a validation, whose products are not those of a step
         self._route(self.counter)
 
     def _route(self, router: Router) -> None:
