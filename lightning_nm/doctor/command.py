@@ -17,7 +17,7 @@ from lightning_nm.doctor.estimate import EstimateRouter
 from lightning_nm.doctor.machine import Machine, examine
 from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_gpu, print_machine, print_report
-from lightning_nm.doctor.training import judge, watch
+from lightning_nm.doctor.training import Observation, judge, watch
 from lightning_nm.kernels import Router, cost
 from lightning_nm.kernels.choose import check_mode
 from lightning_nm.kernels.cost import DeviceModel, device_model
@@ -90,18 +90,28 @@ def _reports(options: argparse.Namespace, gpu: DeviceModel | None) -> tuple[list
             f"--kernels {options.kernels} needs a training on a CUDA device without --gpu: an estimate has no modes"
         )
     seen = watch(cli.trainer, cli.model, cli.datamodule, timed=gpu is None)
-    if gpu is not None:
-        router: Router = EstimateRouter(gpu, seen.reuse)
-    elif seen.router is None:
-        router = Router(options.kernels or "auto", reuse=seen.reuse)
-    elif options.kernels in (None, seen.router.mode):
-        router = seen.router
-    else:
-        raise ValueError(
-            f"--kernels {options.kernels} contradicts the config's {type(cli.trainer.precision_plugin).__name__} with "
-            f"kernels={seen.router.mode!r}: leave --kernels out, or change the config"
-        )
+    router = EstimateRouter(gpu, seen.reuse) if gpu else measuring_router(seen, options.kernels)
     return judge(router, seen, options.tokens), gpu
+
+
+def measuring_router(seen: Observation, mode: str | None) -> Router:
+    """The router of the training's plugin, or a new one where it has none.
+
+    Args:
+        seen: The training.
+        mode: As :class:`~lightning_nm.kernels.Router`'s; ``None`` takes the plugin's, or ``"auto"``.
+
+    Raises:
+        ValueError: If the plugin says otherwise.
+    """
+    if seen.router is None:
+        return Router(mode or "auto", reuse=seen.reuse)
+    if mode not in (None, seen.router.mode):
+        raise ValueError(
+            f"--kernels {mode} contradicts the precision plugin of the config, which has kernels={seen.router.mode!r}: "
+            "leave --kernels out, or change the config"
+        )
+    return seen.router
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -49,7 +49,7 @@ def print_gpu(gpu: DeviceModel, console: Console) -> None:
     table.add_row("memory", f"{gpu.bandwidth:g} GB/s")
     table.add_row("sparse gain", f"{gpu.gain:g}x, without packing")
     table.add_row("source", gpu.source or "given")
-    table.add_row("break-even", f"{cost.break_even(gpu):.0f} uses of a packed entry")
+    table.add_row("break-even", f"{cost.break_even(gpu):.0f} uses of a packed entry, where arithmetic is the limit")
     console.print(table)
 
 
@@ -110,7 +110,9 @@ def product_table(report: Report) -> Table:
         "gain: dense / (sparse + pack / products that share it)"
     )
     if report.gpu:
-        table.caption += f"; uses: of a packed entry, break-even about {cost.break_even(report.gpu):.0f}"
+        table.caption += (
+            f"; uses: of a packed entry, break-even at {cost.break_even(report.gpu):.0f} where arithmetic is the limit"
+        )
     table.caption_justify = "left"
     return table
 

@@ -18,7 +18,7 @@ from lightning_nm.doctor.report import Report, report
 from lightning_nm.kernels import GemmKernel, trial
 from lightning_nm.kernels.decisions import Decision
 from lightning_nm.kernels.keys import bucketed
-from lightning_nm.kernels.router import Product, Router, activate
+from lightning_nm.kernels.router import Product, Router, activate, routing
 from lightning_nm.plugins.routing import KernelRouting
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -116,13 +116,6 @@ class _Watch(pl.Callback):
         if self.batches >= ((1 + _WARM_UP + _TIMED) if self.timed else 1) * step:
             raise _Enough
 
-    def finish(self) -> None:
-        """Give the plugin its router back."""
-        if self.plugin is None:
-            activate(None)
-        elif self.router is not None:
-            self.plugin.router = self.router
-
     def observation(self, step: int) -> Observation:
         """What was seen, with so many batches in a step."""
         starts = range(0, len(self.seconds) - step + 1, step)
@@ -180,12 +173,14 @@ def watch(
     watcher = _Watch(timed)
     trainer.callbacks.append(watcher)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
     try:
-        trainer.fit(model, datamodule=datamodule)
+        with routing(None):
+            trainer.fit(model, datamodule=datamodule)
     except _Enough:
         pass
     finally:
         trainer.callbacks.remove(watcher)  # type: ignore[attr-defined]
-        watcher.finish()
+        if watcher.plugin is not None and watcher.router is not None:
+            watcher.plugin.router = watcher.router
     if not watcher.batches:
         raise ValueError("the training ended before its first batch: see its max_steps, limit_train_batches and data")
     return watcher.observation(trainer.accumulate_grad_batches)

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from lightning_nm.cli import main
+from lightning_nm.doctor.command import measuring_router
+from lightning_nm.doctor.training import Observation
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.cost import DEVICE_MODELS
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -175,6 +178,15 @@ def test_a_config_that_is_not_there(capsys):
         main(["doctor", "-c", "none.yaml"])
     assert stop.value.code == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+def test_the_plugins_mode_holds():
+    own, bare = (Observation({}, 4, (), router, None) for router in (Router("sparse"), None))
+    assert measuring_router(own, None) is measuring_router(own, "sparse") is own.router
+    with pytest.raises(ValueError, match=r"--kernels auto contradicts .* kernels='sparse'"):
+        measuring_router(own, "auto")
+    assert (measuring_router(bare, None).mode, measuring_router(bare, None).reuse) == ("auto", 4)
+    assert measuring_router(bare, "sparse").mode == "sparse"
 
 
 def test_stdout_of_a_process_is_the_document(tmp_path):

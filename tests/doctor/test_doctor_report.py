@@ -1,5 +1,6 @@
 """Rows and sums against numbers computed by hand, and estimates against the cost model."""
 
+import io
 import json
 from dataclasses import replace
 
@@ -7,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 
 from lightning_nm import NMPattern, NMSparsifier
-from lightning_nm.doctor import EstimateRouter, report
+from lightning_nm.doctor import EstimateRouter, KernelState, Machine, report
 from lightning_nm.doctor.estimate import as_16_bit
+from lightning_nm.doctor.tables import print_machine, print_report
 from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, cost, routing
 from lightning_nm.kernels.cost import device_model
+from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.router import Product
 from tests.fake_kernels import FakeTimer
 
@@ -206,3 +210,39 @@ def test_reports_are_json():
     (row,) = report(nothing, counts={product: 1}).to_dict()["rows"]
     assert row["break_even"] is None
     assert row["kernel"] == "reference"
+
+
+def printed(width, show, *found):
+    console = Console(record=True, width=width, file=io.StringIO())
+    show(*found, console)
+    return console.export_text()
+
+
+def test_tables_show_what_was_found():
+    router = make_router()
+    found = report(router, trained(router, method="sr-ste"), steps=2, step_ms=100.0)
+    found = replace(found, skipped={"head": "last linear layer"})
+    text = printed(120, print_report, found)
+    for words in ("products, measured", "1.250x", "simulated", "6000 + 2000", "not N:M along out", "last linear layer"):
+        assert words in text
+    assert "training step: 100 ms measured with dense products, 92 ms predicted" in text
+    assert found.verdict in text
+
+
+def test_long_names_are_folded_not_cut():
+    router = make_router()
+    found = report(router, trained(router), steps=2)
+    name = "encoder." * 20 + "0"
+    long = [replace(row, product=row.product._replace(layer=name)) for row in found.rows[:1]]
+    table = printed(80, print_report, replace(found, rows=tuple(long))).split("sizes: rows")[0]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert name in "".join(line.split()[0] for line in table.splitlines() if line.strip())
+
+
+def test_a_machine_with_a_gpu():
+    environment = Environment("NVIDIA H200", "580.65", "2.13.0", "13.0", "800")
+    states = (KernelState("reference", True, "", ""), KernelState("cusparselt", True, "", "slower than 0.8.1"))
+    text = printed(80, print_machine, Machine(environment, "9.0", states))
+    for words in ("NVIDIA H200, compute capability 9.0", "580.65", "13.0", "800", "slower than 0.8.1"):
+        assert words in text
+    assert "no CUDA device" not in text
