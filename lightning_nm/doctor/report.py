@@ -171,7 +171,7 @@ class Report:
             return f"{count}, and that gains nothing: train without the plugin"
         saved = f"{self.dense_ms:.3g} ms of their layers' GEMMs become {self.chosen_ms:.3g} ms"
         if self.gpu:
-            return f"{count} on {self.gpu.name}; {saved} in a step, by estimate"
+            return f"{count.replace('run', 'would run')} on {self.gpu.name}; by estimate {saved} in a step"
         if self.speedup is None:
             return f"{count}; {saved} in a step"
         return f"{count}; {saved}: a predicted step is {self.speedup:.3f}x as fast"

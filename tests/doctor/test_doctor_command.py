@@ -125,6 +125,31 @@ def test_a_plugin_of_the_config_is_no_obstacle(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "precision", ["plugins: [{class_path: lightning_nm.NMFSDPPrecision}]", "precision: bf16-mixed"]
+)
+def test_configs_for_a_cluster_are_estimated_here(tmp_path, capsys, precision):
+    more = f"""  accelerator: gpu
+  devices: 4
+  num_nodes: 2
+  strategy: fsdp
+  profiler: simple
+  logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {tmp_path}/logs}}}}
+  {precision}
+"""
+    (report,) = document(capsys, "-c", write(tmp_path, SMALL + more), "--tokens", "65536")["reports"]
+    assert len(report["rows"]) == 12
+    assert not (tmp_path / "logs").exists()
+
+
+def test_large_products_gain_by_estimate(tmp_path, capsys):
+    path = write(tmp_path, SMALL.replace("dim: 32", "dim: 1024"))
+    (report,) = document(capsys, "-c", path, "--tokens", "65536")["reports"]
+    assert {row["gemm"] for row in report["rows"] if row["kernel"] == "cusparselt"} == {"forward", "dgrad"}
+    assert report["chosen_ms"] < report["dense_ms"]
+    assert report["verdict"].startswith("8 of 12 products would run sparse on H200; by estimate")
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--gpu", "H900"], ["H900", "H200"]),

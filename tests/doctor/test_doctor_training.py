@@ -8,7 +8,7 @@ from lightning_nm import NMPrecision, NMSparsityCallback
 from lightning_nm.doctor import EstimateRouter
 from lightning_nm.doctor.training import judge, watch
 from lightning_nm.kernels.cost import device_model
-from lightning_nm.kernels.router import active
+from lightning_nm.kernels.router import active, routing
 from lightning_nm.nn.adapters import Adapter
 from tests.doctor.test_doctor_report import Watched, make_router
 from tests.fake_kernels import FakeTimer
@@ -53,6 +53,15 @@ def test_products_of_one_step_are_counted_as_they_are(tmp_path, capsys, plugin, 
     assert [type(c) for c in trainer.callbacks] == [NMSparsityCallback]
     assert trainer.global_step == 1 + 2 + 5
     assert capsys.readouterr().out == ""
+
+
+def test_a_router_that_was_active_is_so_again(tmp_path):
+    router = make_router()
+    with routing(router):
+        _, _, seen = examined(tmp_path, timed=False)
+        assert active() is router
+    assert counted(seen) == EXPECTED
+    assert not router.used()
 
 
 def test_one_step_is_enough_for_an_estimate(tmp_path):
