@@ -87,7 +87,7 @@ def product_table(report: Report) -> Table:
     table = _table(title)
     table.add_column("layer", overflow="fold", min_width=9)
     table.add_column("GEMM", overflow="fold", min_width=8)
-    table.add_column("sizes", overflow="fold", min_width=11)
+    table.add_column("sizes", no_wrap=True)
     for column in ("dense", "sparse+pack", *(["uses"] if report.gpu else []), "gain"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("choice", overflow="fold", min_width=6)
@@ -122,7 +122,7 @@ def dense_table(report: Report) -> Table:
     table = _table("dense in any case" + (f"; as if {report.tokens} tokens" if report.tokens is not None else ""))
     table.add_column("layer", overflow="fold", min_width=10)
     table.add_column("GEMM", overflow="fold", min_width=7)
-    table.add_column("sizes", overflow="fold", min_width=11)
+    table.add_column("sizes", no_wrap=True)
     table.add_column("why", overflow="fold", min_width=16)
     last = ""
     for row in report.rows:
