@@ -89,5 +89,6 @@ def plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+        rounded = float(f"{value:.4g}")  # the largest floats round to infinity
+        return rounded if math.isfinite(rounded) else str(value)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

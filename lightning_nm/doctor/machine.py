@@ -61,8 +61,8 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
 
     Example::
 
-        >>> [(kernel.name, kernel.works) for kernel in examine(device=torch.device("cpu")).kernels]
-        [('reference', True), ('cusparselt', False)]
+        >>> [kernel.name for kernel in examine(device=torch.device("cpu")).kernels if kernel.works]
+        ['reference']
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
