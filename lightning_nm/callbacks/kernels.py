@@ -9,6 +9,8 @@ from rich.table import Table
 from lightning_nm.kernels import Router
 from lightning_nm.kernels.router import Used
 
+_AGAIN = "the same, see above"
+
 
 def kernel_table(router: Router) -> Table:
     """One row per kind of product and kernel: its calls, times in milliseconds if measured, and why this kernel."""
@@ -27,9 +29,12 @@ def kernel_table(router: Router) -> Table:
         why = used.product.reason or (decision.reason if decision else "the first batch, before anything was measured")
         row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *map(_ms, times), used.kernel, why)
         groups.setdefault(row, []).append(used)
+    said: set[str] = set()
     for (product, *times_ms, kernel, why), members in groups.items():
         cells = times_ms if measured else ()
-        table.add_row(product, str(sum(used.calls for used in members)), *cells, kernel, why)
+        again = why in said and len(why) > len(_AGAIN)
+        said.add(why)
+        table.add_row(product, str(sum(used.calls for used in members)), *cells, kernel, _AGAIN if again else why)
     return table
 
 

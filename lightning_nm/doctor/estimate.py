@@ -62,10 +62,11 @@ class EstimateRouter(Router):
         'cusparselt'
     """
 
+    gpu: DeviceModel
+
     def __init__(self, gpu: DeviceModel, reuse: int = 1) -> None:
-        super().__init__("heuristic", [], reuse=reuse)
+        super().__init__("heuristic", [], reuse=reuse, gpu=gpu)
         self.registry = _Untried([_Rules()])
-        self.gpu = gpu
 
     def open(self, device: torch.device) -> Chooser:
         """The chooser for the GPU, whatever the device."""

@@ -84,7 +84,7 @@ def device_model(name: str) -> DeviceModel:
     if model is None:
         raise ValueError(
             f"no figures are known for {name!r}, only for {', '.join(sorted(DEVICE_MODELS))}: "
-            "measure instead, or make a DeviceModel"
+            "measure instead (kernels='auto'), or give its figures as a DeviceModel"
         )
     return model
 

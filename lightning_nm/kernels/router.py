@@ -73,6 +73,8 @@ class Router(Handled):
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
             kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and 16-bit dtype.
         budget_s: Seconds that :meth:`tune` may take.
+        gpu: Figures of the GPU for ``"heuristic"``, and for ``"auto"`` where its budget ends; by default those that
+            the package knows.
         timer: Measures for ``"auto"``; the device's own by default.
 
     Raises:
@@ -98,6 +100,7 @@ class Router(Handled):
         file: str | os.PathLike[str] | None = None,
         reuse: int = 1,
         budget_s: float = 60.0,
+        gpu: DeviceModel | None = None,
         timer: Timer | None = None,
     ) -> None:
         check_mode(mode)
@@ -106,6 +109,7 @@ class Router(Handled):
         self.file = None if file is None else Path(file).expanduser()
         self.reuse = reuse
         self.budget_s = budget_s
+        self.gpu = gpu
         self.timer = timer or DeviceTimer()
         self.reset()
 
@@ -152,7 +156,7 @@ class Router(Handled):
             environment = environment_of(device)
             keeps = self.mode == "auto" and self.file is not None
             known = Decisions.load(self.file, environment) if keeps and self.file else Decisions(environment)
-            figures = _figures(environment.device, required=self.mode == "heuristic")
+            figures = self.gpu or _figures(environment.device, required=self.mode == "heuristic")
             self.chooser = Chooser(self.mode, self.registry, known, self.timer, figures, reuse=self.reuse)
         return self.chooser
 
@@ -198,7 +202,8 @@ class Router(Handled):
             known = dict(chooser.decisions)
             if first:
                 chooser.tune([product.key for product in products], self.budget_s)
-                if self.file is not None and dict(chooser.decisions) != known:
+                new = [decision for key, decision in chooser.decisions.items() if decision != known.get(key)]
+                if self.file is not None and any(decision.source == "measured" for decision in new):
                     self._save(chooser.decisions, self.file)
         if dist.is_initialized():  # a process without such products takes part
             shared = share(self.chooser.decisions if self.chooser else Decisions(environment_of(torch.device("cpu"))))

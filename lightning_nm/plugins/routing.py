@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
+from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.router import activate, routing
 from lightning_nm.nn.adapters import Adapter
 
@@ -38,6 +39,7 @@ class KernelRouting:
         decisions: Where ``"auto"`` keeps what it measured, by device, driver and library versions; ``None`` keeps
             nothing.
         budget_s: Seconds that measuring the first batch's products may take.
+        gpu: Figures of the GPU for ``"heuristic"``, where the package does not know them.
         kwargs: As Lightning's plugin takes them.
 
     Raises:
@@ -56,10 +58,11 @@ class KernelRouting:
         backends: list[GemmKernel] | None = None,
         decisions: str | None = DECISIONS,
         budget_s: float = 60.0,
+        gpu: DeviceModel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.router = Router(kernels, backends, decisions, budget_s=budget_s)
+        self.router = Router(kernels, backends, decisions, budget_s=budget_s, gpu=gpu)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the model behind: processes that are spawned bring their own."""

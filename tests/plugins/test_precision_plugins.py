@@ -15,9 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_nm
-from lightning_nm import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision, NMSparsifier
+from lightning_nm import (
+    NMFSDPPrecision,
+    NMHalfPrecision,
+    NMMixedPrecision,
+    NMPrecision,
+    NMSparsifier,
+    NMSparsityCallback,
+)
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS
 from tests.fake_kernels import FakeKernel, FakeTimer
@@ -341,3 +349,33 @@ def test_the_trainers_plugin_in_fabric_says_where_fabrics_is():
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin()])
     with pytest.raises(TypeError, match=r"lightning_nm.plugins.fabric"):
         fabric.setup(nn.Linear(32, 64))
+
+
+def test_figures_of_a_gpu_that_the_package_does_not_know(tmp_path):
+    figures = DeviceModel("mine", dense_tflops=100, bandwidth=1e6, gain=1.9)
+    made = NMHalfPrecision(kernels="heuristic", backends=[SimulatedSparseKernel()], gpu=figures)
+    fit(tmp_path, [made], max_epochs=1)
+    assert made.router.chooser.device_model is figures
+    assert kernels_of(made.router) == ALL
+
+
+def test_the_table_after_a_fit(tmp_path, capsys):
+    made = plugin()
+    made.router.reset()
+    for tables in (True, False):
+        fit(tmp_path, [made], callbacks=[tabled(tables)], max_epochs=1)
+        out = capsys.readouterr().out
+        assert ("N:M kernels" in out) == tables
+    fit(tmp_path, [plugin(kernels="auto")], callbacks=[tabled(True)], max_epochs=1, limit_train_batches=1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "share of the masked layers' GEMM time on sparse kernels" in out
+    dense = NMPrecision(kernels="sparse", backends=[FakeKernel(supports=lambda key: "never " + "and never " * 3)])
+    fit(tmp_path, [dense], callbacks=[tabled(True)], max_epochs=1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no product ran on a sparse kernel" in out
+    assert "the same, see above" in out
+    assert "0.0% (by dense multiply-adds)" in out
+
+
+def tabled(tables):
+    return NMSparsityCallback("2:4", skip_first_last=False, include="net.[02]", show_tables=tables)
