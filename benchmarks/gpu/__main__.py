@@ -45,9 +45,11 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "checks": Part("benchmarks.gpu.checks", 170),
-    "gemms": Part("benchmarks.gpu.gemms", 100),
-    "preprocess": Part("benchmarks.gpu.preprocess", 40),
+    "checks": Part("benchmarks.gpu.checks", 140),
+    "gemms": Part("benchmarks.gpu.gemms", 80),
+    "layers": Part("benchmarks.gpu.layers", 70),
+    "train": Part("benchmarks.train", 80),
+    "preprocess": Part("benchmarks.gpu.preprocess", 30),
 }
 
 DRY = "A dry run: CPU, tiny sizes, a simulated kernel. It shows that the scripts work, and no figure has a meaning."

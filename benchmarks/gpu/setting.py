@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels import KernelRegistry, SimulatedSparseKernel
+from lightning_nm.kernels import GemmKernel, KernelRegistry, SimulatedSparseKernel
 from lightning_nm.kernels.simulated import compress, expand
 from lightning_nm.kernels.timing import DeviceTimer
 
@@ -88,9 +88,14 @@ class Setting:
         """Times one call; in a dry run it is made once."""
         return DeviceTimer(0, 1, 1) if self.dry_run else DeviceTimer(warmup=3, samples=7, calls=5)
 
+    @property
+    def kernels(self) -> list[GemmKernel] | None:
+        """The sparse kernels; None for those of the package."""
+        return [SimulatedSparseKernel()] if self.dry_run else None
+
     def registry(self) -> KernelRegistry:
         """All kernels; in a dry run the simulated one is the only sparse one."""
-        return KernelRegistry([SimulatedSparseKernel()]) if self.dry_run else KernelRegistry()
+        return KernelRegistry(self.kernels)
 
     def pick(self, real: Choice, tiny: Choice) -> Choice:
         """Return what belongs to a GPU, or what belongs to a dry run."""
