@@ -221,8 +221,10 @@ class NMSparsifier:
         self._require_attached("step")
         if not self._follower:
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
-        if self.macs:  # hooks that a compiled model was traced with are left alone: it would be compiled anew
-            self._close_counter()
+        if self.macs and self._counter is not None:
+            self._counter.settle()
+            if self.macs:
+                self._close_counter()
         stepped = self._follower.settle()
         self.clock += stepped
         for layer in self.plan.layers:
@@ -250,9 +252,13 @@ class NMSparsifier:
     def unseen(self) -> list[str]:
         """Masked layers whose module was not called in the batches so far, though others were.
 
-        Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches.
+        Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches. Calls
+        of compiled modules are not seen, and nothing is said of them.
         """
-        return [layer.name for layer in self.plan.layers if layer.name not in self.macs] if self.macs else []
+        if not self.macs:
+            return []
+        hidden = self._counter.hidden() if self._counter else set()
+        return [layer.name for layer in self.plan.layers if layer.name not in self.macs and layer.module not in hidden]
 
     @property
     def short_of_tokens(self) -> dict[str, str]:
@@ -296,8 +302,8 @@ class NMSparsifier:
         """Multiply-adds of a training step relative to the dense step, by counting: arithmetic, paper, eligible.
 
         Taken over every linear, convolution and attention weight of the model, masked or not, weighted by the
-        multiply-adds that the first batches showed. Before any batch, and for a compiled model, whose batches are not
-        seen, by the number of weights.
+        multiply-adds that the first batches showed. Before any batch, and for a model that is compiled, or parts of
+        it, whose batches are not seen, by the number of weights.
         """
         return figures.flops_ratios({name: layer.densities() for name, layer in self.layers.items()}, self._costs)
 

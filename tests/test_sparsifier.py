@@ -178,6 +178,45 @@ def test_flops_count_dense_layers_and_dense_phases():
     assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx((2 + 2 * sparse) / 4)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_of_which_parts_are_compiled_is_counted_by_its_weights(wrapped):
+    """A compiled part is not seen: the rest alone would give wrong ratios. Its graph is not made anew."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch.compiler.reset()
+    block, counter = network(), CompileCounter()
+    model = nn.Sequential(nn.Linear(16, 16), block, nn.Linear(1, 16))
+    if wrapped:
+        model[1] = torch.compile(block, backend=counter)
+    else:
+        block.compile(backend=counter)
+    sparsifier = NMSparsifier(model, "2:4").attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    expected, graphs = sparsifier.flops_ratios(), []
+    for _ in range(3):
+        model(torch.randn(4, 16)).sum().backward()
+        assert sparsifier.unseen == []
+        optimizer.step()
+        sparsifier.step()
+        assert "flops" not in sparsifier.shares()
+        assert sparsifier.flops_ratios() == expected
+        graphs.append(counter.frame_count)
+    assert expected["eligible"] < 1
+    assert 0 < graphs[0] == graphs[-1]
+    sparsifier.detach()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_layers_that_no_batch_reached_are_unseen_in_a_compiled_model_too():
+    model = nn.ModuleDict({"used": nn.Linear(16, 16), "idle": nn.Linear(16, 16), "block": network()})
+    model["block"].compile(backend="eager")
+    sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
+    model["used"](torch.randn(4, 16))
+    assert sparsifier.unseen == ["idle"]
+
+
 class Halve(GradientEstimator):
     """Uses every second token, twice: an estimator from outside."""
 

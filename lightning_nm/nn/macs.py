@@ -26,15 +26,39 @@ class MacsCounter:
         self.macs: dict[str, int] = {}
         self.least: dict[str, int] = {}
         """The multiply-adds of the smallest call in training mode."""
-        self._handles: list[RemovableHandle] = []
+        self._model = model
+        self._handles: dict[nn.Module, RemovableHandle] = {}
+        self._seen: set[nn.Module] = set()
+        self._over = False
         for name, module in model.named_modules():
             kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
             if find_adapter(kind) is not None:
-                self._handles.append(module.register_forward_hook(_Hook(self, name), with_kwargs=True))
+                self._handles[module] = module.register_forward_hook(_Hook(self, name), with_kwargs=True)
+
+    def hidden(self) -> set[nn.Module]:
+        """Watched modules that were not seen and are part of a compiled module of the model."""
+        compiled = (  # block.compile(), and block = torch.compile(block)
+            part
+            for part in self._model.modules()
+            if part._compiled_call_impl is not None or "_orig_mod" in part._modules
+        )
+        return {module for part in compiled for module in part.modules()} & (self._handles.keys() - self._seen)
+
+    def settle(self) -> None:
+        """Stop counting after a batch, and forget the counts of a model of which parts are hidden: they say nothing.
+
+        Hooks that a compiled graph was traced with stay: it would be compiled anew.
+        """
+        hidden, self._over = self.hidden(), True
+        if hidden:
+            self.macs.clear()
+            self.least.clear()
+        for module in self._handles.keys() - hidden:
+            self._handles.pop(module).remove()
 
     def close(self) -> None:
         """Stop counting; harmless when closed."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
@@ -47,6 +71,9 @@ class _Hook:
         found = find_adapter(type(module).nm_base if isinstance(module, Adapter) else type(module))
         if found is None or torch.compiler.is_compiling():  # a compiled graph must not depend on a counter
             return
+        if self.counter._over:
+            return
+        self.counter._seen.add(module)
         inputs = (*args, *(kwargs[key] for key in ("query", "key", "value") if key in kwargs))
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
