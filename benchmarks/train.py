@@ -24,7 +24,8 @@ import gc
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.gpu.layers import products
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from lightning_nm import MVUE, NMMixedPrecision, NMSparsityCallback
@@ -265,7 +267,8 @@ def train(
         **precision,
     )
     watch.start = perf_counter()
-    trainer.fit(model, DataLoader(Batches(text, size, device), batch_size=None))
+    with quiet():
+        trainer.fit(model, DataLoader(Batches(text, size, device), batch_size=None))
     steps = watch.steps()
     losses = torch.stack(watch.losses[size.warmup :]).float().tolist()
     tokens = size.batch * size.context
@@ -280,11 +283,9 @@ def train(
     }
     if router is not None:
         figures["sparse share"], figures["share of"] = router.sparse_share()
-        figures["sparse"] = [
-            f"{used.product.layer} {used.product.key.gemm}: {used.kernel}"
-            for used in router.used()
-            if used.kernel != router.registry.reference.name and ".0." in used.product.layer
-        ]
+        figures["products of a block"] = {
+            name: why for name, why in products(router).items() if name.startswith("blocks.0.")
+        }
     return Run(steps, losses, figures)
 
 
@@ -327,10 +328,18 @@ def names(variants: Sequence[str]) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def quiet() -> None:
-    """Silence what Lightning says of a run without loggers and validation."""
-    warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+@contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Silence what Lightning says of a run without loggers and validation; what we say is heard."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.")
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 # For the runner of benchmarks/gpu, whose time is short: the most telling first, in equal shares of what is left.
@@ -341,7 +350,6 @@ DRY_PART = ("dense", "bi-mask+mvue:sparse")
 def run(report: Report) -> None:
     """One question for each variant, and one for the comparison."""
     setting = report.setting
-    quiet()
     size = setting.pick(Size(), TINY)
     text, source = help_topics()
     runs: dict[str, Run] = {}
@@ -379,7 +387,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             parse(variant)
         except ValueError as error:
             parser.error(str(error))
-    quiet()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     text, source = help_topics()

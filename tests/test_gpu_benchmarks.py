@@ -5,6 +5,7 @@ import importlib
 import json
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import correctness, costs
+from benchmarks.gpu import correctness, costs, layers
 from benchmarks.gpu import report as reports
 from benchmarks.gpu.apart import messages
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.report import Report, plain
 from benchmarks.gpu.setting import Setting, SoftwareOperators
+from lightning_nm.kernels import SimulatedSparseKernel
 from tests import child_functions
 
 DRY = Setting(dry_run=True)
@@ -27,7 +29,9 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    return json.loads(command.main(["--dry-run", "--out", str(tmp_path_factory.mktemp("gpu"))]).read_text())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # torch.compile asks for it, and hides this
+        return json.loads(command.main(["--dry-run", "--out", str(tmp_path_factory.mktemp("gpu"))]).read_text())
 
 
 def test_a_dry_run_answers_all_questions_and_says_that_it_means_nothing(dry_run):
@@ -78,6 +82,73 @@ def test_the_table_of_gemms_adds_up(dry_run):
             dense, best = (sum(row[what] for row in summed) for what in ("dense ms", "best ms"))
             assert rows[name]["packed x"] == pytest.approx(dense / best, rel=2e-3)
     assert dry_run["parts"]["gemms"]["answers"]["verdict"]["value"]["products"] == 3 * len(layers)
+
+
+SPARSE = {("sparse", False): ("forward", "dgrad"), ("sparse", True): ("forward", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize("variant", layers.VARIANTS, ids=lambda variant: variant.name)
+def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_run, variant):
+    tables = [answer["value"] for answer in dry_run["parts"]["layers"]["answers"].values()]
+    tables = [rows for rows in tables if set(rows) == {variant.name for variant in layers.VARIANTS}]
+    assert len(tables) == len(layers.TINY) + 1
+    for rows in tables:
+        row, dense = rows[variant.name], rows["dense"]
+        assert row["x"] == pytest.approx(dense["ms"] / row["ms"], rel=2e-3)
+        if variant.method:
+            gemms = SPARSE.get((variant.mode, variant.mvue), ())
+            found = [tuple(name.split()) for name, why in row["products"].items() if why.startswith("simulated")]
+            assert len(found) == len({name for name, _ in found}) * len(gemms)
+            assert {gemm for _, gemm in found} == set(gemms)
+            assert row["sparse share"] == pytest.approx(len(gemms) / 3, rel=2e-3)
+            assert (row["error"] is None) == (variant.mode == "reference")
+            assert (row["error"] or 0) < 1e-2
+
+
+def test_compiled_layers_run_too(dry_run):
+    tables = {name: answer["value"] for name, answer in dry_run["parts"]["layers"]["answers"].items()}
+    (compiled,) = (rows for name, rows in tables.items() if name.endswith("compiled"))
+    (graphed,) = (rows for name, rows in tables.items() if name.endswith("CUDA graphs"))
+    for rows, variants in ((compiled, layers.COMPILED), (graphed, layers.GRAPHED)):
+        assert list(rows) == [variant.name for variant in variants]
+        assert [name for name, row in rows.items() if row.get("error")] == []
+        for variant in variants:
+            gemms = SPARSE.get((variant.mode, variant.mvue), ())
+            assert rows[variant.name].get("sparse share", 0) == pytest.approx(len(gemms) / 3, rel=2e-3)
+
+
+class Wrong(SimulatedSparseKernel):
+    def sparse_linear(self, packed, x, bias):
+        return super().sparse_linear(packed, x, bias) * self.factor
+
+    factor = 1.0
+
+
+def test_a_wrong_kernel_shows_in_the_error_of_a_layer(monkeypatch):
+    kernel = Wrong()
+    monkeypatch.setattr(Setting, "kernels", property(lambda self: [kernel]))
+    calls = []
+
+    def turns(setting, made):
+        calls.extend(made)
+        kernel.factor = 1.5  # not before: the router tries its kernels first
+        return dict.fromkeys(made, (1.0, 1.0))
+
+    monkeypatch.setattr(layers, "turns", turns)
+    rows = layers.compare(DRY, layers.TINY["tiny mlp"], [layers.DENSE, layers.Variant("transposable", False, "sparse")])
+    assert calls == list(rows)
+    assert rows["transposable, sparse"]["error"] > 0.3
+
+
+def test_a_variant_that_fails_leaves_the_others(monkeypatch):
+    variants = [layers.DENSE, layers.Variant("no such method", False, "sparse"), layers.Variant("ste", False, "sparse")]
+    rows = layers.compare(DRY, layers.TINY["tiny mlp"], variants)
+    assert "no such method" in rows["no such method, sparse"]["error"]
+    assert rows["ste, sparse"]["sparse share"] == pytest.approx(1 / 3)
+
+
+def test_the_parts_fit_into_a_run():
+    assert sum(part.seconds for part in command.PARTS.values()) < 460 - 30  # one part is still to come
 
 
 class Faulty(SoftwareOperators):

@@ -9,10 +9,10 @@ an optimizer step and the moves of masks do not. All variants take turns, on ran
 
 `ms`: median between CUDA events around two steps, from an idle device: the longer of device and host. `x`: the dense
 `ms` over it. `host ms`: what the host needs to issue a step. `step MB`: the most memory that a step takes beyond
-parameters, masks and input, kept packs included. `kept MB`: parameters and masks. `sparse share`: of the GEMM
-time on sparse kernels, see ``Router.sparse_share``; the first forward pass in "auto" is dense, and counts. `error`: the
-largest relative error of Y, dX and all dW against mode "reference" of the same masks and the same random numbers.
-`first s`: the first step, with what it compiles and measures.
+parameters, masks and input, kept packs included. `kept MB`: parameters and masks. `sparse share`: of the GEMM time on
+sparse kernels, see ``Router.sparse_share``; the first forward pass in "auto" is dense, and counts. `products`: the
+kernel of each, and why. `error`: the largest relative error of Y, dX and all dW against mode "reference" of the same
+masks and the same random numbers. `first s`: the first step, with what it compiles and measures.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Layer:
         return torch.cuda.max_memory_allocated() - before
 
 
-def masked(model: nn.Module, variant: Variant) -> NMSparsifier:
-    """Mask a model, and take one step of an optimizer that changes nothing: the first one ends what only it does."""
+def masked(model: nn.Module, variant: Variant, x: Tensor) -> NMSparsifier:
+    """Mask a model, and take a step that changes no weight: the hooks that count multiply-adds end with the first."""
     sparsifier = NMSparsifier(
         model,
         "2:4",
@@ -225,6 +225,8 @@ def masked(model: nn.Module, variant: Variant) -> NMSparsifier:
     ).attach()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sparsifier.register(optimizer)
+    with torch.no_grad():
+        model(x.to(next(model.parameters()).dtype))
     optimizer.step()
     sparsifier.step()
     return sparsifier
@@ -263,7 +265,7 @@ def compare(
                 of = variant if compiled else variant._replace(mode="", reuse=1)
                 if of not in models:
                     model = copy.deepcopy(origin)
-                    models[of] = (model, masked(model, variant) if variant.method else None)
+                    models[of] = (model, masked(model, variant, batch[0][:64]) if variant.method else None)
                 model, sparsifier = models[of]
                 call = None
                 if compiled:
@@ -287,14 +289,21 @@ def compare(
             row: dict[str, object] = {"ms": ms, "x": dense and dense / ms, "host ms": host, "first s": first[name]}
             row |= {"step MB": layer.step_bytes() / 1e6, "kept MB": layer.kept_bytes() / 1e6}
             if layer.router is not None:
-                used = layer.router.used()
                 row["sparse share"], row["share of"] = layer.router.sparse_share()
-                row["sparse"] = [
-                    f"{product.layer} {product.key.gemm}" for product, kernel, *_ in used if kernel != "reference"
-                ]
+                row["products"] = products(layer.router)
                 row["error"] = None if compiled else layer.error()
             rows[name] = row
     return rows | failed
+
+
+def products(router: Router) -> dict[str, str]:
+    """The kernel of each product that ran, as it was in the end, and why."""
+    return {
+        f"{product.layer} {product.key.gemm}": ": ".join(
+            filter(None, (kernel, product.reason or (decision.reason if decision else "")))
+        )
+        for product, kernel, _, decision in router.used()
+    }
 
 
 def turns(setting: Setting, layers: dict[str, Layer]) -> dict[str, tuple[float, float]]:
