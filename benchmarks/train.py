@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -139,17 +140,17 @@ class Watch(pl.Callback):
 
     Args:
         device: Where the run is.
-        seconds: After which it ends, by the clock of the host.
+        seconds: From the end of the warm-up until the run ends, by the clock of the host.
         warmup: Steps that do not count; at least two that do are made.
+        limit: Seconds of the whole run, the warm-up included.
     """
 
-    def __init__(self, device: torch.device, seconds: float, warmup: int) -> None:
-        self.device, self.seconds, self.warmup = device, seconds, warmup
+    def __init__(self, device: torch.device, seconds: float, warmup: int, limit: float = math.inf) -> None:
+        self.device, self.seconds, self.warmup, self.limit = device, seconds, warmup, limit
         self.ends: list[Any] = []
         self.losses: list[Tensor] = []
         self.start = perf_counter()
         self.warm = 0.0
-        self.held = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         """Note the step, and wait for the one before it."""
@@ -168,7 +169,8 @@ class Watch(pl.Callback):
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             self.warm = perf_counter() - self.start
-        if len(self.ends) >= self.warmup + 2 and perf_counter() - self.start > self.seconds:
+        passed = perf_counter() - self.start
+        if len(self.ends) >= self.warmup + 2 and passed > min(self.warm + self.seconds, self.limit):
             trainer.should_stop = True
 
     def steps(self) -> list[float]:
@@ -228,8 +230,9 @@ def train(
     text: Tensor,
     device: torch.device,
     backends: list[GemmKernel] | None = None,
+    limit: float = math.inf,
 ) -> Run:
-    """Train one variant for so many seconds, from its first batch on and what it compiles included.
+    """Train one variant for so many seconds after its warm-up.
 
     Args:
         variant: See :func:`parse`.
@@ -238,6 +241,7 @@ def train(
         text: uint8 ``[length]``.
         device: Where.
         backends: The sparse kernels; None for those of the package.
+        limit: Seconds of the whole run, what it compiles included.
     """
     method, mvue, kernels = parse(variant)
     torch._dynamo.reset()
@@ -246,7 +250,7 @@ def train(
         model = GPT(context=size.context, dim=size.dim, depth=size.depth, heads=size.heads, lr=3e-4)
     for block in model.blocks:
         block.compile(backend=size.backend)
-    watch = Watch(device, seconds, size.warmup)
+    watch = Watch(device, seconds, size.warmup, limit)
     callbacks: list[pl.Callback] = [watch]
     precision: dict[str, Any] = {"precision": "bf16-mixed"}
     router = None
@@ -254,20 +258,20 @@ def train(
         masks = NMSparsityCallback("2:4", method, MVUE("2:4") if mvue else None, show_tables=False)  # type: ignore[arg-type]
         plugin = NMMixedPrecision(kernels=kernels, backends=backends, decisions=None, budget_s=10, device=device.type)
         callbacks, precision, router = [masks, watch], {"plugins": [plugin]}, plugin.router
-    trainer = pl.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
-        max_epochs=1,
-        max_steps=-1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **precision,
-    )
-    watch.start = perf_counter()
     with quiet():
+        trainer = pl.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            max_epochs=1,
+            max_steps=-1,
+            callbacks=callbacks,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **precision,
+        )
+        watch.start = perf_counter()
         trainer.fit(model, DataLoader(Batches(text, size, device), batch_size=None))
     steps = watch.steps()
     losses = torch.stack(watch.losses[size.warmup :]).float().tolist()
@@ -354,15 +358,16 @@ def run(report: Report) -> None:
     text, source = help_topics()
     runs: dict[str, Run] = {}
 
-    def one(setting: Setting, name: str, variant: str, seconds: float) -> dict[str, object]:
+    def one(setting: Setting, name: str, variant: str, limit: float) -> dict[str, object]:
         clean(setting.device)
-        runs[name] = train(variant, size, seconds, text, setting.device, setting.kernels)
+        seconds = setting.pick(8.0, 0.0)
+        runs[name] = train(variant, size, seconds, text, setting.device, setting.kernels, limit)
         return runs[name].figures | {"text": source}
 
     variants = names(setting.pick(PART, DRY_PART))
     for k, (name, variant) in enumerate(variants):
-        seconds = setting.pick(report.left / (len(variants) - k) - 2, 0.0)  # a model is made in less than two
-        report.ask(name, partial(one, name=name, variant=variant, seconds=seconds))
+        limit = report.left / (len(variants) - k) - 2  # a model is made in less than two
+        report.ask(name, partial(one, name=name, variant=variant, limit=limit))
 
     def comparison(setting: Setting) -> dict[str, Any]:
         if not runs:
@@ -376,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train the variants and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--seconds", type=float, default=60, help="of each variant, compilation included")
+    parser.add_argument("--seconds", type=float, default=60, help="of each variant, after its warm-up")
     for name, default in Size()._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--json", type=Path)

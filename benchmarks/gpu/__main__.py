@@ -1,6 +1,6 @@
 """All that this project wants to know of a GPU, in one run and one JSON; see docs/gpu.md.
 
-    python -m benchmarks.gpu [PART ...] [--only QUESTION ...] [--out FOLDER] [--seconds 450] [--dry-run]
+    python -m benchmarks.gpu [PART ...] [--only QUESTION ...] [--out FOLDER] [--seconds 470] [--dry-run]
 
 Each part runs in a process of its own and within a time of its own, and is killed a little after that: a part that
 fails is recorded with its error, and the next one runs. A dry run makes every part on the CPU, in this process, with
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default")
     parser.add_argument("--only", nargs="+", default=[], metavar="QUESTION", help="for example V5")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder of the JSON")
-    parser.add_argument("--seconds", type=float, default=450, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=470, help="of the whole run")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU; no figure has a meaning")
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - set(PARTS):

@@ -12,7 +12,8 @@ an optimizer step and the moves of masks do not. All variants take turns, on ran
 parameters, masks and input, kept packs included. `kept MB`: parameters and masks. `sparse share`: of the GEMM time on
 sparse kernels, see ``Router.sparse_share``; the first forward pass in "auto" is dense, and counts. `products`: the
 kernel of each, and why. `error`: the largest relative error of Y, dX and all dW against mode "reference" of the same
-masks and the same random numbers. `first s`: the first step, with what it compiles and measures.
+masks and the same random numbers; after estimates it may be some per cent, where a last digit of dY moves an entry
+across its draw. `first s`: the first step, with what it compiles and measures.
 """
 
 from __future__ import annotations
