@@ -357,11 +357,12 @@ def run(report: Report) -> None:
     size = setting.pick(Size(), TINY)
     text, source = help_topics()
     runs: dict[str, Run] = {}
+    kernels = setting.kernels  # probed once
 
     def one(setting: Setting, name: str, variant: str, limit: float) -> dict[str, object]:
         clean(setting.device)
         seconds = setting.pick(8.0, 0.0)
-        runs[name] = train(variant, size, seconds, text, setting.device, setting.kernels, limit)
+        runs[name] = train(variant, size, seconds, text, setting.device, kernels, limit)
         return runs[name].figures | {"text": source}
 
     variants = names(setting.pick(PART, DRY_PART))

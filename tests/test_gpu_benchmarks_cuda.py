@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import correctness, costs, plan_cache
+from benchmarks.gpu import correctness, costs, layers, plan_cache
 from benchmarks.gpu.setting import Setting, SoftwareOperators
+from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
 from lightning_nm.kernels.simulated import compress, expand
 
@@ -190,3 +191,52 @@ def test_a_plan_that_is_kept(cuda, monkeypatch):
     answer = plan_cache.plan_cache(cuda)
     assert library.stored == [(4096, 2048), (2048, 4096)]
     assert {answer[name]["verdict"] for name in ("product", "beta=1", "packed as its transpose")} == {"wrong"}
+
+
+class Clock(Event):
+    """Each record comes three milliseconds after the one before."""
+
+    now = 0.0
+    waited = 0
+
+    def record(self):
+        Clock.now += 3.0
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+    def synchronize(self):
+        Clock.waited += 1
+
+
+def test_a_layer_is_timed_by_events_and_its_memory_measured(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    allocated = iter(range(0, 10**6, 1000))
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    variants = [layers.DENSE, layers.Variant("bi-mask", True, "auto")]
+    rows = layers.compare(cuda, layers.TINY["tiny mlp"], variants)
+    assert list(rows) == [variant.name for variant in variants]
+    for row in rows.values():
+        assert row["ms"] == 3.0
+        assert row["step MB"] == 1e-3
+        assert row["host ms"] > 0
+    assert "needs a CUDA device" in rows["bi-mask+mvue, auto"]["products"]["fc1 forward"]
+
+
+def test_a_training_is_watched_by_events(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    for seconds, limit in ((0.0, float("inf")), (1e6, 0.0)):
+        before = Clock.waited
+        watch = Watch(torch.device("cuda"), seconds, warmup=3, limit=limit)
+        trainer = SimpleNamespace(should_stop=False)
+        batches = 0
+        while not trainer.should_stop:
+            watch.on_train_batch_end(trainer, None, {"loss": torch.tensor(1.0)}, None, batches)
+            batches += 1
+        assert batches == len(watch.losses) == 5
+        assert watch.steps() == pytest.approx([3e-3, 3e-3])
+        assert Clock.waited - before == 4  # for every step but the last

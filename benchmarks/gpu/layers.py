@@ -35,6 +35,7 @@ from benchmarks.gpu.correctness import relative
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import Setting
 from lightning_nm import MVUE, NMSparsifier
+from lightning_nm.kernels import GemmKernel
 from lightning_nm.kernels.router import Router, routing
 
 BF16 = torch.bfloat16
@@ -137,7 +138,8 @@ class Layer:
         variant: How it is trained.
         model: The MLP; a dense one is masked if the variant is.
         sparsifier: Of a model that is masked already.
-        decisions: File by which routers share what they measured.
+        kernels: The sparse ones, which routers share.
+        decisions: File by which they share what they measured.
         batch: Input and output gradient, ``[tokens, width]`` in bfloat16.
         call: What is called for the model, for example the compiled one.
     """
@@ -148,6 +150,7 @@ class Layer:
         variant: Variant,
         model: nn.Module,
         sparsifier: NMSparsifier | None,
+        kernels: list[GemmKernel],
         decisions: Path,
         batch: tuple[Tensor, Tensor],
         call: Callable[[Tensor], Tensor] | None = None,
@@ -158,9 +161,7 @@ class Layer:
         self.mixed = next(model.parameters()).dtype == torch.float32
         self.router = None
         if sparsifier is not None:
-            self.router = Router(
-                variant.mode, setting.kernels, decisions, variant.reuse, budget_s=10, timer=setting.timer
-            )
+            self.router = Router(variant.mode, kernels, decisions, variant.reuse, budget_s=10, timer=setting.timer)
 
     def step(self) -> Tensor:
         """Forward and backward; gradients of the step before go first."""
@@ -259,6 +260,7 @@ def compare(
     layers: dict[str, Layer] = {}
     first: dict[str, float] = {}
     failed: dict[str, object] = {}
+    kernels = setting.kernels
     with TemporaryDirectory() as folder:
         for variant in variants:
             try:
@@ -272,7 +274,9 @@ def compare(
                 if compiled:
                     backend = setting.pick({"backend": "inductor", "mode": compiled}, {"backend": "aot_eager"})
                     call = torch.compile(model, dynamic=False, **backend)  # type: ignore[call-overload]
-                layer = Layer(setting, variant, model, sparsifier, Path(folder) / "decisions.json", batch, call)
+                layer = Layer(
+                    setting, variant, model, sparsifier, kernels, Path(folder) / "decisions.json", batch, call
+                )
                 start = perf_counter()
                 layer.step()
                 setting.synchronize()

@@ -89,12 +89,12 @@ class Setting:
         return DeviceTimer(0, 1, 1) if self.dry_run else DeviceTimer(warmup=3, samples=7, calls=5)
 
     @property
-    def kernels(self) -> list[GemmKernel] | None:
-        """The sparse kernels; None for those of the package."""
-        return [SimulatedSparseKernel()] if self.dry_run else None
+    def kernels(self) -> list[GemmKernel]:
+        """The sparse kernels, new ones each time; in a dry run the simulated one alone."""
+        return [SimulatedSparseKernel()] if self.dry_run else list(KernelRegistry().kernels.values())[1:]
 
     def registry(self) -> KernelRegistry:
-        """All kernels; in a dry run the simulated one is the only sparse one."""
+        """All kernels, new ones each time."""
         return KernelRegistry(self.kernels)
 
     def pick(self, real: Choice, tiny: Choice) -> Choice:
