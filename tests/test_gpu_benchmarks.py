@@ -103,6 +103,8 @@ def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_
             assert row["sparse share"] == pytest.approx(len(gemms) / 3, rel=2e-3)
             assert (row["error"] is None) == (variant.mode == "reference")
             assert (row["error"] or 0) < 1e-2
+            assert ("masks ms" in row) == (variant.mode == "reference")
+            assert row.get("masks ms", 1) > 0
 
 
 def test_compiled_layers_run_too(dry_run):

@@ -13,7 +13,9 @@ parameters, masks and input, kept packs included. `kept MB`: parameters and mask
 sparse kernels, see ``Router.sparse_share``; the first forward pass in "auto" is dense, and counts. `products`: the
 kernel of each, and why. `error`: the largest relative error of Y, dX and all dW against mode "reference" of the same
 masks and the same random numbers; after estimates it may be some per cent, where a last digit of dY moves an entry
-across its draw. `first s`: the first step, with what it compiles and measures.
+across its draw. `masks ms`: what the sparsifier adds around an optimizer's step, not part of `ms` and by mode
+"reference" alone; where masks rest for many steps, a step in which they move takes longer. `first s`: the first step,
+with what it compiles and measures.
 """
 
 from __future__ import annotations
@@ -194,6 +196,26 @@ class Layer:
         expected = self.results(None)
         return max(map(relative, self.results(self.router), expected))
 
+    def masks_ms(self) -> float:
+        """Median milliseconds of what the sparsifier does around an optimizer's step."""
+        assert self.sparsifier is not None
+        optimizer, times = torch.optim.SGD(self.model.parameters(), lr=0.0), []
+        self.sparsifier.register(optimizer)
+        for _ in range(self.setting.pick(5, 1)):
+            self.step()
+            start = self._now()
+            self.sparsifier.before_step(optimizer)
+            before = self._now() - start
+            optimizer.step()
+            start = self._now()
+            self.sparsifier.step()
+            times.append(1e3 * (before + self._now() - start))
+        return median(times)
+
+    def _now(self) -> float:
+        self.setting.synchronize()
+        return perf_counter()
+
     def kept_bytes(self) -> int:
         """Bytes of the parameters and the masks."""
         tensors: list[Tensor] = list(self.model.parameters())
@@ -297,6 +319,8 @@ def compare(
                 row["sparse share"], row["share of"] = layer.router.sparse_share()
                 row["products"] = products(layer.router)
                 row["error"] = None if compiled else layer.error()
+                if layer.variant.mode == "reference":  # whatever the mode
+                    row["masks ms"] = layer.masks_ms()
             rows[name] = row
     return rows | failed
 
