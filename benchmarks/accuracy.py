@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the runs there")
     parser.add_argument("--read", type=Path, help="print the tables of runs that were written, without training")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     warnings.filterwarnings("ignore", message="BAME never adapts")  # that is what `fixed` is for
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

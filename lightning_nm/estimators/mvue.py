@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.functional import approx_mvue, mvue
-from lightning_nm.kernels.preprocess import TOKENS, mvue_transposed
+from lightning_nm.kernels.preprocess import TOKENS, in_one_pass, mvue_transposed
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.schedule import Moment
 from lightning_nm.pattern import NMPattern
@@ -45,17 +45,27 @@ class MVUE(BlockEstimator):
         """A sample of the estimator."""
         return mvue(grad, pattern, 0, uniform=uniform[0])
 
+    def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
+        """A sample of the estimator, in one pass where there is a kernel for it."""
+        if self._fused(layer) and in_one_pass(grad):
+            transposed = mvue_transposed(grad.contiguous(), seed, self.pattern_of(layer))
+            return transposed.t()[: len(grad)]
+        return super().estimate(layer, grad, seed)
+
     def estimate_transposed(
         self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The same sample, in one pass over ``dY`` where there is a kernel for it."""
-        pattern = self.pattern_of(layer)
-        own = type(self).prune is not MVUE.prune or type(self).estimate is not MVUE.estimate
-        if own or TOKENS % pattern.m:
+        if not self._fused(layer):
             return super().estimate_transposed(layer, grad, seed, gather)
         if gather is None:
-            return mvue_transposed(grad, seed, pattern), None
-        return mvue_transposed(grad, seed, pattern, gather=gather)
+            return mvue_transposed(grad, seed, self.pattern_of(layer)), None
+        return mvue_transposed(grad, seed, self.pattern_of(layer), gather=gather)
+
+    def _fused(self, layer: NMLayer) -> bool:
+        """Whether the kernel draws what this estimator does; a subclass may draw something else."""
+        own = type(self).prune is not MVUE.prune or type(self).estimate is not MVUE.estimate
+        return not own and TOKENS % self.pattern_of(layer).m == 0
 
 
 class ApproxMVUE(BlockEstimator):

@@ -332,6 +332,11 @@ def _check_order(name: str, order: Tensor | None, size: int, device: torch.devic
         )
 
 
+def in_one_pass(matrix: Tensor) -> bool:
+    """Whether the functions of this module make one pass over a matrix, by a kernel, and keep its dtype."""
+    return _kernels_for(matrix, matrix.dtype) is not None
+
+
 def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The Triton kernels, where they can be used; Inductor makes its own of the torch operations."""
     if torch.compiler.is_compiling() or not matrix.numel() or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES):

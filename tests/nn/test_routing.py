@@ -584,6 +584,20 @@ def test_the_transposed_estimate_is_the_estimate(tokens, estimator, gather, seed
     assert gathered is None or torch.equal(gathered, grad[:, order])
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("pattern", ["2:4", "1:16"])
+def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
+    module = nn.Linear(8, 12)
+    sparsifier = NMSparsifier(module, "2:4", "dense", MVUE(pattern), skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    grad = torch.randn(12, tokens).t()
+    expected = layer.estimate(grad, layer.noise)
+    monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
+    found = layer.estimate(grad, layer.noise)
+    assert torch.equal(found, expected)
+    assert found.t().stride()[-1] == 1, "the product takes it without a copy"
+
+
 def test_the_faster_of_two_ways_is_measured_once_and_on_a_gpu_alone():
     class Recorded:
         def __init__(self):
