@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -117,10 +118,6 @@ class Chooser:
         """Return the kernel for a product; see :meth:`decide`."""
         return self.registry.kernels[self.decide(key).kernel]
 
-    def knows(self, key: GemmKey) -> bool:
-        """Whether a decision for a product is there, so that nothing has to be measured."""
-        return self.mode != "auto" or self._known(bucketed(key))
-
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
 
@@ -129,7 +126,7 @@ class Chooser:
         """
         bucket = bucketed(key)
         if not self._known(bucket):
-            self._settle(bucket, self._decide(bucket))
+            self._settle(bucket, self._decide(key))
         decision = self.decisions[bucket]
         kernel = self.registry.kernels.get(decision.kernel)
         if kernel is None:
@@ -152,11 +149,16 @@ class Chooser:
             budget_s: Seconds.
             clock: Tells seconds.
         """
-        counts = Counter(bucketed(key) for key in keys)
+        counts: Counter[GemmKey] = Counter()
+        sizes: dict[GemmKey, GemmKey] = {}  # what is measured for a bucket is a size that occurs
+        for key in keys:
+            counts[bucketed(key)] += 1
+            sizes.setdefault(bucketed(key), key)
         end = clock() + budget_s
-        for key in sorted(counts, key=lambda key: counts[key] * multiply_adds(key), reverse=True):
-            if self.mode == "auto" and not (self._known(key) and self.decisions[key].source == "measured"):
-                self._settle(key, self._measured(key) if clock() < end else self._left(key, budget_s))
+        for bucket in sorted(counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True):
+            key = sizes[bucket]
+            if self.mode == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
+                self._settle(bucket, self._measured(key) if clock() < end else self._left(key, budget_s))
             self.decide(key)
 
     def report(self) -> list[Row]:
@@ -185,17 +187,19 @@ class Chooser:
 
     def _measured(self, key: GemmKey) -> Decision:
         notes: list[str] = []
-        dense_ms: float | None = None
+        dense: list[float] = []
         times = {}
         for kernel in self.registry.legal(key, notes):
             try:
-                dense_ms = dense_ms or trial.dense_ms(key, self.timer)
+                # Before and after each kernel: a GPU at its power limit slows down while it works.
+                dense = dense or [trial.dense_ms(key, self.timer)]
                 times[kernel.name] = trial.sparse_ms(kernel, key, self.timer)
+                dense.append(trial.dense_ms(key, self.timer))
             except Exception as error:
                 notes.append(f"{kernel.name}: {failure(error)}")
-        if dense_ms is None or not times:
+        if not times:
             return _default(notes)
-        return self._compared(key, dense_ms, times, notes, "measured")
+        return self._compared(key, fmean(dense), times, notes, "measured")
 
     def _predicted(self, key: GemmKey) -> Decision:
         notes: list[str] = []

@@ -107,8 +107,8 @@ class KernelRegistry:
     ) -> Tensor:
         """Make a product by a kernel, and the dense one if that fails, now and from then on.
 
-        A failure is told in one warning, and switches this kernel off for this key. If the dense product fails too,
-        the operands are at fault: its error is raised, and the kernel stays.
+        A failure is told in one warning, and switches this kernel off for this key, unless memory was short. If the
+        dense product fails too, the operands are at fault: its error is raised, and the kernel stays.
 
         Args:
             kernel: The kernel that `product` calls.
@@ -120,11 +120,16 @@ class KernelRegistry:
             return dense()
         try:
             return product()
+        except torch.OutOfMemoryError:
+            failed = ""  # of the moment, not of the kernel
         except Exception as error:
-            if kernel is self.reference:
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if kernel is self.reference or capturing:  # a capture that failed takes no other product either
                 raise
             failed = f"it failed, {failure(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed
+        if not failed:
+            return result
         self._failed[kernel.name, key] = failed
         warnings.warn(
             f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product takes its place.",

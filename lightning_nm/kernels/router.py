@@ -27,6 +27,8 @@ from lightning_nm.kernels.timing import DeviceTimer, Timer
 
 Result = TypeVar("Result")
 
+_MOST_KNOWN = 1 << 14
+
 
 class Product(NamedTuple):
     """One GEMM of a layer.
@@ -62,16 +64,18 @@ class _Settled(NamedTuple):
 class Router(Handled):
     """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
 
-    In mode ``"auto"`` the products of the first batch are dense and noted; :meth:`tune`, called before the first
-    backward pass, measures them all. Products of other sizes that come later are measured when they come, but not
-    while a CUDA graph is captured, where they stay dense.
+    In mode ``"auto"`` the products of the first batch are dense and noted; :meth:`tune` measures them all. The plugins
+    call it before the first backward pass, and without :mod:`torch.distributed` that pass does so itself. Products of
+    other sizes that come later are measured when they come. While a CUDA graph is captured nothing is tried or
+    measured: products of sizes that did not run before are dense in it.
 
     Args:
         mode: As :class:`~lightning_nm.kernels.choose.Chooser`'s.
         kernels: The kernels besides the reference; ``None`` takes those of the package.
         file: Where measured decisions are kept, used in ``"auto"`` alone; ``None`` keeps none.
-        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
-            kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and 16-bit dtype.
+        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on the packs of
+            training passes are kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and
+            16-bit dtype.
         budget_s: Seconds that :meth:`tune` may take.
         gpu: Figures of the GPU for ``"heuristic"``, and for ``"auto"`` where its budget ends; by default those that
             the package knows.
@@ -169,17 +173,23 @@ class Router(Handled):
         return known.kernel
 
     def _settle(self, product: Product) -> _Settled:
-        kernel, keep = self.registry.reference, True
-        if not product.reason:
-            chooser = self.open(torch.device(product.key.device)) if self.tuned else None
-            keep = chooser is not None and (chooser.knows(product.key) or not _capturing())
-            if chooser is not None and keep:
-                kernel = chooser.choose(product.key)
+        kernel = self.registry.reference
+        # A capture must neither measure nor try: whatever is not known by then stays dense in it.
+        keep = not _capturing() and (self.tuned or bool(product.reason))
+        if keep and not product.reason:
+            kernel = self.open(torch.device(product.key.device)).choose(product.key)
         calls = self._calls.setdefault((product._replace(key=bucketed(product.key)), kernel.name), [0])
         settled = _Settled(kernel, calls, self.registry.failures)
         if keep:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             self._known[product] = settled
         return settled
+
+    def tune_alone(self) -> None:
+        """:meth:`tune` where no other process has to take part, unless a CUDA graph is captured."""
+        if not self.tuned and not _capturing() and not (dist.is_available() and dist.is_initialized()):
+            self.tune()
 
     def note(self, products: Sequence[Product]) -> None:
         """Take note of the products of a batch, for :meth:`tune`."""
@@ -196,16 +206,19 @@ class Router(Handled):
         self.tuned = True
         products = [product for product in self._noted if not product.reason]
         device = products[0].key.device if products else None
-        first = not dist.is_initialized() or dist.get_rank() == 0
+        together = dist.is_available() and dist.is_initialized()
+        first = not together or dist.get_rank() == 0
         if device is not None:
             chooser = self.open(torch.device(device))
             known = dict(chooser.decisions)
             if first:
                 chooser.tune([product.key for product in products], self.budget_s)
                 new = [decision for key, decision in chooser.decisions.items() if decision != known.get(key)]
+                if torch.device(device).type == "cuda":
+                    torch.cuda.empty_cache()  # the trials' operands
                 if self.file is not None and any(decision.source == "measured" for decision in new):
                     self._save(chooser.decisions, self.file)
-        if dist.is_initialized():  # a process without such products takes part
+        if together:  # a process without such products takes part
             shared = share(self.chooser.decisions if self.chooser else Decisions(environment_of(torch.device("cpu"))))
             if self.chooser is not None:
                 self.chooser.decisions = shared

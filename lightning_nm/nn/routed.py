@@ -18,8 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
 from lightning_nm.kernels.handles import find
+from lightning_nm.kernels.keys import token_bucket
 from lightning_nm.kernels.preprocess import permuted_columns
 from lightning_nm.kernels.router import Product, Router
+from lightning_nm.kernels.two_four import ALIGNMENT
 from lightning_nm.nn.layer import Gemm, NMLayer
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
@@ -64,7 +66,11 @@ def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason:
         router.kernel(Product(layer.name, GemmKey(gemm, *sizes[gemm], x.dtype, layer.pattern, str(x.device)), reason))
 
 
-@torch.library.custom_op("lightning_nm::forward_gemm", mutates_args=())
+# What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+
+@torch.library.custom_op("lightning_nm::forward_gemm", mutates_args=(), tags=_TAGS)
 def forward_gemm(
     x: Tensor,
     weight: Tensor,
@@ -100,8 +106,12 @@ def forward_gemm(
         return F.linear(x, nm.matrix(nm.method.forward_weight(nm, weight)).to(x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = _pack(nm, route, kernel, product, weight, lambda: nm.method.forward_operand(nm, weight, x.dtype))
-        return kernel.linear(packed, x.contiguous(), bias)
+        def operand() -> Tensor:
+            return nm.method.forward_operand(nm, weight, x.dtype)
+
+        # Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
+        packed = _pack(nm, route, kernel, product, weight, operand) if trains else kernel.pack(operand())
+        return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
 
     return _run(route, kernel, product, sparse, dense)
 
@@ -126,7 +136,7 @@ def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: An
     return 2 * x_shape[0] * x_shape[1] * out_shape[1]
 
 
-@torch.library.custom_op("lightning_nm::backward_gemms", mutates_args=())
+@torch.library.custom_op("lightning_nm::backward_gemms", mutates_args=(), tags=_TAGS)
 def backward_gemms(
     grad: Tensor,
     x: Tensor,
@@ -156,9 +166,10 @@ def backward_gemms(
     """
     nm, route = find(tag.shape[0]), find(router)
     dgrad, wgrad = products(nm, len(x), x.dtype, x.device, GEMMS[1:])
+    route.tune_alone()
     dgrad_kernel = route.kernel(dgrad) if needs_input else None
     wgrad_kernel = route.kernel(wgrad) if needs_weight else None
-    gradient = _Gradient(nm, route, grad.contiguous(), noise if needs_weight else None)
+    gradient = _Gradient(nm, route, _plain(grad), noise if needs_weight else None)
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
         grad.new_empty(0) if dgrad_kernel is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
@@ -232,7 +243,8 @@ class _Gradient:
             estimate, permuted = estimator.estimate_transposed(layer, grad, seed, order)
             return estimate, permuted_columns(grad, order) if permuted is None else permuted
 
-        name = (type(estimator), estimator.pattern_of(layer), grad.shape, grad.dtype)
+        size = (token_bucket(len(grad)), grad.shape[1])
+        name = (type(estimator), estimator.pattern_of(layer), size, grad.dtype)
         self._transposed, permuted = self.router.faster(name, (one_pass, two_passes), grad.device)()
         return permuted
 
@@ -271,14 +283,20 @@ def _wgrad(
         return grad.t() @ x
     if layer.observing:
         estimate = layer.estimate(grad, seed)
-        found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), x.contiguous())
+        found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), _plain(x))
         layer.observe(estimate, grad.t() @ x, found)
         return found
 
     def sparse() -> Tensor:
-        return kernel.matmul(kernel.pack(gradient.transposed()), x.contiguous())
+        return kernel.matmul(kernel.pack(gradient.transposed()), _plain(x))
 
     return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous, and at an address that kernels take."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _run(
@@ -299,6 +317,8 @@ def _pack(
 ) -> Tensor:
     """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does."""
     versions = tuple((tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors()))
-    stamp: Hashable = (versions, layer.step, layer.clock)  # steps count, too: not every optimizer leaves a version
+    # Steps count, too, as not every optimizer leaves a version; and memory belongs to the stream where it was made.
+    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+    stamp: Hashable = (versions, layer.step, layer.clock, stream)
     name = (kernel.name, product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, lambda: kernel.pack(operand()))

@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_while_it_is_timed_is_passed_over():
     choice = chooser(kernels=[FakeKernel("bad", spoil=spoil), FakeKernel("good")])
     decision = choice.decide(KEY)
     assert decision.kernel == "good"
-    assert choice.timer.timed == [DENSE, ("good", "linear"), ("good", "pack")]
+    assert choice.timer.timed == [DENSE, ("good", "linear"), ("good", "pack"), DENSE]
     assert "bad: RuntimeError: out of workspace" in decision.reason
 
 
@@ -180,13 +180,13 @@ def test_the_default_policy_of_an_h200(monkeypatch):
     assert choice.choose(gemm_key("wgrad", 4096, 16384, 11008)).name == "fast"
 
 
-def test_lengths_of_a_bucket_are_measured_once_at_its_size():
+def test_lengths_of_a_bucket_are_measured_once_at_the_first_of_them():
     sizes = []
     choice = chooser(kernels=[FakeKernel(supports=lambda key: sizes.append(key.columns) or "")])
     for columns in (1000, 1024, 897, 960):
         assert choice.choose(gemm_key(columns=columns)).name == "fast"
-    assert choice.timer.timed == [DENSE, ("fast", "linear"), ("fast", "pack")]
-    assert sizes == [1024, 1000, 1024, 897, 960]
+    assert choice.timer.timed == [DENSE, ("fast", "linear"), ("fast", "pack"), DENSE]
+    assert sizes == [1000, 1000, 1024, 897, 960]
     assert len(choice.report()) == 1
 
 
@@ -388,3 +388,17 @@ def test_settings_out_of_range():
     for names in (["fast", "fast"], ["reference"]):
         with pytest.raises(ValueError, match=r"two kernels are named '(fast|reference)'"):
             chooser(kernels=[FakeKernel(name) for name in names])
+
+
+def test_the_dense_product_is_timed_before_and_after_each_kernel():
+    class Drifting(FakeTimer):
+        def time(self, function, device):
+            self.dense += 1
+            return super().time(function, device)
+
+    kernels = [FakeKernel("a"), FakeKernel("b")]
+    choice = chooser(kernels=kernels)
+    choice.timer = Drifting(kernels, 10, a=(8, 0), b=(9, 0))
+    decision = choice.decide(KEY)
+    assert choice.timer.timed == [DENSE, ("a", "linear"), ("a", "pack"), DENSE, ("b", "linear"), ("b", "pack"), DENSE]
+    assert decision.dense_ms == pytest.approx((11 + 14 + 17) / 3)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_nm import MVUE, NMSparsifier, TransposableMask
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.handles import find
 from tests.fake_kernels import FakeKernel, FakeTimer
 from tests.kinds import KINDS, make
@@ -291,6 +292,35 @@ def test_captures_of_graphs_neither_use_nor_keep_packs_nor_measure(monkeypatch):
     assert ("forward", "fast") in ran(auto)
 
 
+def test_packs_are_of_training_passes_alone():
+    """Averages are swapped in for validation through .data, which no version tells."""
+    module, x = make("linear")
+    attach(module)
+    router = simulated(reuse=2)
+    expected = gradients(module, x, router)
+    kept = module.weight.detach().clone()
+    module.weight.data.mul_(2)
+    with routing(router), torch.no_grad():
+        found = module(x)
+    with torch.no_grad():
+        assert torch.equal(found, module(x))
+    module.weight.data.copy_(kept)
+    assert_equal(gradients(module, x, router), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "sparse", "heuristic"])
+def test_captures_try_nothing(mode, monkeypatch):
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    figures = DeviceModel("mine", 100, 1e6, 1.9)
+    router = Router(mode, [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)), gpu=figures)
+    monkeypatch.setattr(router_module, "_capturing", lambda: True)
+    gradients(module, x, router)
+    assert not fast.calls
+    assert {kernel for _, kernel in ran(router)} == {"reference"}
+
+
 def test_packs_go_with_their_layer_and_with_the_router():
     module, x = make("linear")
     sparsifier = attach(module)
@@ -316,10 +346,11 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
     timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
     file = tmp_path / "new folder" / "kernels.json"
     router = Router("auto", [fast], file=file, timer=timer)
-    gradients(module, x, router)
-    assert {kernel for _, kernel in ran(router)} == {"reference"}
+    with routing(router):
+        y = module(x)
+    assert ran(router) == {("forward", "reference")}
     assert not timer.timed
-    router.tune()
+    y.sum().backward()
     assert timer.timed
     timed = len(timer.timed)
     gradients(module, x, router)
@@ -327,8 +358,8 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
     assert len(timer.timed) == timed
     assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} <= ran(router)
     share, basis = router.sparse_share()
-    # Two batches, the first dense: 9 ms for each of six products but one, which took 1 ms.
-    assert share == pytest.approx(1 / 46)
+    # Two batches: 9 ms for each of five products, dX of the first not needed, but for the second forward's 1 ms.
+    assert share == pytest.approx(1 / 37)
     assert basis == "measured times"
 
     again = Router("auto", [fast], file=file, timer=(second := FakeTimer([fast], dense=1.0, fast=(9.0, 0.0))))
@@ -350,9 +381,8 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path):
     (tmp_path / "kernels.json").write_text("my notes")
     for file in (tmp_path / "kernels.json", tmp_path / "kernels.json" / "below.json"):
         router = Router("auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
-        gradients(module, x, router)
         with pytest.warns(RuntimeWarning, match="not kept and will be measured again"):
-            router.tune()
+            gradients(module, x, router)
         gradients(module, x, router)
         assert ("forward", "fast") in ran(router)
     assert (tmp_path / "kernels.json").read_text() == "my notes"
@@ -385,6 +415,48 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(fails):
         assert_equal(gradients(module, x, router), expected)
     assert len(warned) == {"linear": 2, "matmul": 1, "pack": 3}[fails]
     assert_equal(gradients(module, x, router), expected)  # a warning would be an error
+
+
+def test_short_memory_switches_no_kernel_off():
+    module, x = make("linear")
+    attach(module)
+    kernel = FakeKernel()
+    router = Router("sparse", [kernel])
+    expected = gradients(module, x, router)
+    linear = kernel.linear
+
+    def short(*args):
+        raise torch.OutOfMemoryError("40 GB wanted")
+
+    kernel.linear = short
+    assert_equal(gradients(module, x, router), expected)
+    kernel.linear = linear
+    kernel.calls.clear()
+    assert_equal(gradients(module, x, router), expected)
+    assert kernel.calls.count("linear") == 2
+
+
+def test_operands_at_odd_addresses_are_copied_and_switch_no_kernel_off():
+    module = nn.Linear(32, 64)
+    attach(module, estimator="mvue")
+    odd = torch.randn(16 * 32 + 1)[1:].view(16, 32)
+    module.bias = nn.Parameter(torch.zeros(65)[1:])
+    router = simulated()
+    assert_equal(gradients(module, odd, router), gradients(module, odd, None))
+    with routing(router):
+        module(odd)
+    assert ("forward", "simulated") in ran(router)
+
+
+def test_measuring_draws_no_random_numbers():
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    router = Router("auto", [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+    state = torch.random.get_rng_state()
+    gradients(module, x, router)
+    assert ("dgrad", "fast") in ran(router) or router.timer.timed
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_unknown_modes_and_nothing_to_replay(tmp_path):

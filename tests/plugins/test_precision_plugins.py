@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -145,6 +146,19 @@ def test_micro_batches_share_packs(tmp_path):
     assert made.router.reuse == 2
     assert made.router.chooser.reuse == 2
     assert not made.router._packs, "packs are let go after the fit"
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_averaged_weights_in_validation_do_not_reach_the_training(accumulated, tmp_path):
+    results = []
+    for plugins in ([], [plugin()]):
+        callbacks = [EMAWeightAveraging(decay=0.5), sparse_callback()]
+        trainer, model = fit(tmp_path, plugins, callbacks, accumulate_grad_batches=accumulated, max_epochs=4)
+        results.append((float(trainer.callback_metrics["val_loss"]), model.state_dict()))
+    (loss, weights), (other_loss, other_weights) = results
+    assert loss == pytest.approx(other_loss, rel=1e-4)
+    for key in weights:
+        torch.testing.assert_close(weights[key], other_weights[key], rtol=1e-4, atol=1e-6)
 
 
 def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
