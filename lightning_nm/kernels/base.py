@@ -74,5 +74,8 @@ class GemmKernel:
         return torch.nn.functional.linear(x, packed, bias)
 
     def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        return packed @ matrix
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous.
+
+        A may have more columns than B has rows; they hold zeros: the padding of a number of tokens.
+        """
+        return packed[:, : len(matrix)] @ matrix

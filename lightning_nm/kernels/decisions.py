@@ -135,6 +135,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         schema, environments = content["schema"], content["environments"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} does not hold decisions: give another path, or remove it") from error
+    if not isinstance(environments, dict):
+        raise ValueError(f"{path} does not hold decisions: give another path, or remove it")
     if schema != SCHEMA:
         raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
     return cast("dict[str, dict[str, Any]]", environments)

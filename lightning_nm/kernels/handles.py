@@ -31,6 +31,11 @@ def find(handle: int) -> Any:
     """Return the object with this number.
 
     Raises:
-        KeyError: If it is gone: a compiled graph outlived the layer that it was made of.
+        RuntimeError: If it is gone.
     """
-    return _objects[handle]
+    try:
+        return _objects[handle]
+    except KeyError:
+        raise RuntimeError(
+            f"object {handle} of a compiled graph is gone: keep model and router until the backward pass is over"
+        ) from None

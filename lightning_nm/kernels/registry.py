@@ -27,7 +27,7 @@ class KernelRegistry:
             ``cusparselt`` and ``cutlass``.
 
     Raises:
-        ValueError: If two kernels have one name.
+        ValueError: If two kernels have one name, or something is no kernel.
 
     Example::
 
@@ -44,6 +44,8 @@ class KernelRegistry:
         self.kernels: dict[str, GemmKernel] = {}
         if kernels is None:
             kernels = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CutlassKernel()]
+        if isinstance(kernels, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in kernels):
+            raise ValueError(f"kernels={kernels!r} must be a list of GemmKernel objects")
         for kernel in (self.reference, *kernels):
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
@@ -58,6 +60,10 @@ class KernelRegistry:
     def failures(self) -> int:
         """How many times a kernel was switched off for a product."""
         return len(self._failed)
+
+    def forget_failures(self) -> None:
+        """Let every kernel try again."""
+        self._failed.clear()
 
     def resolve(self, kernel: str | GemmKernel) -> GemmKernel:
         """Find a kernel by its name; an object is returned as it is.
@@ -119,7 +125,7 @@ class KernelRegistry:
         if (kernel.name, key) in self._failed:
             return dense()
         try:
-            return product()
+            return _checked(product(), key)
         except torch.OutOfMemoryError:
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
@@ -176,6 +182,17 @@ class KernelRegistry:
             lambda: kernel.matmul(kernel.pack(matrix), dense),
             lambda: self.reference.matmul(matrix, dense),
         )
+
+
+def _checked(result: Tensor, key: GemmKey) -> Tensor:
+    """Refuse a result of another form than the product's."""
+    shape = (key.rows, key.columns) if key.gemm == "wgrad" else (key.columns, key.rows)
+    if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
+        raise RuntimeError(
+            f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a contiguous "
+            f"{shape} {key.dtype}"
+        )
+    return result
 
 
 def failure(error: Exception) -> str:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -53,12 +54,20 @@ class Used(NamedTuple):
     decision: Decision | None
 
 
+@dataclass
+class _Uses:
+    """How often a kind of product ran on a kernel, and why."""
+
+    calls: int = 0
+    decision: Decision | None = None
+
+
 class _Settled(NamedTuple):
-    """The kernel of a product of one exact size, as long as no kernel fails."""
+    """The kernel of a product of one exact size."""
 
     kernel: GemmKernel
-    calls: list[int]
-    failures: int
+    uses: _Uses
+    validity: tuple[int, bool]
 
 
 class Router(Handled):
@@ -108,6 +117,8 @@ class Router(Handled):
         timer: Timer | None = None,
     ) -> None:
         check_mode(mode)
+        if not isinstance(budget_s, (int, float)) or budget_s < 0:
+            raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
         self.mode = mode
         self.registry = KernelRegistry(kernels)
         self.file = None if file is None else Path(file).expanduser()
@@ -125,11 +136,12 @@ class Router(Handled):
         """
         self.reuse = reuse or self.reuse
         self.chooser: Chooser | None = None
+        self.registry.forget_failures()
         self.tuned = self.mode != "auto"
         self._noted: dict[Product, None] = {}
         self._known: dict[Product, _Settled] = {}
         self._fastest: dict[Hashable, int] = {}
-        self._calls: dict[tuple[Product, str], list[int]] = {}
+        self._uses: dict[tuple[Product, str], _Uses] = {}
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,6 +172,7 @@ class Router(Handled):
             environment = environment_of(device)
             keeps = self.mode == "auto" and self.file is not None
             known = Decisions.load(self.file, environment) if keeps and self.file else Decisions(environment)
+            self._saved = {key for key, decision in known.items() if decision.source == "measured"}
             figures = self.gpu or _figures(environment.device, required=self.mode == "heuristic")
             self.chooser = Chooser(self.mode, self.registry, known, self.timer, figures, reuse=self.reuse)
         return self.chooser
@@ -167,19 +180,27 @@ class Router(Handled):
     def kernel(self, product: Product) -> GemmKernel:
         """The kernel for a product that is about to run once."""
         known = self._known.get(product)
-        if known is None or known.failures != self.registry.failures:
+        if known is None or known.validity != self._validity:
             known = self._settle(product)
-        known.calls[0] += 1
+        known.uses.calls += 1
         return known.kernel
 
+    @property
+    def _validity(self) -> tuple[int, bool]:
+        """What is known of a product does not hold when a kernel failed, or when other things are asked of kernels."""
+        return self.registry.failures, torch.are_deterministic_algorithms_enabled()
+
     def _settle(self, product: Product) -> _Settled:
-        kernel = self.registry.reference
+        decision = None
         # A capture must neither measure nor try: whatever is not known by then stays dense in it.
         keep = not _capturing() and (self.tuned or bool(product.reason))
         if keep and not product.reason:
-            kernel = self.open(torch.device(product.key.device)).choose(product.key)
-        calls = self._calls.setdefault((product._replace(key=bucketed(product.key)), kernel.name), [0])
-        settled = _Settled(kernel, calls, self.registry.failures)
+            decision = self.open(torch.device(product.key.device)).decide(product.key)
+        kernel = self.registry.kernels[decision.kernel] if decision else self.registry.reference
+        bucket = product._replace(key=bucketed(product.key))
+        uses = self._uses.setdefault((bucket, kernel.name), _Uses())
+        uses.decision = decision
+        settled = _Settled(kernel, uses, self._validity)
         if keep:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -205,34 +226,39 @@ class Router(Handled):
             return
         self.tuned = True
         products = [product for product in self._noted if not product.reason]
-        device = products[0].key.device if products else None
+        self._noted.clear()
         together = dist.is_available() and dist.is_initialized()
-        first = not together or dist.get_rank() == 0
-        if device is not None:
-            chooser = self.open(torch.device(device))
-            known = dict(chooser.decisions)
-            if first:
-                chooser.tune([product.key for product in products], self.budget_s)
-                new = [decision for key, decision in chooser.decisions.items() if decision != known.get(key)]
-                if torch.device(device).type == "cuda":
-                    torch.cuda.empty_cache()  # the trials' operands
-                if self.file is not None and any(decision.source == "measured" for decision in new):
-                    self._save(chooser.decisions, self.file)
-        if together:  # a process without such products takes part
-            shared = share(self.chooser.decisions if self.chooser else Decisions(environment_of(torch.device("cpu"))))
-            if self.chooser is not None:
-                self.chooser.decisions = shared
-
-    @staticmethod
-    def _save(decisions: Decisions, file: Path) -> None:
         try:
-            decisions.save(file)
+            if products and (not together or dist.get_rank() == 0):
+                device = torch.device(products[0].key.device)
+                self.open(device).tune([product.key for product in products], self.budget_s)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()  # the trials' operands
+                self.save()
+        finally:  # the others wait for it, and a process without such products takes part
+            if together:
+                chooser = self.chooser
+                shared = share(chooser.decisions if chooser else Decisions(environment_of(torch.device("cpu"))))
+                if chooser is not None:
+                    chooser.decisions = shared
+
+    def save(self) -> None:
+        """Add what was measured to the file, if there is one; a file that cannot be written costs a warning."""
+        if self.mode != "auto" or self.file is None or self.chooser is None:
+            return
+        decisions = self.chooser.decisions
+        measured = {key for key, decision in decisions.items() if decision.source == "measured"}
+        if measured <= self._saved:
+            return
+        try:
+            decisions.save(self.file)
         except (OSError, ValueError) as error:  # no reason to end a training
             warnings.warn(
                 f"the choice of kernels is not kept and will be measured again next time: {failure(error)}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=2,
             )
+        self._saved |= measured
 
     def live(self) -> Router | None:
         """This router; ``None`` in mode ``"reference"``, which compiled graphs are made for as without a router."""
@@ -276,18 +302,19 @@ class Router(Handled):
         return ways[self._fastest[name]]
 
     def release(self) -> None:
-        """Let go of every pack."""
+        """Let go of every pack, and keep what was measured since :meth:`tune`; the first process does."""
         self._packs.clear()
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            self.save()
 
     # ------------------------------------------------------------------------------------------------- report
 
     def used(self) -> list[Used]:
         """What ran since the last :meth:`reset`, in the order of first use; token counts by their bucket."""
-        decisions = self.chooser.decisions if self.chooser else {}
         return [
-            Used(product, kernel, calls, None if product.reason else decisions.get(product.key))
-            for (product, kernel), (calls,) in self._calls.items()
-            if calls
+            Used(product, kernel, uses.calls, uses.decision)
+            for (product, kernel), uses in self._uses.items()
+            if uses.calls
         ]
 
     def sparse_share(self) -> tuple[float, str]:

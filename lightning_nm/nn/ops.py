@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
-from lightning_nm.kernels.router import active
+from lightning_nm.kernels.router import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.routed import backward_gemms, forward_gemm, leave
 
@@ -35,6 +35,10 @@ _CONV_WEIGHT: dict[int, Callable[..., Tensor]] = {
     2: nn_grad.conv2d_weight,
     3: nn_grad.conv3d_weight,
 }
+
+# Why a product that no router runs is dense.
+_CUDNN = "a convolution, left to cuDNN"
+_PART = "a part of a joint projection"
 
 
 def nm_linear(
@@ -53,14 +57,15 @@ def nm_linear(
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
     x, bias, dtype = _autocast(x, weight, bias)
-    router = active()
-    if rows is not None:
-        bias = None if bias is None else bias[rows[0] : rows[1]]
-        leave(layer, router, x.numel() // x.shape[-1], x, "a part of a joint projection")
-        router = None
+    router = active() if x.dtype == dtype else None  # a mismatch is the dense product's to refuse
+    if rows is not None and bias is not None:
+        bias = bias[rows[0] : rows[1]]
     with torch.autocast(x.device.type, enabled=False):
-        route = None if router is None else (router.handle, torch.is_grad_enabled())
-        return _Linear.apply(x, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
+        # Outside of the function, so that its output is no view: that may be changed in place.
+        tokens = x.reshape(-1, x.shape[-1])
+        route = None if router is None else (router, torch.is_grad_enabled())
+        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def nm_conv(
@@ -92,9 +97,7 @@ def nm_conv(
     x, bias, dtype = _autocast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
-        y = _Conv.apply(x, weight, bias, layer, dtype, geometry, layer.noise, *layer.tensors())
-    leave(layer, active(), y.numel() // y.shape[1], x, "a convolution, left to cuDNN")
-    return y
+        return _Conv.apply(x, weight, bias, layer, dtype, geometry, active(), layer.noise, *layer.tensors())
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -144,19 +147,18 @@ class _Linear(torch.autograd.Function):
         layer: NMLayer,
         dtype: torch.dtype,
         rows: tuple[int, int] | None,
-        route: tuple[int, bool] | None,
+        route: tuple[Router, bool] | None,
         noise: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
         ctx.router = None if route is None else route[0]
-        if route is not None:
+        if route is not None and rows is None:
             router, trains = route
-            tokens = x.reshape(-1, x.shape[-1])
             out = layer.matrix(weight).shape[0]
-            y = forward_gemm(tokens, weight, bias, tensors, trains, out, layer.tag, router)
-            return y.view(*x.shape[:-1], out)
+            return forward_gemm(x, weight, bias, tensors, trains, out, layer.tag, router.handle)
+        leave(layer, ctx.router, ("forward",), len(x), x, _PART)
         return F.linear(x, layer.matrix(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
     @staticmethod
@@ -164,31 +166,32 @@ class _Linear(torch.autograd.Function):
         x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
         (grad,) = grads
-        tokens = grad.reshape(-1, grad.shape[-1])
-        inputs = x.reshape(-1, x.shape[-1])
         needs_input = ctx.needs_input_grad[0]
         needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:])
-        grad_weight = grad_bias = None
+        grad_x = grad_weight = grad_bias = None
         rest: list[Any] = [None] * len(tensors)
-        if ctx.router is not None and not _differentiated():
-            grad_x, found = backward_gemms(
-                tokens, inputs, weight, noise, tensors, needs_input, needs_weight, layer.tag, ctx.router
+        whole = ctx.rows == slice(None)
+        if ctx.router is not None and whole and not _differentiated():
+            made = backward_gemms(
+                grad, x, weight, noise, tensors, needs_input, needs_weight, layer.tag, ctx.router.handle
             )
+            grad_x, found = made[0] if needs_input else None, made[1]
         else:
             if needs_input:
-                grad_x = tokens @ layer.matrix(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
+                leave(layer, ctx.router, ("dgrad",), len(x), x, _PART)
+                grad_x = grad @ layer.matrix(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
             if needs_weight:
-                found = _wgrad(layer, tokens, noise, lambda dy: dy.t() @ inputs, ctx.rows.start or 0)
+                leave(layer, ctx.router, ("wgrad",), len(x), x, _PART)
+                found = _wgrad(layer, grad, noise, lambda dy: dy.t() @ x, ctx.rows.start or 0)
         if needs_weight:
-            if ctx.rows != slice(None):
+            if not whole:
                 part, found = found, torch.zeros_like(layer.matrix(weight), dtype=found.dtype)
                 found[ctx.rows] = part
             full = layer.unrows(found.view(layer.rows(weight).shape))
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
-            grad_bias = tokens.sum(0)
-        grad_input = grad_x.view(x.shape) if needs_input else None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None, *rest
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, *rest
 
 
 class _Conv(torch.autograd.Function):
@@ -201,12 +204,15 @@ class _Conv(torch.autograd.Function):
         layer: NMLayer,
         dtype: torch.dtype,
         geometry: tuple[Any, ...],
+        router: Router | None,
         noise: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, noise, *tensors)
-        ctx.layer, ctx.dtype, ctx.geometry = layer, dtype, geometry
-        return _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+        ctx.layer, ctx.dtype, ctx.geometry, ctx.router = layer, dtype, geometry, router
+        y = _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+        leave(layer, router, ("forward",), y.numel() // y.shape[1], x, _CUDNN)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -216,13 +222,16 @@ class _Conv(torch.autograd.Function):
         spatial = x.dim() - 2
         grad_x = grad_weight = grad_bias = None
         rest: list[Any] = [None] * len(tensors)
+        tokens = grad.numel() // grad.shape[1]
         if ctx.needs_input_grad[0]:
+            leave(layer, ctx.router, ("dgrad",), tokens, x, _CUDNN)
             backward_weight = layer.method.backward_weight(layer, weight).to(ctx.dtype)
             grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[7:]):
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:]):
+            leave(layer, ctx.router, ("wgrad",), tokens, x, _CUDNN)
             conv = _CONV_WEIGHT[spatial]
             full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, *range(2, grad.dim())))
-        return grad_x, grad_weight, grad_bias, None, None, None, None, *rest
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, *rest

@@ -49,12 +49,15 @@ def _sizes(layer: NMLayer, tokens: int) -> dict[GemmName, tuple[int, int, int]]:
     return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
 
 
-def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason: str) -> None:
+def leave(
+    layer: NMLayer, router: Router | None, gemms: Sequence[GemmName], tokens: int, x: Tensor, reason: str
+) -> None:
     """Count products that no router runs, for its report; those of a compiled graph are not seen.
 
     Args:
         layer: The layer.
         router: The active router, if there is one.
+        gemms: Which of its products.
         tokens: Output positions of the batch.
         x: The input, for dtype and device.
         reason: Why they are dense.
@@ -62,7 +65,7 @@ def leave(layer: NMLayer, router: Router | None, tokens: int, x: Tensor, reason:
     if router is None or torch.compiler.is_compiling():
         return
     sizes = _sizes(layer, tokens)
-    for gemm in GEMMS if torch.is_grad_enabled() else GEMMS[:1]:
+    for gemm in gemms:
         router.kernel(Product(layer.name, GemmKey(gemm, *sizes[gemm], x.dtype, layer.pattern, str(x.device)), reason))
 
 
@@ -304,7 +307,11 @@ def _run(
 ) -> Tensor:
     """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
     registry = router.registry
-    return dense() if kernel is registry.reference else registry.attempt(kernel, product.key, sparse, dense)
+    if kernel is registry.reference:
+        return dense()
+    result = registry.attempt(kernel, product.key, sparse, dense)
+    # Cut padding makes a view, which autograd would not let the model change in place.
+    return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
 
 def _pack(

@@ -15,8 +15,9 @@ class _FabricRouting(KernelRouting):
     """What the plugins for Fabric share: it has no micro-batches of its own, so ``router.reuse`` is for its user."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning's conversion."""
-        self._begin(module)
+        """Lightning's conversion; one of several models has to have masked layers."""
+        self._models.add(module)
+        self._checked = False
         return super().convert_module(module)  # type: ignore[misc]
 
 

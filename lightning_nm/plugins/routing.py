@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
 from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.router import activate, routing
+from lightning_nm.kernels.router import routing
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"
@@ -48,7 +48,6 @@ class KernelRouting:
     """
 
     router: Router
-    _model: weakref.ref[nn.Module] | None = None
     _checked = False
 
     def __init__(
@@ -63,15 +62,15 @@ class KernelRouting:
     ) -> None:
         super().__init__(**kwargs)
         self.router = Router(kernels, backends, decisions, budget_s=budget_s, gpu=gpu)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the model behind: processes that are spawned bring their own."""
-        return {**self.__dict__, "_model": None}
+        """Leave the models behind: processes that are spawned bring their own."""
+        return {**self.__dict__, "_models": None}
 
-    def _begin(self, model: nn.Module, reuse: int = 1) -> None:
-        """Make ready for a training of a model."""
-        self._model, self._checked = weakref.ref(model), False
-        self.router.reset(reuse)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without a model."""
+        self.__dict__.update(state, _models=weakref.WeakSet())
 
     def _require_masked(self) -> None:
         """Refuse to train without a masked layer: this plugin would do nothing.
@@ -79,12 +78,12 @@ class KernelRouting:
         Raises:
             RuntimeError: Naming the model and the way out.
         """
-        model = None if self._model is None else self._model()
-        if self._checked or model is None:
+        if self._checked or not self._models:
             return
-        if not any(isinstance(module, Adapter) for module in model.modules()):
+        if not any(isinstance(module, Adapter) for model in self._models for module in model.modules()):
+            names = ", ".join(sorted(type(model).__name__ for model in self._models))
             raise RuntimeError(
-                f"{type(self).__name__} routes the products of N:M layers, but {type(model).__name__} has none: add "
+                f"{type(self).__name__} routes the products of N:M layers, but {names} has none: add "
                 "NMSparsityCallback to the Trainer's callbacks (an NMSparsifier with Fabric), or take Lightning's own "
                 f"{type(self).__name__.removeprefix('NM')}"
             )
@@ -97,20 +96,18 @@ class KernelRouting:
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Measure the first batch's products before its backward pass; keep the router active in it."""
+        """Measure the first batch's products before its backward pass."""
         self._require_masked()
         self.router.tune()
-        activate(self.router.live())
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
-    def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """The router rests until the next forward pass."""
-        activate(None)
-        return super().post_backward(tensor, module)  # type: ignore[misc]
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's backward pass, with the router active."""
+        with routing(self.router.live()):
+            super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """Let go of the model and the packs; what ran can still be asked for."""
-        activate(None)
-        self._model = None
+        """Let go of the models and the packs; what ran can still be asked for."""
+        self._models.clear()
         self.router.release()
         super().teardown()  # type: ignore[misc]

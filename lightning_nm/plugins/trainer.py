@@ -24,14 +24,28 @@ class _TrainerRouting(KernelRouting):
 
         Raises:
             TypeError: If this is no module in a Trainer.
+            ValueError: If the router cannot work on the device: nothing to replay, or no figures for a heuristic.
         """
         if not isinstance(module, pl.LightningModule) or module.fabric is not None:
             raise TypeError(
                 f"lightning_nm.{type(self).__name__} is for lightning.pytorch.Trainer: Fabric takes "
                 f"lightning_nm.plugins.fabric.{type(self).__name__}"
             )
-        self._begin(module, module.trainer.accumulate_grad_batches if self.keeps_packs else 1)
+        trainer = module.trainer
+        self._models.clear()
+        self._models.add(module)
+        self._checked = False
+        self.router.reset(trainer.accumulate_grad_batches if self.keeps_packs else 1)
+        self.router.open(trainer.strategy.root_device)
         return super().convert_module(module)  # type: ignore[misc]
+
+    def _require_masked(self) -> None:
+        """Refuse to train without a masked layer, but for searches of Lightning's."""
+        for model in self._models:
+            assert isinstance(model, pl.LightningModule)
+            if not self._checked and _searching(model.trainer):
+                return
+        super()._require_masked()
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -59,6 +73,15 @@ class _TrainerRouting(KernelRouting):
     def _stock(self) -> str:
         """Name of the Lightning plugin that this one extends."""
         return next(cls.__qualname__ for cls in type(self).__mro__ if cls.__module__.startswith("lightning."))
+
+
+def _searching(trainer: pl.Trainer) -> bool:
+    """Whether Lightning looks for a learning rate or, by all that can be seen, for a batch size.
+
+    It takes the callbacks away for both.
+    """
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    return not callbacks or any(type(callback).__name__ == "_LRCallback" for callback in callbacks)
 
 
 class NMPrecision(_TrainerRouting, Precision):

@@ -94,12 +94,8 @@ def test_a_pack_that_changes_is_refused_as_well(deterministic):
     assert "other bits" in trial.check(Packing(), gemm_key())
 
 
-def test_a_result_that_stays_is_deterministic_and_one_buffer_hides_no_change(deterministic):
+def test_a_result_that_stays_is_deterministic(deterministic):
     assert trial.check(FakeKernel(), gemm_key()) == ""
-    buffer = torch.empty(128, 32, dtype=torch.bfloat16)
-    flicker = Flickering(1)
-    objection = trial.check(FakeKernel(spoil=lambda product: buffer.copy_(flicker(product))), gemm_key())
-    assert "other bits" in objection
 
 
 def test_training_goes_on_as_if_nothing_was_tried():
@@ -118,7 +114,7 @@ def test_training_goes_on_as_if_nothing_was_tried():
         assert trial.check(kernel, key) == ""
         trial.dense_ms(key, timer)
         trial.sparse_ms(kernel, key, timer)
-    assert seen == [False, False]
+    assert seen == [False] * 3
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -171,3 +167,44 @@ def test_operands_are_rotated_past_the_cache(monkeypatch):
 
     trial.sparse_ms(Alias(), gemm_key(), Timer())  # 4096 bytes of A, 16384 of x
     assert [len(addresses) for addresses in seen] == [2, 7]
+
+
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+def test_kernels_that_change_operands_or_share_results_are_refused(gemm):
+    class Greedy(GemmKernel):
+        def linear(self, packed, x, bias=None):
+            y = super().linear(packed, x, bias)
+            x.zero_()
+            return y
+
+        def matmul(self, packed, matrix):
+            y = super().matmul(packed, matrix)
+            matrix.zero_()
+            return y
+
+    class OneBuffer(GemmKernel):
+        buffer = None
+
+        def _kept(self, y):
+            self.buffer = y if self.buffer is None else self.buffer.copy_(y)
+            return self.buffer
+
+        def linear(self, packed, x, bias=None):
+            return self._kept(super().linear(packed, x, bias))
+
+        def matmul(self, packed, matrix):
+            return self._kept(super().matmul(packed, matrix))
+
+    key = gemm_key(gemm, dtype=torch.float32)
+    assert trial.check(Greedy(), key) == "changes its operands"
+    assert trial.check(OneBuffer(), key) == "returns the same memory for two products"
+
+
+def test_tokens_of_an_estimate_are_padded():
+    class Strict(GemmKernel):
+        def matmul(self, packed, matrix):
+            return packed @ matrix
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trial.check(Strict(), gemm_key("wgrad", depth=13, dtype=torch.float32))
+    assert trial.check(GemmKernel(), gemm_key("wgrad", depth=13, dtype=torch.float32)) == ""

@@ -184,6 +184,46 @@ def test_convolutions_that_are_none_stay_convolutions():
             assert {kernel for _, kernel in ran(router)} == {"reference"}, options
 
 
+@pytest.mark.parametrize("shape", [(8, 32), (2, 5, 32), (32,)])
+def test_outputs_may_be_changed_in_place(shape):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True))
+    attach(module)
+    x = torch.randn(shape)
+    assert_equal(gradients(module, x, simulated()), gradients(module, x, None))
+
+
+def test_products_of_other_dtypes_are_the_dense_ones_to_refuse():
+    module = nn.Linear(32, 64, bias=False)
+    attach(module)
+    for x in (torch.randint(0, 5, (8, 32)), torch.randn(8, 32).double()):
+        for router in (None, simulated()):
+            with routing(router), pytest.raises(RuntimeError, match="dtype"):
+                module(x)
+
+
+def test_a_router_may_go_before_the_backward_pass():
+    module, x = make("linear")
+    attach(module)
+    with routing(simulated()):
+        y = module(x.requires_grad_())
+    gc.collect()
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_only_products_that_run_are_counted():
+    module = nn.Conv2d(16, 16, 3)
+    attach(module)
+    x = torch.randn(2, 16, 5, 5)
+    router = simulated()
+    with routing(router):
+        y = module(x)
+    assert {used.product.key.gemm for used in router.used()} == {"forward"}
+    y.sum().backward()
+    assert {used.product.key.gemm for used in router.used()} == {"forward", "wgrad"}
+
+
 # ------------------------------------------------------------------------------------------------------- packs
 
 
@@ -417,6 +457,48 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(fails):
     assert_equal(gradients(module, x, router), expected)  # a warning would be an error
 
 
+class Flickers(FakeKernel):
+    """Rounds otherwise in every second product."""
+
+    def linear(self, packed, x, bias=None):
+        y = super().linear(packed, x, bias)
+        return y * (1 + 1e-6) if len(self.calls) % 2 else y
+
+
+def test_deterministic_algorithms_are_asked_for_later():
+    module, x = make("linear", torch.float32)
+    attach(module)
+    router = Router("sparse", [Flickers()])
+    gradients(module, x, router)
+    assert ("forward", "fast") in ran(router)
+    before = {used.product: used.calls for used in router.used() if used.kernel == "fast"}
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients(module, x, router)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {used.product: used.calls for used in router.used() if used.kernel == "fast"} == before
+
+
+def test_a_reset_lets_kernels_try_again():
+    module, x = make("linear")
+    attach(module)
+    kernel = FakeKernel()
+    router = Router("sparse", [kernel])
+    gradients(module, x, router)
+    linear, kernel.linear = kernel.linear, lambda *args: torch.zeros(3)
+    with pytest.warns(RuntimeWarning, match=r"it returned \(3,\)"):
+        gradients(module, x, router)
+    gradients(module, x, router)
+    reasons = [used.decision.reason for used in router.used() if used.kernel == "reference" and used.decision]
+    assert all("it failed" in reason for reason in reasons)
+    assert reasons
+    kernel.linear = linear
+    router.reset()
+    gradients(module, x, router)
+    assert ("forward", "fast") in ran(router)
+
+
 def test_short_memory_switches_no_kernel_off():
     module, x = make("linear")
     attach(module)
@@ -457,6 +539,43 @@ def test_measuring_draws_no_random_numbers():
     gradients(module, x, router)
     assert ("dgrad", "fast") in ran(router) or router.timer.timed
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kernels", ["cutlass", SimulatedSparseKernel(), [SimulatedSparseKernel]])
+def test_kernels_are_objects_in_a_list(kernels):
+    with pytest.raises(ValueError, match="must be a list of GemmKernel objects"):
+        Router("sparse", kernels)
+
+
+@pytest.mark.parametrize("budget", [-1, "x"])
+def test_budgets(budget):
+    with pytest.raises(ValueError, match="must be a number of seconds"):
+        Router(budget_s=budget)
+
+
+def test_a_damaged_file_ends_no_training(tmp_path):
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    file = tmp_path / "kernels.json"
+    file.write_text('{"schema": 1, "environments": []}')
+    router = Router("auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+    with pytest.warns(RuntimeWarning, match="does not hold decisions"):
+        gradients(module, x, router)
+
+
+def test_what_is_measured_later_is_kept_in_the_end(tmp_path):
+    module, x = make("linear")
+    attach(module)
+    fast = FakeKernel()
+    file = tmp_path / "kernels.json"
+    router = Router("auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+    gradients(module, x, router)
+    first = file.read_text()
+    gradients(module, torch.cat([x] * 9), router)
+    assert file.read_text() == first
+    router.release()
+    assert len(file.read_text()) > len(first)
 
 
 def test_unknown_modes_and_nothing_to_replay(tmp_path):

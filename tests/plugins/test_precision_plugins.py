@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,7 +166,7 @@ def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
     model = mlp()
     before = copy.deepcopy(model)
     with pytest.raises(RuntimeError, match=r"NMPrecision .* Mlp has none: add NMSparsityCallback .* own Precision"):
-        fit(tmp_path, [plugin()], callbacks=[], model=model)
+        fit(tmp_path, [plugin()], callbacks=[pl.Callback()], model=model)
     assert_equal_models(model, before)
     trainer = make_trainer(tmp_path, plugins=[plugin()])
     trainer.validate(model, Blobs(), verbose=False)  # a trained model holds its zeros itself
@@ -316,6 +317,62 @@ def test_defaults_name_no_machine():
     assert not made.router.file.is_relative_to("~")
 
 
+class Manual(Mlp):
+    """Three updates in a step, as generators and discriminators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(3):
+            loss = super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_every_update_of_a_step_is_routed(tmp_path):
+    made = plugin()
+    pl.seed_everything(0, verbose=False)
+    fit(tmp_path, [made], model=Manual(), max_epochs=1)
+    calls = {(used.product.layer, used.product.key.gemm): used.calls for used in made.router.used()}
+    assert set(calls.values()) == {12}
+    assert set(calls) == set(ALL)
+
+
+@pytest.mark.parametrize("as_callback", [False, True])
+def test_searches_of_lightning_take_the_masks_away(as_callback, tmp_path):
+    class Tuned(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.lr = 0.05
+            self.batch_size = 16
+
+    pl.seed_everything(0, verbose=False)
+    callbacks = [sparse_callback(), *([LearningRateFinder(num_training_steps=3)] if as_callback else [])]
+    made = plugin()
+    trainer = make_trainer(tmp_path, callbacks, plugins=[made], max_epochs=1)
+    model, data = Tuned(), Blobs()
+    if not as_callback:
+        tuner = Tuner(trainer)
+        tuner.lr_find(model, data, num_training=3)
+        tuner.scale_batch_size(model, datamodule=data, steps_per_trial=1, max_trials=1)
+        data.batch_size = 16
+    trainer.fit(model, data)
+    assert kernels_of(made.router) == ALL
+
+
+def test_what_cannot_work_is_said_before_training(tmp_path):
+    with pytest.raises(ValueError, match="nothing to replay"):
+        fit(tmp_path, [plugin(kernels=f"replay:{tmp_path / 'missing.json'}")])
+    with pytest.raises(ValueError, match="no figures are known for 'cpu'"):
+        fit(tmp_path, [plugin(kernels="heuristic")])
+
+
 # ----------------------------------------------------------------------------------------------------- Fabric
 
 
@@ -357,6 +414,38 @@ def test_fabric_without_masked_layers():
     loss = model(torch.randn(8, 32)).sum()
     with pytest.raises(RuntimeError, match="Linear has none"):
         fabric.backward(loss)
+
+
+def test_fabric_with_two_models_of_which_one_is_masked():
+    made = plugin(fabric_plugins.NMPrecision)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[made])
+    masked, plain = nn.Linear(32, 64), nn.Linear(64, 8)
+    NMSparsifier(masked, "2:4", skip_first_last=False).attach()
+    first, second = fabric.setup(masked), fabric.setup(plain)
+    fabric.backward(second(first(torch.randn(8, 32))).sum())
+    calls = len(made.router.used())
+    fabric.setup(nn.Linear(2, 2))
+    assert len(made.router.used()) == calls > 0
+
+
+def test_a_backward_pass_that_fails_in_fabric_leaves_no_router_active():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("out of luck")
+
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin(fabric_plugins.NMPrecision)])
+    module = nn.Linear(32, 64)
+    NMSparsifier(module, "2:4", skip_first_last=False).attach()
+    model = fabric.setup(module)
+    loss = Fails.apply(model(torch.randn(8, 32))).sum()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fabric.backward(loss)
+    assert router_module.active() is None
 
 
 def test_the_trainers_plugin_in_fabric_says_where_fabrics_is():
