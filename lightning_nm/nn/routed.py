@@ -70,10 +70,12 @@ def leave(
 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+_OPTIONS: dict[str, Any] = {"mutates_args": ()}
+if hasattr(torch.Tag, "cudagraph_unsafe"):  # an older torch knows neither the tag nor, perhaps, the argument
+    _OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("lightning_nm::forward_gemm", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("lightning_nm::forward_gemm", **_OPTIONS)
 def forward_gemm(
     x: Tensor,
     weight: Tensor,
@@ -139,7 +141,7 @@ def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: An
     return 2 * x_shape[0] * x_shape[1] * out_shape[1]
 
 
-@torch.library.custom_op("lightning_nm::backward_gemms", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("lightning_nm::backward_gemms", **_OPTIONS)
 def backward_gemms(
     grad: Tensor,
     x: Tensor,
