@@ -41,6 +41,9 @@ def kernel_table(router: Router) -> Table:
 def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
+    if router.idle:
+        console.print(f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {router.idle}")
+        return
     console.print(kernel_table(router))
     share, basis = router.sparse_share()
     console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")

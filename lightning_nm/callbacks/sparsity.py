@@ -327,7 +327,7 @@ class NMSparsityCallback(pl.Callback):
         if self.show_tables:
             rank_zero_only(print_summary)(self._installed(), trainer)
             router = getattr(trainer.precision_plugin, "router", None)
-            if isinstance(router, Router) and router.used():
+            if isinstance(router, Router) and (router.used() or router.idle):
                 rank_zero_only(print_kernels)(router)
 
     def _installed(self) -> NMSparsifier:

@@ -82,10 +82,19 @@ class KernelRegistry:
         """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
         if failed := self._failed.get((kernel.name, key)):
             return failed
-        place = (kernel.name, key.device)
-        if place not in self._probes:
-            self._probes[place] = answer(partial(kernel.probe, torch.device(key.device)))
-        return self._probes[place] or answer(partial(kernel.supports, key))
+        return self.probe(kernel, key.device) or answer(partial(kernel.supports, key))
+
+    def probe(self, kernel: GemmKernel, device: str) -> str:
+        """Why a kernel does not work on a device; asked once for each."""
+        if (kernel.name, device) not in self._probes:
+            self._probes[kernel.name, device] = answer(partial(kernel.probe, torch.device(device)))
+        return self._probes[kernel.name, device]
+
+    def idle(self, device: str) -> str:
+        """Why no sparse kernel works on a device; empty if one does."""
+        reasons = [f"{kernel.name}: {self.probe(kernel, device)}" for kernel in list(self.kernels.values())[1:]]
+        working = any(not self.probe(kernel, device) for kernel in list(self.kernels.values())[1:])
+        return "" if working else "; ".join(reasons) or "there is no sparse kernel"
 
     def usable(self, key: GemmKey) -> list[tuple[GemmKernel, str]]:
         """List all known kernels, each with the reason why it is not used for a product, empty if it can be."""

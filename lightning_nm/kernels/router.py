@@ -136,6 +136,8 @@ class Router(Handled):
         """
         self.reuse = reuse or self.reuse
         self.chooser: Chooser | None = None
+        self.idle = ""
+        """Why no sparse kernel works on the device, once that is known."""
         self.registry.forget_failures()
         self.tuned = self.mode != "auto"
         self._noted: dict[Product, None] = {}
@@ -175,6 +177,7 @@ class Router(Handled):
             self._saved = {key for key, decision in known.items() if decision.source == "measured"}
             figures = self.gpu or _figures(environment.device, required=self.mode == "heuristic")
             self.chooser = Chooser(self.mode, self.registry, known, self.timer, figures, reuse=self.reuse)
+            self.idle = self.registry.idle(str(device))
         return self.chooser
 
     def kernel(self, product: Product) -> GemmKernel:
@@ -261,8 +264,11 @@ class Router(Handled):
         self._saved |= measured
 
     def live(self) -> Router | None:
-        """This router; ``None`` in mode ``"reference"``, which compiled graphs are made for as without a router."""
-        return None if self.mode == "reference" else self
+        """This router; ``None`` where it has nothing to do: in mode ``"reference"``, and where no sparse kernel works.
+
+        Layers run as without a router then, and graphs are compiled so.
+        """
+        return None if self.mode == "reference" or self.idle else self
 
     # ----------------------------------------------------------------------------------------------- products
 

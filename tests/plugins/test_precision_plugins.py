@@ -482,3 +482,16 @@ def test_the_table_after_a_fit(tmp_path, capsys):
 
 def tabled(tables):
     return NMSparsityCallback("2:4", skip_first_last=False, include="net.[02]", show_tables=tables)
+
+
+def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
+    made = NMPrecision(decisions=str(tmp_path / "kernels.json"))
+    fit(tmp_path, [made], callbacks=[tabled(True)], max_epochs=1)
+    assert made.router.live() is None
+    assert not made.router.used()
+    out = " ".join(capsys.readouterr().out.split())
+    assert "every product was dense, no sparse kernel works here: cusparselt-direct: cuSPARSELt needs a CUDA" in out
+    assert not (tmp_path / "kernels.json").exists()
+    none = NMPrecision(backends=[])
+    fit(tmp_path, [none], max_epochs=1)
+    assert none.router.idle == "there is no sparse kernel"
