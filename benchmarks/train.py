@@ -223,6 +223,22 @@ def parse(variant: str) -> tuple[str, bool, str]:
     return method, bool(plus), kernels
 
 
+def make_trainer(device: torch.device, callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
+    """A Trainer that does nothing beside the training, and leaves its end to the callbacks."""
+    return pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        max_epochs=1,
+        max_steps=-1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 def train(
     variant: str,
     size: Size,
@@ -259,18 +275,7 @@ def train(
         plugin = NMMixedPrecision(kernels=kernels, backends=backends, decisions=None, budget_s=10, device=device.type)
         callbacks, precision, router = [masks, watch], {"plugins": [plugin]}, plugin.router
     with quiet():
-        trainer = pl.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
-            max_epochs=1,
-            max_steps=-1,
-            callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **precision,
-        )
+        trainer = make_trainer(device, callbacks, **precision)
         watch.start = perf_counter()
         trainer.fit(model, DataLoader(Batches(text, size, device), batch_size=None))
     steps = watch.steps()
