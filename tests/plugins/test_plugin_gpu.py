@@ -1,0 +1,182 @@
+"""The plugins in a Trainer on a GPU: run with ``pytest -m gpu`` on one with sparse tensor cores. Nobody has yet.
+
+As ``tests/nn/test_routing_gpu.py``, every test also runs on the CPU with cuSPARSELt's operators in software.
+"""
+
+import gc
+import json
+import weakref
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
+from lightning_nm.doctor.training import judge, watch
+from tests.lightning_models import Inspect, make_trainer
+from tests.places import PLACES, make_place
+
+SPARSE = {("net.0", "forward"), ("net.0", "wgrad"), *(("net.2", gemm) for gemm in ("forward", "dgrad", "wgrad"))}
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    return make_place(request.param)
+
+
+class Mlp(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 8))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x.to(self.dtype)), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Blobs(pl.LightningDataModule):
+    """Batches of 64, and the last of an epoch of 8."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        y = torch.randint(0, 8, (200,), generator=generator)
+        centers = torch.randn(8, 128, generator=generator)
+        self.data = TensorDataset(torch.randn(200, 128, generator=generator) + centers[y], y)
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=64)
+
+    val_dataloader = train_dataloader
+
+
+def model():
+    pl.seed_everything(0, verbose=False)
+    return Mlp()
+
+
+def prepare(place, tmp_path, plugin, *more, method="transposable", estimator="mvue", **options):
+    masks = NMSparsityCallback(
+        "2:4", method, estimator, show_tables=False, skip_first_last=False, include="net.[02]", grad_snr_every=0
+    )
+    options = {"accelerator": place.accelerator, "max_epochs": 3, **options}
+    return make_trainer(tmp_path, [masks, *more], plugins=[plugin], **options)
+
+
+def fit(place, tmp_path, plugin, *more, **options):
+    trainer = prepare(place, tmp_path, plugin, *more, **options)
+    trainer.fit(model(), Blobs())
+    return trainer
+
+
+def routed(place, cls, precision, kernels, decisions=None):
+    options = {"device": place.device.type} if issubclass(cls, MixedPrecision) else {}
+    return cls(precision, kernels=kernels, backends=[place.kernel], decisions=decisions, budget_s=20, **options)
+
+
+PRECISIONS = [
+    (NMMixedPrecision, MixedPrecision, "bf16-mixed"),
+    (NMMixedPrecision, MixedPrecision, "16-mixed"),
+    (NMHalfPrecision, HalfPrecision, "bf16-true"),
+]
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "auto"])
+@pytest.mark.parametrize(("cls", "stock", "precision"), PRECISIONS, ids=[case[-1] for case in PRECISIONS])
+@pytest.mark.parametrize("method", ["transposable", "bi-mask"])
+def test_a_fit_learns_as_without_the_plugin(place, tmp_path, method, cls, stock, precision, kernels):
+    options = {"device": place.device.type} if stock is MixedPrecision else {}
+    # Without an estimator: its draws are other ones where a gradient's last digit is.
+    expected = fit(place, tmp_path, stock(precision, **options), method=method, estimator=None)
+    plugin = routed(place, cls, precision, kernels)
+    found = fit(place, tmp_path, plugin, method=method, estimator=None)
+    loss, stock_loss = (float(trainer.callback_metrics["val_loss"]) for trainer in (found, expected))
+    assert stock_loss < 1.5, "it learns, from a loss of 2.1"
+    assert loss == pytest.approx(stock_loss, rel=0.05)
+    decided = {
+        (used.product.layer, used.product.key.gemm): used for used in plugin.router.used() if used.decision is not None
+    }
+    assert set(decided) == {product for product in SPARSE if product[1] != "wgrad"}
+    if kernels == "sparse":
+        assert {used.kernel for used in decided.values()} == {place.kernel.name}
+    else:
+        assert {used.decision.source for used in decided.values()} == {"measured"}
+
+
+def test_all_three_products_are_sparse_and_it_learns(place, tmp_path):
+    plugin = routed(place, NMMixedPrecision, "bf16-mixed", "sparse")
+    trainer = fit(place, tmp_path, plugin)
+    assert trainer.callback_metrics["val_loss"] < 1.5
+    assert {
+        (used.product.layer, used.product.key.gemm) for used in plugin.router.used() if used.kernel == place.kernel.name
+    } == SPARSE
+
+
+def test_decisions_are_kept_for_the_next_fit(place, tmp_path):
+    file = tmp_path / "kernels.json"
+    first = routed(place, NMMixedPrecision, "bf16-mixed", "auto", str(file))
+    fit(place, tmp_path, first)
+    assert json.loads(file.read_text())
+    second = routed(place, NMMixedPrecision, "bf16-mixed", "auto", str(file))
+
+    class Refused:
+        def time(self, function, device):
+            raise AssertionError("it is known")
+
+    second.router.timer = Refused()
+    fit(place, tmp_path, second)
+    kernels = [
+        {(u.product, u.kernel, u.decision.reason) for u in plugin.router.used() if u.decision}
+        for plugin in (first, second)
+    ]
+    assert kernels[0] == kernels[1] != set()
+
+
+def test_packs_go_with_the_fit(place, tmp_path, monkeypatch):
+    packs, alive = [], []
+    pack = place.kernel.pack
+
+    def recorded(matrix):
+        packed = pack(matrix)
+        packs.append(weakref.ref(packed))
+        return packed
+
+    def count(*_):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in packs))
+
+    monkeypatch.setattr(place.kernel, "pack", recorded)
+    plugin = routed(place, NMMixedPrecision, "bf16-mixed", "sparse")
+    fit(place, tmp_path, plugin, Inspect(count), accumulate_grad_batches=2)
+    assert set(alive) == {3}, "forward of two layers and dgrad of one"
+    count()
+    assert alive[-1] == 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "sparse"])
+def test_the_doctor_watches_and_judges(place, tmp_path, kernels):
+    plugin = routed(place, NMMixedPrecision, "bf16-mixed", kernels)
+    seen = watch(prepare(place, tmp_path, plugin, max_epochs=10, num_sanity_val_steps=0), model(), Blobs())
+    assert seen.step_ms > 0
+    assert {product.key.device for product in seen.counts} == {str(place.device)}
+    (found,) = judge(seen.router, seen)
+    rows = {(row.product.layer, row.product.key.gemm): row for row in found.rows}
+    assert set(rows) == SPARSE
+    for row in rows.values():
+        assert row.eligible
+        assert min(row.dense_ms, row.sparse_ms, row.pack_ms) > 0
+        assert row.kernel == place.kernel.name or kernels == "auto"
+    assert found.predicted_step_ms == pytest.approx(found.step_ms - (found.dense_ms - found.chosen_ms))
+    assert found.verdict
+    trainer = fit(place, tmp_path, plugin)
+    assert trainer.callback_metrics["val_loss"] < 1.5
