@@ -129,7 +129,7 @@ def results(model, x, grad, router, call=None):
     with routing(router):
         y = (model if call is None else call)(x)
         y.backward(grad)
-    return Results(y.detach().clone(), x.grad, {name: p.grad.clone() for name, p in model.named_parameters()})
+    return Results(y.detach().clone(), x.grad.clone(), {name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 def exact(module, x, grad):

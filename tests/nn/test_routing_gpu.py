@@ -118,6 +118,7 @@ def test_compiled(place, method, mvue, mode):
     assert assert_on_kernel(place, router, GEMMS[method] | ({"wgrad"} if mvue else set()))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_on_a_side_stream_that_is_behind(place, reuse):
     module, _ = masked(place, "bi-mask", True)

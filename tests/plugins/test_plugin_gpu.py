@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
 from lightning_nm.doctor.training import judge, watch
 from tests.lightning_models import Inspect, make_trainer
-from tests.places import PLACES, make_place
+from tests.places import PLACES, layers_of, make_place
 
 SPARSE = {("net.0", "forward"), ("net.0", "wgrad"), *(("net.2", gemm) for gemm in ("forward", "dgrad", "wgrad"))}
 
@@ -102,7 +102,7 @@ def test_a_fit_learns_as_without_the_plugin(place, tmp_path, method, cls, stock,
     found = fit(place, tmp_path, plugin, method=method, estimator=None)
     loss, stock_loss = (float(trainer.callback_metrics["val_loss"]) for trainer in (found, expected))
     assert stock_loss < 1.5, "it learns, from a loss of 2.1"
-    assert loss == pytest.approx(stock_loss, rel=0.05)
+    assert loss == pytest.approx(stock_loss, rel=0.05, abs=2e-3)
     decided = {
         (used.product.layer, used.product.key.gemm): used for used in plugin.router.used() if used.decision is not None
     }
@@ -143,7 +143,7 @@ def test_decisions_are_kept_for_the_next_fit(place, tmp_path):
 
 
 def test_packs_go_with_the_fit(place, tmp_path, monkeypatch):
-    packs, alive = [], []
+    packs, alive, layers = [], [], []
     pack = place.kernel.pack
 
     def recorded(matrix):
@@ -151,7 +151,9 @@ def test_packs_go_with_the_fit(place, tmp_path, monkeypatch):
         packs.append(weakref.ref(packed))
         return packed
 
-    def count(*_):
+    def count(trainer=None, module=None):
+        if module is not None:
+            layers.extend(layers_of(module))  # whose end would be that of their packs
         gc.collect()
         alive.append(sum(reference() is not None for reference in packs))
 
