@@ -147,16 +147,9 @@ class Router(Handled):
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what belongs to this process and its device."""
-        return {
-            **self.__dict__,
-            "chooser": None,
-            "_noted": None,
-            "_known": None,
-            "_fastest": None,
-            "_calls": None,
-            "_packs": None,
-        }
+        """The settings alone: what was found belongs to this process and its device."""
+        settings = ("mode", "registry", "file", "reuse", "budget_s", "gpu", "timer")
+        return {name: self.__dict__[name] for name in settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
