@@ -96,11 +96,15 @@ def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_
         row, dense = rows[variant.name], rows["dense"]
         assert row["x"] == pytest.approx(dense["ms"] / row["ms"], rel=2e-3)
         if variant.method:
-            gemms = SPARSE.get((variant.mode, variant.mvue), ())
             found = [tuple(name.split()) for name, why in row["products"].items() if why.startswith("simulated")]
-            assert len(found) == len({name for name, _ in found}) * len(gemms)
-            assert {gemm for _, gemm in found} == set(gemms)
-            assert row["sparse share"] == pytest.approx(len(gemms) / 3, rel=2e-3)
+            if variant.mode == "auto":  # what is faster on this machine now
+                assert {gemm for _, gemm in found} <= set(SPARSE["sparse", variant.mvue])
+                assert (row["sparse share"] > 0) == bool(found)
+            else:
+                gemms = SPARSE.get((variant.mode, variant.mvue), ())
+                assert len(found) == len({name for name, _ in found}) * len(gemms)
+                assert {gemm for _, gemm in found} == set(gemms)
+                assert row["sparse share"] == pytest.approx(len(gemms) / 3, rel=2e-3)
             assert (row["error"] is None) == (variant.mode == "reference")
             assert (row["error"] or 0) < 1e-2
             assert ("masks ms" in row) == (variant.mode == "reference")
@@ -114,7 +118,7 @@ def test_compiled_layers_run_too(dry_run):
     for rows, variants in ((compiled, layers.COMPILED), (graphed, layers.GRAPHED)):
         assert list(rows) == [variant.name for variant in variants]
         assert [name for name, row in rows.items() if row.get("error")] == []
-        for variant in variants:
+        for variant in (variant for variant in variants if variant.mode != "auto"):
             gemms = SPARSE.get((variant.mode, variant.mvue), ())
             assert rows[variant.name].get("sparse share", 0) == pytest.approx(len(gemms) / 3, rel=2e-3)
 

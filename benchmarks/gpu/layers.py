@@ -327,6 +327,8 @@ def compare(
 
 def products(router: Router) -> dict[str, str]:
     """The kernel of each product that ran, as it was in the end, and why."""
+    if router.idle:
+        return {"all": f"{router.registry.reference.name}: {router.idle}"}
     return {
         f"{product.layer} {product.key.gemm}": ": ".join(
             filter(None, (kernel, product.reason or (decision.reason if decision else "")))
