@@ -6,6 +6,7 @@ from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, T
 from lightning_nm.pattern import NMPattern
 from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.strategies import NMDDPStrategy
 
 __all__ = [
     "ASP",
@@ -18,6 +19,7 @@ __all__ = [
     "Dense",
     "GradientEstimator",
     "Method",
+    "NMDDPStrategy",
     "NMFSDPPrecision",
     "NMHalfPrecision",
     "NMMixedPrecision",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
+from lightning_nm.nn.ranks import RankComparison, reduce_gradients
 from lightning_nm.nn.select import Plan, as_globs, select
 from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
 from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
@@ -104,6 +106,7 @@ class NMSparsifier:
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
         self._follower = OptimizerFollower(())
+        self._comparison = RankComparison(())
 
     # --------------------------------------------------------------------------------------------- in and out
 
@@ -147,6 +150,7 @@ class NMSparsifier:
             settle_window(self.plan.layers, self.clock, self.grad_snr_every)
             install(self.model, self.plan.layers)
             self._follower = OptimizerFollower(self.plan.layers)
+            self._comparison = RankComparison(self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
             self.attached = True
@@ -242,6 +246,31 @@ class NMSparsifier:
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
             settle_window(self.plan.layers, self.clock, self.grad_snr_every)
         return stepped
+
+    def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
+        """Fail in all processes if the masks, or what decides on them, are not equal in all; call it in all.
+
+        One small all-reduce; nothing in a single process. Masks that did not move since are not read again.
+
+        Args:
+            group: The processes that train this model together; all by default.
+
+        Raises:
+            RuntimeError: Naming the layers, what differs and the way out.
+        """
+        self._require_attached("compare_ranks")
+        self._comparison(group)
+
+    def reduce_gradients(self, group: dist.ProcessGroup | None = None) -> None:
+        """Average the gradients of the parameters that methods own; call it in all processes, before unscaling.
+
+        DistributedDataParallel does not know them. Nothing is sent if there are none.
+
+        Args:
+            group: The processes that train this model together; all by default.
+        """
+        self._require_attached("reduce_gradients")
+        reduce_gradients(self.plan.layers, group)
 
     def _close_counter(self) -> None:
         if self._counter is not None:

@@ -14,6 +14,7 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
+from lightning_nm.callbacks.ranks import Ranks
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.trial import trial_step
@@ -47,6 +48,8 @@ class NMSparsityCallback(pl.Callback):
     Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
     ``nm/overlap`` and ``nm/train_flops_ratio``, see :meth:`NMSparsifier.stats` for their definitions; and what the
     method adds, see its ``statistics``. With a gradient estimator also ``nm/grad_snr`` and ``nm/grad_density``.
+    Under the strategy ``nm_ddp`` also ``nm/grad_bytes_ratio``: bytes that the last step sent of the model's gradients
+    over the bytes that these have.
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
@@ -70,6 +73,9 @@ class NMSparsityCallback(pl.Callback):
             forward passes and a copy of the model each time, and needs automatic optimization.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
             GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
+        compare_ranks_every: Under DDP, optimizer steps between two comparisons of all processes' masks, by one
+            all-reduce of two numbers; 0 for none. A disagreement ends the fit in all of them, with the layer's name.
+            The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
@@ -97,6 +103,7 @@ class NMSparsityCallback(pl.Callback):
         log_layers: bool = False,
         log_achieved_loss: bool = False,
         grad_snr_every: int = 100,
+        compare_ranks_every: int = 1,
         show_tables: bool = True,
         name: str | None = None,
     ) -> None:
@@ -112,13 +119,17 @@ class NMSparsityCallback(pl.Callback):
             "seed": seed,
             "grad_snr_every": grad_snr_every,
         }
+        if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
+            raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
         self.log_layers = log_layers
         self.log_achieved_loss = log_achieved_loss
+        self.compare_ranks_every = compare_ranks_every
         self.show_tables = show_tables
         self.name = name
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current fit; ``None`` outside fit."""
+        self._ranks: Ranks | None = None
         self._state: dict[str, Any] | None = None
         self._from_checkpoint = False
         self._fresh = True
@@ -168,6 +179,7 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.detach()
             raise
         self.sparsifier, self._checked = sparsifier, False
+        self._ranks = Ranks.of(trainer, sparsifier, self.compare_ranks_every)
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
@@ -207,6 +219,9 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is None:
             return
         sparsifier, self.sparsifier, self._batch = self.sparsifier, None, None
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
         if self._fresh and not any(layer.step for layer in sparsifier.layers.values()):
             sparsifier.detach()  # nothing was trained: leave the weights as they came
             return
@@ -238,6 +253,8 @@ class NMSparsityCallback(pl.Callback):
     ) -> None:
         """Let the methods shape the complete gradients, before clipping."""
         sparsifier = self._installed()
+        if self._ranks is not None:
+            self._ranks.before_step()
         sparsifier.register(optimizer)  # if it was replaced while training
         # A GradScaler leaves it to fused optimizers to unscale, within their step.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -259,6 +276,13 @@ class NMSparsityCallback(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         """Note that a batch is open: its noise is used, and a step may follow before the masks move."""
         self._open = True
+        if self._ranks is not None:
+            self._ranks.before_backward()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Average the gradients that data parallelism does not know, before they are unscaled."""
+        if self._ranks is not None:
+            self._ranks.after_backward(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -281,10 +305,13 @@ class NMSparsityCallback(pl.Callback):
         if self.log_achieved_loss:
             self._try_masks(trainer, pl_module, batch_idx)
         stepped, self._open = sparsifier.step(), False
+        sent = None if self._ranks is None else self._ranks.bytes_ratio()
         if stepped and self._logs_now(trainer, pl_module):
             statistics = sparsifier.stats()
             if self._achieved is not None:  # as the predicted change, 0 once the masks are frozen
                 statistics["achieved_loss_change"] = self._achieved if statistics["adapted_blocks"] else 0.0
+            if sent is not None:
+                statistics["grad_bytes_ratio"] = sent
             for statistic, value in statistics.items():
                 pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
             if self.log_layers:
@@ -321,6 +348,11 @@ class NMSparsityCallback(pl.Callback):
             return False
         # With manual optimization global_step may count several steps a batch, so it does not tell: compute always.
         return not pl_module.automatic_optimization or trainer.global_step % every == 0 or trainer.should_stop
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the masks of all processes a last time."""
+        if self._ranks is not None:
+            self._ranks.at_end()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show what came of it."""

@@ -1,7 +1,7 @@
 """Prune and regrow within blocks: which entries to exchange, what that should gain, and which blocks may do it.
 
 Everything here works on blocks ``[B, M]``: one row for each M consecutive entries of a weight. :func:`as_blocks` cuts a
-weight into them, :func:`block_index` finds an entry of a block in the weight again.
+weight into them, :func:`from_blocks` puts them together, :func:`block_index` finds an entry of a block in the weight.
 
 The method is BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). Its text gives no formula that could be read by us
 when this was written: the scores and the selection are a reconstruction from its abstract and its reviews.
@@ -49,6 +49,16 @@ def as_blocks(rows: Tensor, m: int) -> Tensor:
     Block ``(o * taps + t) * in / m + c`` holds the entries ``rows[o, c m : (c + 1) m, t]``.
     """
     return rows.movedim(1, -1).reshape(-1, m)
+
+
+def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """Undo :func:`as_blocks`.
+
+    Args:
+        blocks: ``[B, M]``.
+        shape: ``[out, in, *taps]``, of the tensor that was cut.
+    """
+    return blocks.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:

@@ -70,6 +70,10 @@ class ASP(MaskMethod):
         if layer.step:  # else after the first step: a fit that fails before it has cost the user no weight
             layer.weight.masked_fill_(~layer.unrows(mask), 0)
 
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Only before pruning, when there are no pruned entries."""
+        return layer.marks is None
+
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""
         mask = layer.kept

@@ -169,6 +169,10 @@ class BAME(MaskMethod):
             return False
         return layer.dense_gradient or (layer.clock - start) % self.every == 0
 
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Only in a window that adapts."""
+        return layer.dense_gradient
+
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.weight, layer.name)

@@ -61,6 +61,15 @@ class Method:
         """
         return False
 
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether the step of the present window needs the weight's gradient at entries that the forward mask prunes.
+
+        ``False`` promises that 0 does there: data parallelism may then leave these entries out (``nm_ddp``). The answer
+        must be the same in all processes, and so may depend on the layer's clocks, schedule, ``dense_gradient`` and on
+        whether there is a mask, not on the weights.
+        """
+        return True
+
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
 

@@ -1,0 +1,75 @@
+"""What the callback does where several processes train one model by data parallelism."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.strategies import NMDDPStrategy
+
+
+class Ranks:
+    """Keeps the processes of a DDP strategy together; :meth:`of` makes none where there is nothing to do.
+
+    The masks are compared before the first backward pass that follows a move: that pass is the first whose collectives
+    could depend on them. All that decides on when to compare, the hooks of the Trainer, is the same in all processes.
+
+    Args:
+        strategy: The Trainer's strategy.
+        sparsifier: The attached sparsifier.
+        every: Optimizer steps between two comparisons; 0 for none.
+    """
+
+    def __init__(self, strategy: DDPStrategy, sparsifier: NMSparsifier, every: int) -> None:
+        self.sparsifier = sparsifier
+        self.wire = strategy.wire if isinstance(strategy, NMDDPStrategy) else None
+        # What the hook sends depends on what is compared.
+        self.every = 1 if self.wire is not None else every
+        self._steps = 0
+        self._due = self.every > 0
+        if self.wire is not None:
+            self.wire.add(sparsifier.layers.values())
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int) -> Ranks | None:
+        """One for this fit; ``None`` under other strategies.
+
+        Args:
+            trainer: The Trainer.
+            sparsifier: The attached sparsifier.
+            every: Optimizer steps between two comparisons; 0 for none.
+        """
+        strategy = trainer.strategy
+        return cls(strategy, sparsifier, every) if isinstance(strategy, DDPStrategy) else None
+
+    def close(self) -> None:
+        """The fit is over: gradients are sent whole again."""
+        if self.wire is not None:
+            self.wire.remove(self.sparsifier.layers.values())
+
+    def before_backward(self) -> None:
+        """Compare the masks if they may have moved since the last time."""
+        if self._due:
+            self._due = False
+            self.sparsifier.compare_ranks()
+
+    def after_backward(self, trainer: pl.Trainer) -> None:
+        """Average the gradients of parameters that methods own, with the micro-batch that DDP averages after, too."""
+        if getattr(trainer.model, "require_backward_grad_sync", True):
+            self.sparsifier.reduce_gradients()
+
+    def before_step(self) -> None:
+        """Note that masks may move."""
+        self._steps += 1
+        if self.every and self._steps % self.every == 0:
+            self._due = True
+
+    def at_end(self) -> None:
+        """Compare once more: the model is what the first process saves."""
+        if self.every:
+            self.sparsifier.compare_ranks()
+
+    def bytes_ratio(self) -> float | None:
+        """Bytes of gradients sent in this step over those of all gradients; ``None`` if that is not counted."""
+        return None if self.wire is None else self.wire.settle()

@@ -1,0 +1,206 @@
+"""Whether all processes hold the same masks, and gradients of parameters that only methods know."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_nm.nn.layer import NMLayer
+
+_CHUNK = 1 << 20
+"""Words that are mixed at a time: it bounds the temporaries."""
+
+
+def agreed(layer: NMLayer) -> dict[str, Any]:
+    """What all processes must have in common beside tensors: it decides which masks come and what is sent."""
+    return {
+        "name": layer.name,
+        "shape": tuple(layer.weight.shape),
+        "layout": layer.layout,
+        "pattern": str(layer.pattern),
+        "method": type(layer.method).__name__,
+        "estimator": type(layer.estimator).__name__,
+        "seed": layer.seed,
+        "schedule": layer.schedule,
+        "estimator_schedule": layer.estimator_schedule,
+        "estimating": layer.estimating,
+        "dense_gradient": layer.dense_gradient,
+        "gradient_at_pruned": layer.method.gradient_at_pruned(layer),
+        "own_backward": layer.own_backward,
+        "clock": layer.clock,
+        "step": layer.step,
+        "updated_at": layer.updated_at,
+    }
+
+
+@torch.no_grad()
+def checksum(layer: NMLayer) -> Tensor:
+    """Checksum of everything that must be equal in all processes, int64 [4].
+
+    The words are of :func:`agreed`, both masks, the permutation, and the parameters that the method owns. A change of
+    up to eight neighbouring bytes always changes the word, any other one all but certainly.
+
+    Args:
+        layer: The layer; its tensors are read once, on their device.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers[""]
+        >>> before = checksum(layer)
+        >>> layer.marks[0] = 1 - layer.marks[0]
+        >>> (checksum(layer) == before).tolist()
+        [True, False, True, True]
+    """
+    return torch.cat([_settings([layer]).to(layer.weight.device), _of_tensors(layer)])
+
+
+def _settings(layers: Iterable[NMLayer]) -> Tensor:
+    """The first word of the checksum of each layer: made on the CPU, all at once."""
+    keys = (hashlib.sha256(repr(agreed(layer)).encode()).digest()[:8] for layer in layers)
+    return torch.tensor([int.from_bytes(key, "little", signed=True) for key in keys])
+
+
+def _of_tensors(layer: NMLayer) -> Tensor:
+    """The other words."""
+    parts = ([layer.marks], [layer.permutation], layer.parameters.values())
+    return torch.stack([_sum([t for t in tensors if t is not None], layer.weight.device) for tensors in parts])
+
+
+def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        data = tensor.detach().contiguous().flatten().view(torch.uint8)
+        words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
+        total = total * 0x100000001B3 + len(data)
+        for start in range(0, len(words), _CHUNK):
+            total = total + mix(words[start : start + _CHUNK], start).sum()
+    return total
+
+
+def mix(words: Tensor, start: int = 0) -> Tensor:
+    """Scatter int64 words over all int64, each in a way of its place: one to one for a given place.
+
+    Args:
+        words: int64 [n].
+        start: Place of the first.
+    """
+    place = torch.arange(start, start + len(words), device=words.device)
+    mixed = (words ^ place.mul_(-0x61C8864680B583EB)) * -0x40A7B892E31B1A47
+    mixed ^= (mixed >> 29) & ((1 << 35) - 1)  # as if unsigned: otherwise two words could become one
+    mixed *= -0x6B2FB644ECCEEE15
+    return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
+
+
+class RankComparison:
+    """Compares the layers of all processes: two numbers in one collective, and nothing in a single process.
+
+    The tensors' part of a checksum is kept until a tensor changes, so masks that stay are read once.
+
+    Args:
+        layers: The masked layers of this process.
+    """
+
+    def __init__(self, layers: Sequence[NMLayer]) -> None:
+        self.layers = layers
+        self._known: dict[str, tuple[list[Tensor], list[int], Tensor]] = {}
+
+    @torch.no_grad()
+    def __call__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Compare; every process of the group must call it at the same point.
+
+        Args:
+            group: The processes that train one model together; all by default.
+
+        Raises:
+            RuntimeError: In every process, if any two disagree: naming the layers and what differs.
+        """
+        if processes(group) == 1:
+            return
+        device = self.layers[0].weight.device if self.layers else torch.device("cpu")
+        words = _settings(self.layers).to(device, non_blocking=True)[:, None]
+        if self.layers:
+            words = torch.cat([words, torch.stack([self._tensors(layer).to(device) for layer in self.layers])], 1)
+        total = mix(words.flatten()).sum()
+        # ~x falls as x rises: one maximum tells the largest and the smallest.
+        extremes = torch.stack([total, ~total])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+        largest, smallest = extremes.tolist()
+        if largest != ~smallest:
+            self._explain(group)
+
+    def _tensors(self, layer: NMLayer) -> Tensor:
+        tensors = [t for t in (layer.marks, layer.permutation, *layer.parameters.values()) if t is not None]
+        versions = [t._version for t in tensors]
+        known = self._known.get(layer.name)
+        if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
+            known = self._known[layer.name] = (tensors, versions, _of_tensors(layer))
+        return known[2]
+
+    def _explain(self, group: dist.ProcessGroup | None) -> None:
+        """Find out who differs in what, now that time does not matter."""
+        own = {}
+        for layer in self.layers:
+            _, masks, permutation, parameters = checksum(layer).tolist()
+            own[layer.name] = {
+                **agreed(layer), "masks": masks, "permutation": permutation, "parameters": parameters
+            }  # fmt: skip
+        everyone: list[Any] = [None] * processes(group)
+        dist.all_gather_object(everyone, own, group)
+        found = []
+        for name in dict.fromkeys(name for one in everyone for name in one):
+            missing = [rank for rank, one in enumerate(everyone) if name not in one]
+            if missing:
+                found.append(f"layer '{name}' is not masked on ranks {missing}")
+                continue
+            first = everyone[0][name]
+            for key in first:
+                others = [rank for rank, one in enumerate(everyone) if one[name][key] != first[key]]
+                if others:
+                    found.append(f"layer '{name}': {key} differs between rank 0 and ranks {others}")
+        shown = "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+        raise RuntimeError(
+            f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
+            "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
+            "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
+        )
+
+
+@torch.no_grad()
+def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
+    """Average the gradients of the parameters that methods own over all processes, in one collective.
+
+    DistributedDataParallel does not know these parameters. Averaging what is equal changes nothing, so this is
+    right after each of several micro-batches, too. A parameter without a gradient anywhere gets none.
+
+    Args:
+        layers: The masked layers.
+        group: The processes that train one model together; all by default.
+    """
+    world = processes(group)
+    owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
+    if world == 1 or not owned:
+        return
+    for dtype in dict.fromkeys(p.dtype for p in owned):
+        same = [p for p in owned if p.dtype == dtype]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+        present = torch.tensor([float(p.grad is not None) for p in same], dtype=dtype).to(same[0].device)
+        flat = torch.cat([*(grad.flatten() for grad in grads), present]).div_(world)
+        dist.all_reduce(flat, group=group)
+        *means, present = flat.split([*(p.numel() for p in same), len(same)])
+        for k, (p, mean) in enumerate(zip(same, means, strict=True)):
+            if p.grad is not None:
+                p.grad.copy_(mean.view_as(p))
+            elif bool(present[k]):
+                p.grad = mean.view_as(p).clone()
+
+
+def processes(group: dist.ProcessGroup | None = None) -> int:
+    """How many processes the group has; 1 outside distributed training."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

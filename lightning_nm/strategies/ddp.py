@@ -1,0 +1,65 @@
+"""NMDDPStrategy: DDP that sends of sparse weights' gradients what is needed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_nm.nn.wire import GradientWire, kept_entries_hook
+
+
+class NMDDPStrategy(DDPStrategy):
+    """Lightning's DDP for :class:`~lightning_nm.NMSparsityCallback`, by ``Trainer(strategy="nm_ddp")``.
+
+    Of weights whose method needs no gradient at pruned entries (ASP after pruning, BAME between adaptations) only the
+    kept entries are sent, N / M of the bytes; all else is sent as under ``ddp``. The callback compares the masks of all
+    processes before every step, and logs ``nm/grad_bytes_ratio``. The name is known once ``lightning_nm`` is imported;
+    in YAML, ``class_path: lightning_nm.NMDDPStrategy`` always works.
+
+    Args:
+        wire_dtype: ``"bf16"`` rounds gradients to bfloat16 for sending, half the bytes of float32; ``None`` sends
+            them as they are.
+        **kwargs: Those of Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``; no communication hook.
+
+    Raises:
+        ValueError: For another ``wire_dtype``, and for a communication hook beside this one.
+
+    Example::
+
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(strategy=NMDDPStrategy(wire_dtype="bf16"), accelerator="cpu", devices=2, logger=False)
+    """
+
+    def __init__(self, *, wire_dtype: Literal["bf16"] | None = None, **kwargs: Any) -> None:
+        if wire_dtype not in (None, "bf16"):
+            raise ValueError(f"wire_dtype={wire_dtype!r} is unknown: use 'bf16', or None to send gradients as they are")
+        for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r}: NMDDPStrategy has a communication hook of its own, and DDP takes one; "
+                    "for bfloat16 use wire_dtype='bf16', for others strategy='ddp', which is correct with every method"
+                )
+        super().__init__(**kwargs)
+        self.wire = GradientWire(None if wire_dtype is None else torch.bfloat16)
+        """What is sent, and how much it was."""
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and register the hook on every device: Lightning does so on CUDA devices alone."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self.wire, kept_entries_hook)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``nm_ddp``; again does no harm.
+
+        Args:
+            strategy_registry: Lightning's registry.
+        """
+        strategy_registry.register("nm_ddp", cls, description="DDP that sends kept entries alone", override=True)
+
+
+NMDDPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,103 @@
+"""Several processes train as one does on the same global batch."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_nm import ASP, BAME, SRSTE, BiMask, NMDDPStrategy, NMSparsityCallback, TransposableMask
+from tests.outside import ScaledMask
+from tests.processes import in_processes
+
+METHODS = {
+    "sr-ste": lambda: SRSTE(1e-2),
+    "bi-mask": lambda: BiMask(permute_every=3),
+    "asp": lambda: ASP(start=2),
+    "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, score="taylor-abs"),
+    "transposable": lambda: TransposableMask(update_every=2),
+    "scaled-mask": ScaledMask,
+}
+STRATEGIES = {
+    "auto": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "nm_ddp": lambda: "nm_ddp",
+    "static": lambda: NMDDPStrategy(static_graph=True, gradient_as_bucket_view=True),
+}
+
+
+class Net(pl.LightningModule):
+    """Of every global batch each process takes its part."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 4)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = (part[self.trainer.global_rank :: self.trainer.world_size] for part in batch)
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def fit(method, strategy, devices, accumulate=1):
+    """Weights and the sparsifier's state after a dozen batches."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 4, 4, 4, generator=generator, dtype=torch.float64)
+    data = TensorDataset(x, torch.randint(0, 4, (96,), generator=generator))
+    pl.seed_everything(0, verbose=False)
+    model = Net().double()
+    callback = NMSparsityCallback("2:4", METHODS[method](), skip_first_last=False, show_tables=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=STRATEGIES[strategy](),
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=8))
+    return model.state_dict(), callback.state_dict()["layers"]
+
+
+def fits(runs, devices):
+    return [fit(method, strategy, devices, accumulate) for method, strategy, accumulate in runs]
+
+
+def assert_equal(found, expected, tolerance=1e-10):
+    (weights, layers), (expected_weights, expected_layers) = found, expected
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=tolerance)
+    for name, layer in layers.items():
+        other = expected_layers[name]
+        assert layer["total_flips"] == other["total_flips"], name
+        for key in ("forward_mask", "backward_mask", "permutation", "latent", "parameters"):
+            torch.testing.assert_close(layer[key], other[key], rtol=0, atol=tolerance) if layer[key] is not None else 0
+            assert (layer[key] is None) == (other[key] is None), (name, key)
+
+
+RUNS = [(method, strategy, 1) for method in METHODS for strategy in ("ddp", "nm_ddp")]
+RUNS += [("bame", "nm_ddp", 2), ("asp", "static", 1), ("bame", "static", 1), ("scaled-mask", "ddp", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "runs"), [(2, RUNS), (4, [("bame", "nm_ddp", 1)])], ids=["2", "4"])
+def test_processes_equal_one(tmp_path, world, runs):
+    everyone = in_processes(world, tmp_path / "run", fits, runs, world)
+    for k, (method, strategy, accumulate) in enumerate(runs):
+        alone = fit(method, "auto", 1, accumulate)
+        for found in everyone:
+            try:
+                assert_equal(found[k], alone)
+            except AssertionError as error:
+                raise AssertionError(f"{method} under {strategy}, accumulating {accumulate}: {error}") from error
+            assert_equal(found[k], everyone[0][k], tolerance=0)
+        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), "masks moved"
