@@ -58,19 +58,22 @@ def checksum(layer: NMLayer) -> Tensor:
         >>> (checksum(layer) == before).tolist()
         [True, False, True, True]
     """
-    return torch.cat([_settings([layer]).to(layer.weight.device), _of_tensors(layer)])
+    return torch.cat([_settings([layer]).to(layer.weight.device), _of_masks(layer), _of_parameters(layer)])
 
 
 def _settings(layers: Iterable[NMLayer]) -> Tensor:
-    """The first word of the checksum of each layer: made on the CPU, all at once."""
+    """The first word of each layer's checksum: made on the CPU, all at once."""
     keys = (hashlib.sha256(repr(agreed(layer)).encode()).digest()[:8] for layer in layers)
-    return torch.tensor([int.from_bytes(key, "little", signed=True) for key in keys])
+    return torch.tensor([int.from_bytes(key, "little", signed=True) for key in keys], dtype=torch.int64)
 
 
-def _of_tensors(layer: NMLayer) -> Tensor:
-    """The other words."""
-    parts = ([layer.marks], [layer.permutation], layer.parameters.values())
-    return torch.stack([_sum([t for t in tensors if t is not None], layer.weight.device) for tensors in parts])
+def _of_masks(layer: NMLayer) -> Tensor:
+    device = layer.weight.device
+    return torch.stack([_sum([] if t is None else [t], device) for t in (layer.marks, layer.permutation)])
+
+
+def _of_parameters(layer: NMLayer) -> Tensor:
+    return _sum(list(layer.parameters.values()), layer.weight.device)[None]
 
 
 def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -101,7 +104,7 @@ def mix(words: Tensor, start: int = 0) -> Tensor:
 class RankComparison:
     """Compares the layers of all processes: two numbers in one collective, and nothing in a single process.
 
-    The tensors' part of a checksum is kept until a tensor changes, so masks that stay are read once.
+    The words of masks are kept until these change, so masks that stay are read once.
 
     Args:
         layers: The masked layers of this process.
@@ -124,10 +127,10 @@ class RankComparison:
         if processes(group) == 1:
             return
         device = self.layers[0].weight.device if self.layers else torch.device("cpu")
-        words = _settings(self.layers).to(device, non_blocking=True)[:, None]
-        if self.layers:
-            words = torch.cat([words, torch.stack([self._tensors(layer).to(device) for layer in self.layers])], 1)
-        total = mix(words.flatten()).sum()
+        words = [_settings(self.layers).to(device, non_blocking=True)]
+        for layer in self.layers:
+            words += [self._of_masks(layer).to(device), _of_parameters(layer).to(device)]
+        total = mix(torch.cat(words)).sum()
         # ~x falls as x rises: one maximum tells the largest and the smallest.
         extremes = torch.stack([total, ~total])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -135,12 +138,12 @@ class RankComparison:
         if largest != ~smallest:
             self._explain(group)
 
-    def _tensors(self, layer: NMLayer) -> Tensor:
-        tensors = [t for t in (layer.marks, layer.permutation, *layer.parameters.values()) if t is not None]
+    def _of_masks(self, layer: NMLayer) -> Tensor:
+        tensors = [t for t in (layer.marks, layer.permutation) if t is not None]
         versions = [t._version for t in tensors]
         known = self._known.get(layer.name)
         if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
-            known = self._known[layer.name] = (tensors, versions, _of_tensors(layer))
+            known = self._known[layer.name] = (tensors, versions, _of_masks(layer))
         return known[2]
 
     def _explain(self, group: dist.ProcessGroup | None) -> None:

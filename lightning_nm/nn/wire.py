@@ -95,9 +95,9 @@ def kept_entries_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DistributedDataParallel: averages a bucket, of masked weights the kept entries alone.
 
-    What is not sent becomes exactly 0. The parameters tell whose gradients a bucket holds, because buckets are made
-    anew after the first step; under accumulation a bucket holds the sum of all micro-batches. Sizes depend on N:M and on
-    what :func:`~lightning_nm.nn.ranks.checksum` compares, so processes that agree there send equally much.
+    What is not sent becomes exactly 0. The parameters tell whose gradients a bucket holds: buckets are made anew after
+    the first step. Under accumulation a bucket holds the sum of all micro-batches. Sizes depend on N:M and on what
+    :func:`~lightning_nm.nn.ranks.checksum` compares, so processes that agree there send equally much.
 
     Args:
         wire: Which weights are masked.
