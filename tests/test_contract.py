@@ -169,6 +169,30 @@ def test_gradients_follow_the_formulas(method, kind):
         torch.testing.assert_close(layer.parameters["scale"].grad, (dw * masked).sum())
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_are_not_needed_may_be_left_out(method):
+    """Data parallelism sends nothing of them."""
+    weights, left_out = [], 0
+    for cut in (False, True):
+        module, x = make("linear")
+        sparsifier = attach(module, method)
+        optimizer = OPTIMIZERS["adamw"](module.parameters())
+        sparsifier.register(optimizer)
+        for step in range(6):
+            optimizer.zero_grad()
+            module(x + step).square().mean().backward()
+            for layer in sparsifier.layers.values() if cut else ():
+                if layer.kept is not None and not layer.method.gradient_at_pruned(layer):
+                    layer.weight.grad.masked_fill_(~layer.kept, 0)
+                    left_out += 1
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        weights.append([layer.weight.detach().clone() for layer in sparsifier.layers.values()])
+    assert all(torch.equal(whole, part) for whole, part in zip(*weights, strict=True))
+    assert (left_out > 0) == method.startswith(("asp", "bame"))
+
+
 @pytest.mark.parametrize("kind", ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "encoder-layer"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])  # one that looks at entries, one that looks at norms

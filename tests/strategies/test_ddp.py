@@ -59,10 +59,16 @@ def test_registered_by_name():
 
 def test_by_class_path(tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
-    config.write_text(
-        "seed_everything: 0\ntrainer: {accelerator: cpu, devices: 2, logger: false, strategy: {class_path: lightning_nm.NMDDPStrategy, "
-        "init_args: {wire_dtype: bf16, find_unused_parameters: true}}}"
-    )
+    config.write_text("""
+        seed_everything: 0
+        trainer:
+          accelerator: cpu
+          devices: 2
+          logger: false
+          strategy:
+            class_path: lightning_nm.NMDDPStrategy
+            init_args: {wire_dtype: bf16, find_unused_parameters: true}
+    """)
     monkeypatch.setattr("sys.argv", ["any"])  # pytest's own otherwise
     cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
     assert cli.trainer.strategy.wire.dtype is torch.bfloat16
@@ -165,7 +171,11 @@ def many():
         log = Logged()
         model, layers = fit(strategy, method, callbacks=[log], **options)
         logged[name] = (log.ratios, model.state_dict(), [layer["forward_mask"] for layer in layers.values()])
-    _, scaled = fit("ddp", ScaledMask(), pattern="2:4")
+    with pytest.MonkeyPatch.context() as patch:
+        reduced, reduce_gradients = [], NMSparsifier.reduce_gradients
+        patch.setattr(NMSparsifier, "reduce_gradients", lambda self: (reduced.append(1), reduce_gradients(self)))
+        _, scaled = fit("ddp", ScaledMask(), pattern="2:4", accumulate_grad_batches=3)
+        assert len(reduced) == 2, "once for each real step"
     _, manual = fit("ddp", ScaledMask(), manual=True, pattern="2:4")
     scales = [layer["parameters"]["scale"] for layer in [*scaled.values(), *manual.values()]]
     return errors, logged, scales
