@@ -106,9 +106,10 @@ def kept_entries_hook(
     Returns:
         The future of ``bucket.buffer()`` with the averages.
     """
-    buffer, grads = bucket.buffer(), bucket.gradients()
-    layers = [wire.sparse(parameter) for parameter in bucket.parameters()]
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    layers = [wire.sparse(parameter) for parameter in parameters]
     whole = not any(layers)
+    grads = [] if whole else [_as_stored(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
     if whole:
         message = buffer
     else:
@@ -132,6 +133,12 @@ def kept_entries_hook(
         return buffer
 
     return dist.all_reduce(message, group=wire.group, async_op=True).get_future().then(spread)
+
+
+def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient in the order of its parameter's memory, as it lies in the bucket, which says row-major of all."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return grad.as_strided(parameter.shape, parameter.stride()) if dense else grad
 
 
 def _sent(grad: Tensor, layer: NMLayer | None, wire: GradientWire) -> Tensor:

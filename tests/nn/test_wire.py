@@ -146,17 +146,43 @@ def counted(pattern, dtype):
     return results
 
 
+def strided(kind):
+    """Gradients of weights that are not row-major, beside those of a dense hook."""
+    torch.manual_seed(0)
+    if kind == "channels-last":
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 2)).to(memory_format=torch.channels_last)
+        shape = (4, 8, 5, 5)
+    else:
+        model, shape = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), (4, 8)
+        model[0].weight = nn.Parameter(torch.randn(8, 16).t())
+        model[1].weight = nn.Parameter(torch.randn(16, 24)[:, ::3].t())  # with gaps
+    sparsifier = NMSparsifier(model, "2:4", ASP(), skip_first_last=False).attach()
+    grads = []
+    for hook, wire in ((allreduce_hook, None), (kept_entries_hook, GradientWire())):
+        parallel = DistributedDataParallel(model)
+        parallel.register_comm_hook(wire, hook)
+        if wire is not None:
+            wire.add(sparsifier.layers.values())
+        for step in range(2):
+            model.zero_grad()
+            parallel(torch.randn(shape, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert wire.settle() < 0.7
+    return grads
+
+
 CASES = [("1:16", None), ("1:16", torch.bfloat16), ("2:4", None)]
 
 
 def counted_in_all_cases():
-    return [counted(pattern, dtype) for pattern, dtype in CASES]
+    kinds = ("channels-last", "transposed")
+    return [counted(pattern, dtype) for pattern, dtype in CASES], [strided(kind) for kind in kinds]
 
 
 @pytest.mark.slow
 def test_elements_on_the_wire(tmp_path):
     weights, biases = 64 * 32 + 32 * 64 + 64 * 8, 32 + 64 + 8
-    for cases in in_processes(2, tmp_path / "run", counted_in_all_cases):
+    for cases, strides in in_processes(2, tmp_path / "run", counted_in_all_cases):
         for (pattern, dtype), results in zip(CASES, cases, strict=True):
             expected = int(weights * NMPattern.parse(pattern).density) + biases
             for elements, sent, grads, dense, nonzero, ratio in results:
@@ -167,3 +193,6 @@ def test_elements_on_the_wire(tmp_path):
                 tolerance = {"rtol": 1e-2, "atol": 1e-2 * max(float(g.abs().max()) for g in dense)} if dtype else {}
                 for one, other in zip(grads, dense, strict=True):
                     torch.testing.assert_close(one, other, **tolerance)
+        for dense, kept in strides:
+            for one, other in zip(dense, kept, strict=True):
+                torch.testing.assert_close(one, other)
