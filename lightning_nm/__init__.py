@@ -1,6 +1,6 @@
 """N:M sparse training for PyTorch Lightning."""
 
-from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.callbacks import NMSparsityCallback, RNGState
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.pattern import NMPattern
@@ -27,6 +27,7 @@ __all__ = [
     "NMPrecision",
     "NMSparsifier",
     "NMSparsityCallback",
+    "RNGState",
     "TopN",
     "TransposableMask",
     "functional",

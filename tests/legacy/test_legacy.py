@@ -1,0 +1,73 @@
+"""The checkpoints of every released version load and go on; `make_checkpoints.py` made them."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_nm import NMSparsityCallback
+from lightning_nm.export.verify import read_checkpoint, verify_state
+from lightning_nm.functional import is_nm
+from lightning_nm.nn.state import layer_state
+from tests.legacy.make_checkpoints import EPOCHS, SAVED_AFTER, fit
+
+FILES = sorted(Path(__file__).parent.glob("*.ckpt"))
+
+
+class Look(pl.Callback):
+    """The state of the sparsifier when the resumed training begins."""
+
+    def on_train_start(self, trainer, pl_module):
+        nm = next(c for c in trainer.callbacks if isinstance(c, NMSparsityCallback))
+        self.layers = {name: layer_state(layer) for name, layer in nm.sparsifier.layers.items()}
+        self.step = trainer.global_step
+
+
+def test_each_kind_of_state_is_kept_of_this_version_too():
+    kinds = {"bi-mask", "bame", "three-gemms"}
+    assert {path.stem for path in FILES} >= {f"{version('lightning-nm')}-{kind}" for kind in kinds}
+    assert all(path.stat().st_size < 20_000 for path in FILES)
+
+
+def _same(here, saved):
+    if isinstance(saved, torch.Tensor):
+        return torch.equal(here, saved)
+    if isinstance(saved, dict):
+        return saved.keys() <= here.keys() and all(_same(here[key], value) for key, value in saved.items())
+    return here == saved
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_checkpoint_of_an_older_version_goes_on(path):
+    saved = torch.load(path, weights_only=True)
+    look = Look()
+    model = fit(path.stem.split("-", 1)[1], look, ckpt_path=path)
+
+    assert look.step == SAVED_AFTER < EPOCHS
+    layers = saved["callbacks"]["NMSparsityCallback"]["layers"]
+    assert look.layers.keys() == layers.keys() == {"net.0", "net.2"}
+    for name, state in layers.items():
+        for key in state.keys() - {"checksum"}:  # sums may round differently elsewhere
+            assert _same(look.layers[name][key], state[key]), (name, key)
+    for key, value in saved["expected"].items():  # another machine may round differently
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(saved["state_dict"][key], value) for key, value in model.state_dict().items())
+    assert all(is_nm(model.net[k].weight, "2:4", dim=1) for k in (0, 2))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_verify_reads_them(path):
+    weights, (state,) = read_checkpoint(path)
+    assert [verdict.verdict for verdict in verify_state(weights, state)] == ["N:M", "N:M"]
+
+
+@pytest.mark.parametrize("schema", [0, 2, None, "1"])
+def test_an_unknown_schema_is_refused_with_the_way_out(tmp_path, schema):
+    checkpoint = torch.load(FILES[0], weights_only=True)
+    checkpoint["callbacks"]["NMSparsityCallback"]["schema"] = schema
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    message = rf"schema {schema!r}, but this version reads schema 1: use the version of lightning_nm that wrote it"
+    with pytest.raises(ValueError, match=message):
+        fit(FILES[0].stem.split("-", 1)[1], ckpt_path=tmp_path / "other.ckpt")
