@@ -20,7 +20,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
 from lightning_nm.nn.ranks import RankComparison, reduce_gradients
 from lightning_nm.nn.select import Plan, as_globs, select
-from lightning_nm.nn.state import fits, layer_state, load_layer_state, state_difference
+from lightning_nm.nn.state import changed_settings, fits, layer_state, load_layer_state, state_difference
 from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
 from lightning_nm.pattern import PatternLike
 from lightning_nm.rules import make_rules
@@ -406,8 +406,8 @@ class NMSparsifier:
         """Restore after ``model.load_state_dict``: masks, latent values, clocks.
 
         Raises:
-            ValueError: If the state is of another schema, layer set, pattern, method or shape, or does not belong to
-                the model's weights. Nothing is changed then.
+            ValueError: If the state is of another schema, layer set, pattern, method, estimator or shape, or does not
+                belong to the model's weights. Nothing is changed then.
         """
         self._require_attached("load_state_dict")
         check_schema(state)
@@ -446,6 +446,9 @@ class NMSparsifier:
                 f"now would make that {here}",
                 stacklevel=2,
             )
+        changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
+        if changes:
+            warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
         for name, layer in layers.items():
             layer.seed = self.seed
             if name in unveiled:

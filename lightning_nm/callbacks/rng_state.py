@@ -27,9 +27,9 @@ class RNGState(pl.Callback):
     their random numbers are functions of saved counters.
 
     A run that resumes on another number of processes or devices gets the states that are there; a warning says which
-    are not. The states are put back after the sanity check and before the first batch, so that what a data loader draws
-    from the global generator when an epoch begins repeats at the end of an epoch alone. `lightning_nm.demo` has loaders
-    with a generator of their own. Worker processes of a loader are not reached.
+    are not. The states are put back after the sanity check and before the first batch. Not covered are data
+    loaders that draw from the global generator, as torch's do when an epoch begins unless they have a ``generator`` of
+    their own (those of `lightning_nm.demo` have), and what worker processes draw.
 
     Rank 0 collects the states without a collective: if a process does not save (it raised an exception, say), the
     checkpoint is written without its state after ``timeout`` seconds.
@@ -141,7 +141,7 @@ def _connect(trainer: pl.Trainer, timeout: timedelta) -> Any:
     environment = getattr(trainer.strategy, "cluster_environment", None)
     host = "127.0.0.1" if environment is None else environment.main_address
     store = TCPStore(host, 0, is_master=True, timeout=timeout) if trainer.is_global_zero else None
-    port = trainer.strategy.broadcast(None if store is None else store.port)
+    port = trainer.strategy.broadcast(0 if store is None else store.port)
     return store or TCPStore(host, port, is_master=False, timeout=timeout)
 
 

@@ -80,6 +80,7 @@ class BAME(MaskMethod):
     """
 
     latent = False
+    fixed = ("dgrad",)
 
     def __init__(
         self,

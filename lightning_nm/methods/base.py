@@ -41,6 +41,9 @@ class Method:
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
 
+    fixed: tuple[str, ...] = ()
+    """Settings that a saved state depends on: resuming with other values is refused. Other settings may change."""
+
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "parameter": layer.parameter,
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
+        "settings": _settings(layer.method),
         "layout": layer.layout,
         "shape": list(weight.shape),
         "masked": forward is not None,
@@ -38,6 +40,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "dense_gradient": layer.dense_gradient,
         "schedule": list(layer.schedule),
         "estimator": type(layer.estimator).__name__,
+        "estimator_settings": _estimator_settings(layer),
         "estimator_schedule": list(layer.estimator_schedule),
         "draws": layer.draws,
         "backward_density": layer.backward_density,
@@ -147,14 +150,60 @@ def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
     return layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__
 
 
-def state_difference(layer: NMLayer, state: dict[str, Any]) -> str:
+def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
     """What keeps a saved state from fitting a layer; empty when it fits."""
     own = {
         "shape": list(layer.weight.shape),
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
         "layout": layer.layout,
+        "estimator": type(layer.estimator).__name__,
     }
-    return ", ".join(
-        f"{key} {state[key]} in the checkpoint, {value} here" for key, value in own.items() if state[key] != value
-    )
+    differences = _differences(own, state)
+    if state["method"] == own["method"]:
+        fixed = {key: value for key, value in _settings(layer.method).items() if key in layer.method.fixed}
+        differences += _differences(fixed, state.get("settings", {}))
+    if state["estimator"] == own["estimator"] and layer.estimator is not None:
+        pattern = {"pattern": _estimator_settings(layer)["pattern"]}
+        differences += [f"estimator {change}" for change in _differences(pattern, state.get("estimator_settings", {}))]
+    return ", ".join(differences)
+
+
+def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
+    """Settings of method and estimator that are others now, and may be; those that are planned moments left out."""
+    planned = {"dense_start", "dense_end"} | ({"start", "stop"} if layer.schedule else set())
+    changes = []
+    for part, here, key in (
+        (layer.method, _settings(layer.method), "settings"),
+        (layer.estimator, _estimator_settings(layer), "estimator_settings"),
+    ):
+        free = {name: value for name, value in here.items() if name not in planned}
+        changes += [f"{type(part).__name__}'s {change}" for change in _differences(free, state.get(key, {}))]
+    return changes
+
+
+def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What both have and is not equal: a checkpoint of another version may lack entries."""
+    return [
+        f"{key} {_shown(saved[key])} in the checkpoint, {_shown(value)} here"
+        for key, value in here.items()
+        if key in saved and saved[key] != value
+    ]
+
+
+def _shown(value: Any) -> Any:
+    return "none" if value == "NoneType" else value
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """The primitives among the constructor's arguments that a method or an estimator keeps under their names."""
+    names = inspect.signature(type(part).__init__).parameters
+    kept = {name: value for name, value in vars(part).items() if name in names}
+    return {name: value for name, value in kept.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _estimator_settings(layer: NMLayer) -> dict[str, Any]:
+    """Those of the layer's estimator, and the pattern that it has in this layer."""
+    if layer.estimator is None:
+        return {}
+    return {**_settings(layer.estimator), "pattern": str(layer.estimator.pattern_of(layer))}

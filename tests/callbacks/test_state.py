@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, 
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_nm import BAME, BiMask, NMSparsityCallback
+from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
@@ -258,24 +258,6 @@ def test_sr_ste_decay_enters_once_per_step_before_clipping(tmp_path):
     pruned = torch.where(nmf.nm_mask(weight.abs(), "2:4"), 0, weight)
     for accumulate in (1, 4):
         torch.testing.assert_close(run(0.5, accumulate) - run(0.0, accumulate), 0.5 * pruned)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pattern": "1:4"}, r"layer 'net\.3': pattern 2:4 in the checkpoint, 1:4 here"),
-        ({"method": "sr-ste"}, r"method BiMask in the checkpoint, SRSTE here"),
-        ({"method": BAME(stop=4, every=2)}, r"method BiMask in the checkpoint, BAME here"),
-        ({"exclude": "net.6"}, r"layer 'net\.6' is masked only in the checkpoint"),
-    ],
-)
-def test_a_checkpoint_of_another_sparse_model_is_refused(tmp_path, change, message):
-    make_trainer(tmp_path, [callback(), SaveAt(tmp_path / "a.ckpt", 3)], max_epochs=1).fit(new_model(), Data())
-    nm = NMSparsityCallback(**{"pattern": "2:4", "method": BiMask(permute_every=3), "show_tables": False, **change})
-    model = new_model(1)
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, [nm]).fit(model, Data(), ckpt_path=tmp_path / "a.ckpt")
-    assert not any(isinstance(m, Adapter) for m in model.modules())
 
 
 def test_a_future_schema_is_refused():
