@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.trial import trial_step
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.export.archive import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.move import achieved_loss_change, adapted_now
@@ -391,7 +393,9 @@ class NMSparsityCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note whether the state that follows is of the run to continue, or of weights to evaluate."""
+        """Note whether the state that follows is of the run to continue, or of weights to evaluate; refuse damage."""
+        if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
+            check_archive(trainer.ckpt_path)
         self._evaluating = trainer.state.fn != "fit"
         self._steps_before = 0 if self._evaluating else checkpoint.get("global_step", 0)
 

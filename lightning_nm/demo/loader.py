@@ -1,5 +1,6 @@
 """A DataLoader that counts what was consumed and can start in the middle of an epoch."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
@@ -103,7 +104,8 @@ class ResumableLoader(DataLoader[T]):
         sampler = self.sampler
         if not state or not isinstance(sampler, ResumableSampler):
             return
-        if 0 < state["position"] < len(sampler):
+        ended = state["position"] >= math.ceil(state["size"] / state["num_replicas"])
+        if state["position"] and not ended:
             mine = self.state_dict()
             changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != mine[k]]
             if changed:
@@ -112,4 +114,4 @@ class ResumableLoader(DataLoader[T]):
                     f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
                     " start from a checkpoint made at the end of an epoch."
                 )
-        sampler.load_state_dict(state)
+        sampler.load_state_dict({**state, "position": len(sampler)} if ended else state)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lightning_nm.export.archive import check_archive
 from lightning_nm.functional import count_violations
 from lightning_nm.nn.names import key_of_layer
 from lightning_nm.pattern import NMPattern
@@ -57,7 +58,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         The state dict, and the sparsifier states, of which there is none in a plain state dict.
 
     Raises:
-        ValueError: If the file cannot be read or holds no weights.
+        ValueError: If the file cannot be read, is damaged or holds no weights.
     """
     path = Path(path)
     if not path.is_file():
@@ -73,6 +74,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
             return load_file(path), []
         except Exception as error:
             raise ValueError(f"cannot read '{path}' as safetensors: {error}") from error
+    check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
