@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_nm.demo import ExactResume
+from lightning_nm import RNGState
 from tests.lightning_models import Data, callback, make_trainer, new_model
 
 METHODS = ("sr-ste", "bi-mask", "bame", "three-gemms")
@@ -77,7 +77,7 @@ def train(folder, method, accumulate, kill_in=None, kill_at=0, across_devices=Fa
     model = new_model(0 if not last.exists() else 7)
     trainer = make_trainer(
         folder,
-        [callback(method), ExactResume(), save, Profile(moments)],
+        [callback(method), RNGState(), save, Profile(moments)],
         max_epochs=3,
         accumulate_grad_batches=accumulate,
     )

@@ -68,6 +68,19 @@ def test_refuses_a_position_that_belongs_to_other_settings(name, value):
     other.load_state_dict({**state, "position": 22})  # the end of an epoch fits any settings
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+def test_the_end_of_an_epoch_fits_any_number_of_replicas(before, after):
+    ended = loader(num_replicas=before)
+    assert len(batches(ended)) == len(ended)
+    other = loader(num_replicas=after)
+    other.load_state_dict(ended.state_dict())
+    assert batches(other) == []  # nothing is left of that epoch
+    other.sampler.set_epoch(1)
+    fresh = loader(num_replicas=after)
+    fresh.sampler.set_epoch(1)
+    assert batches(other) == batches(fresh) != []
+
+
 def test_with_a_foreign_sampler_it_is_an_ordinary_loader():
     plain = ResumableLoader(list(range(5)), batch_size=2, sampler=SequentialSampler(range(5)))
     assert plain.state_dict() == {}
