@@ -121,6 +121,27 @@ def test_devices_that_are_missing_are_said(tmp_path):
         run(tmp_path, RNGState(), ckpt_path=tmp_path / "cuda.ckpt")
 
 
+def test_states_of_devices_are_kept_in_their_order(monkeypatch):
+    streams = {0: torch.tensor([1, 2]), 1: torch.tensor([3, 4])}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: streams[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda words, device: streams.update({device: words}))
+    state = rng_state([0, 1])
+    streams.update({0: torch.tensor([7]), 1: torch.tensor([8])})
+    set_rng_state(state, [1])  # one device only: the first state
+    assert (streams[0].tolist(), streams[1].tolist()) == ([7], [1, 2])
+    set_rng_state(state, [0, 1])
+    assert (streams[0].tolist(), streams[1].tolist()) == ([1, 2], [3, 4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_stream_goes_round():
+    state = rng_state([0])
+    expected = torch.rand(8, device="cuda")
+    set_rng_state(state, [0])
+    assert torch.equal(torch.rand(8, device="cuda"), expected)
+
+
 def test_an_impossible_timeout_is_refused():
     with pytest.raises(ValueError, match="timeout=0"):
         RNGState(timeout=0)
