@@ -88,6 +88,13 @@ OPTIONS = {
 }
 
 
+@pytest.fixture
+def settings_of_torch():
+    yield
+    torch.use_deterministic_algorithms(False)  # a Trainer leaves it on
+
+
+@pytest.mark.usefixtures("settings_of_torch")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_trainer_options(method, name, tmp_path):
     options = OPTIONS[name]
