@@ -150,10 +150,8 @@ class RankComparison:
         """Find out who differs in what, now that time does not matter."""
         own = {}
         for layer in self.layers:
-            _, masks, permutation, parameters = checksum(layer).tolist()
-            own[layer.name] = {
-                **agreed(layer), "masks": masks, "permutation": permutation, "parameters": parameters
-            }  # fmt: skip
+            words = dict(zip(("masks", "permutation", "parameters"), checksum(layer)[1:].tolist(), strict=True))
+            own[layer.name] = {**agreed(layer), **words}
         everyone: list[Any] = [None] * processes(group)
         dist.all_gather_object(everyone, own, group)
         found = []
@@ -166,7 +164,8 @@ class RankComparison:
             for key in first:
                 others = [rank for rank, one in enumerate(everyone) if one[name][key] != first[key]]
                 if others:
-                    found.append(f"layer '{name}': {key} differs between rank 0 and ranks {others}")
+                    found.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
+        found = found or ["their layers come in another order"]
         shown = "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
         raise RuntimeError(
             f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "

@@ -152,7 +152,7 @@ def test_processes_fail_together_and_average(tmp_path):
     assert said == other
     assert set(said) == {*CHANGES, "layers"}
     for aspect in CHANGES:
-        assert f"layer '1': {aspect} differs between rank 0 and ranks [1]" in said[aspect]
+        assert f"layer '1': ranks [1] differ from rank 0 in {aspect}" in said[aspect]
         assert "layer '0'" not in said[aspect]
         assert "load the same checkpoint" in said[aspect]
     assert "layer '1' is not masked on ranks [1]" in said["layers"]
