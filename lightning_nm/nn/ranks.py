@@ -52,7 +52,7 @@ def checksum(layer: NMLayer) -> Tensor:
 
         >>> from torch import nn
         >>> from lightning_nm import NMSparsifier
-        >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers[""]
+        >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
         >>> before = checksum(layer)
         >>> layer.marks[0] = 1 - layer.marks[0]
         >>> (checksum(layer) == before).tolist()
