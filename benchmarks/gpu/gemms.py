@@ -49,9 +49,6 @@ LAYERS = {
 }
 TINY = {"tiny": (64, 32, 48), "tiny, ragged": (48, 16, 40)}
 
-# What the trial's packing moves, bytes an entry: `FUSED` is a pack alone, `UNFUSED` one after a transposition.
-TRAFFIC = {"forward": cost.FUSED, "dgrad": cost.UNFUSED, "wgrad": cost.UNFUSED}
-
 
 def keys(layer: tuple[int, int, int], device: torch.device) -> list[GemmKey]:
     """The three products of a layer ``[out, in]`` with so many tokens."""
@@ -146,7 +143,7 @@ class Table:
             row |= {"best": best, "best ms": sum(sparse[best])}
         if self.model and sparse:
             predicted = (cost.dense_ms(key, self.model), cost.sparse_ms(key, self.model))
-            pack = cost.pack_ms(key, self.model, TRAFFIC[key.gemm])
+            pack = cost.pack_ms(key, self.model, cost.FUSED)  # the trial packs what lies ready
             roofline = cost.speedup(*predicted, pack, reuse=1)
             row |= {"roofline dense ms": predicted[0], "roofline ms": predicted[1] + pack, "roofline x": roofline}
             row["of roofline"] = max(gains[name] for name in sparse) / roofline

@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 
 from lightning_nm.kernels import cost, trial
-from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.base import GemmKey
 from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.decisions import Decision, Decisions, Source
-from lightning_nm.kernels.keys import bucketed, format_key, multiply_adds
+from lightning_nm.kernels.keys import bucketed, multiply_adds
 from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.timing import Timer
 
@@ -32,17 +31,6 @@ def check_mode(mode: str) -> None:
     """
     if mode not in MODES[:-1] and not (mode.startswith("replay:") and mode != "replay:"):
         raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}")
-
-
-class Row(NamedTuple):
-    """A line of :meth:`Chooser.report`; times in milliseconds, None where unknown."""
-
-    key: str
-    dense_ms: float | None
-    sparse_ms: float | None
-    pack_ms: float | None
-    choice: str
-    why: str
 
 
 class Chooser:
@@ -112,11 +100,6 @@ class Chooser:
             "heuristic": self._predicted,
             "replay": self._unrecorded,
         }[name]
-        self._used: dict[tuple[GemmKey, Decision], None] = {}
-
-    def choose(self, key: GemmKey) -> GemmKernel:
-        """Return the kernel for a product; see :meth:`decide`."""
-        return self.registry.kernels[self.decide(key).kernel]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -133,7 +116,6 @@ class Chooser:
             decision = _default([f"{decision.kernel} is not among the kernels"])
         elif reason := self.registry.reason(kernel, key):
             decision = _default([f"{decision.kernel}: {reason}"])
-        self._used[bucket, decision] = None
         return decision
 
     def tune(self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -160,10 +142,6 @@ class Chooser:
             if self.mode == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
                 self._settle(bucket, self._measured(key) if clock() < end else self._left(key, budget_s))
             self.decide(key)
-
-    def report(self) -> list[Row]:
-        """One row for each decision that was used, in the order of their first use."""
-        return [Row(format_key(key), d.dense_ms, d.sparse_ms, d.pack_ms, d.kernel, d.reason) for key, d in self._used]
 
     def _uses(self, key: GemmKey) -> int:
         return 1 if key.gemm == "wgrad" else self.reuse

@@ -65,19 +65,6 @@ class KernelRegistry:
         """Let every kernel try again."""
         self._failed.clear()
 
-    def resolve(self, kernel: str | GemmKernel) -> GemmKernel:
-        """Find a kernel by its name; an object is returned as it is.
-
-        Raises:
-            ValueError: If no kernel has that name.
-        """
-        if isinstance(kernel, GemmKernel):
-            return kernel
-        if kernel not in self.kernels:
-            names = ", ".join(f"'{name}'" for name in self.kernels)
-            raise ValueError(f"{kernel!r} is not a kernel: pass one of {names}, or a GemmKernel object")
-        return self.kernels[kernel]
-
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
         if failed := self._failed.get((kernel.name, key)):

@@ -51,13 +51,13 @@ def test_auto_takes_the_fastest_and_sparse_only_with_a_margin(dense, times, reus
 @pytest.mark.parametrize(("dense", "kernel"), [(6.15, "reference"), (6.25, "fast")])
 def test_a_margin_of_three_percent_and_packing_count(dense, kernel):
     choice = chooser(dense=dense, times={"fast": (5.0, 1.0)})
-    assert choice.choose(KEY).name == kernel
+    assert choice.decide(KEY).kernel == kernel
     assert f"measured fast {dense / 6:.3f}x; sparse from 1.03x" == choice.decide(KEY).reason
 
 
 def test_a_pack_is_shared_by_micro_batches_but_not_in_wgrad():
     choice = chooser(dense=6.0, times={"fast": (5.0, 1.0)}, reuse=4)
-    assert [choice.choose(gemm_key(gemm)).name for gemm in ("forward", "dgrad", "wgrad")] == [
+    assert [choice.decide(gemm_key(gemm)).kernel for gemm in ("forward", "dgrad", "wgrad")] == [
         "fast",
         "fast",
         "reference",
@@ -67,7 +67,7 @@ def test_a_pack_is_shared_by_micro_batches_but_not_in_wgrad():
 def test_the_choice_runs():
     choice = chooser()
     matrix, x = torch.randn(32, 64), torch.randn(128, 64)
-    kernel = choice.choose(KEY)
+    kernel = choice.registry.kernels[choice.decide(KEY).kernel]
     assert torch.equal(kernel.linear(kernel.pack(matrix), x), x @ matrix.t())
 
 
@@ -175,29 +175,29 @@ def test_the_default_policy_of_an_h200(monkeypatch):
     monkeypatch.setattr("lightning_nm.kernels.registry.check", lambda kernel, key: "")
     choice = chooser("heuristic", device_model=device_model("H200"))
     shapes = {"forward": (4096, 1024, 50432), "dgrad": (1024, 4096, 50432), "wgrad": (4096, 50432, 1024)}
-    names = [choice.choose(gemm_key(gemm, *shape)).name for gemm, shape in shapes.items()]
+    names = [choice.decide(gemm_key(gemm, *shape)).kernel for gemm, shape in shapes.items()]
     assert names == ["fast", "fast", "reference"]
-    assert choice.choose(gemm_key("wgrad", 4096, 16384, 11008)).name == "fast"
+    assert choice.decide(gemm_key("wgrad", 4096, 16384, 11008)).kernel == "fast"
 
 
 def test_lengths_of_a_bucket_are_measured_once_at_the_first_of_them():
     sizes = []
     choice = chooser(kernels=[FakeKernel(supports=lambda key: sizes.append(key.columns) or "")])
     for columns in (1000, 1024, 897, 960):
-        assert choice.choose(gemm_key(columns=columns)).name == "fast"
+        assert choice.decide(gemm_key(columns=columns)).kernel == "fast"
     assert choice.timer.timed == [DENSE, ("fast", "linear"), ("fast", "pack"), DENSE]
     assert sizes == [1000, 1000, 1024, 897, 960]
-    assert len(choice.report()) == 1
+    assert len(choice.decisions) == 1
 
 
 def test_a_length_that_a_kernel_does_not_support_is_dense():
     choice = chooser(kernels=[FakeKernel(supports=lambda key: "odd" if key.columns % 2 else "")])
-    assert [choice.choose(gemm_key(columns=columns)).name for columns in (128, 127, 126)] == [
+    assert [choice.decide(gemm_key(columns=columns)).kernel for columns in (128, 127, 126)] == [
         "fast",
         "reference",
         "fast",
     ]
-    assert [(row.choice, row.why) for row in choice.report()][1] == ("reference", "fast: odd")
+    assert choice.decide(gemm_key(columns=127)).reason == "fast: odd"
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path):
@@ -207,7 +207,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     first.decisions.save(path)
     second = chooser(decisions=Decisions.load(path, HERE))
     second.tune([KEY, gemm_key("wgrad")], budget_s=1, clock=lambda: 0)
-    assert second.report() == first.report()
+    assert dict(second.decisions) == dict(first.decisions)
     assert second.timer.timed == []
 
 
@@ -277,7 +277,7 @@ def test_only_auto_reads_and_adds_decisions(mode):
     before = dict(known.decisions)
     choice = chooser(mode, decisions=known.decisions, device_model=FAST_GPU)
     choice.decide(gemm_key("dgrad"))
-    assert choice.choose(KEY).name == ("reference" if mode == "reference" else "fast")
+    assert choice.decide(KEY).kernel == ("reference" if mode == "reference" else "fast")
     assert dict(known.decisions) == before
 
 
@@ -304,7 +304,7 @@ def test_the_most_expensive_is_tuned_first():
     choice.tune([SMALL, MIDDLE, LARGE], budget_s=2, clock=Clock())
     assert sources(choice) == ["default", "default", "measured"]
     assert "the budget of 2 s is used up" in choice.decisions[MIDDLE].reason
-    assert [row.key.split()[1] for row in choice.report()] == ["32x32x128", "32x32x64", "32x32x32"]
+    assert [key.columns for key in choice.decisions] == [128, 64, 32]
 
 
 def test_what_is_used_often_is_more_expensive():
@@ -318,7 +318,7 @@ def test_the_rest_is_predicted_and_measured_another_time():
     choice.tune([SMALL, MIDDLE, LARGE], budget_s=0, clock=Clock())
     assert sources(choice) == ["predicted"] * 3
     assert "the budget of 0 s is used up; predicted fast" in choice.decisions[LARGE].reason
-    assert choice.choose(LARGE).name == "fast"
+    assert choice.decide(LARGE).kernel == "fast"
     assert choice.timer.timed == []
     choice.tune([SMALL, MIDDLE, LARGE], budget_s=2, clock=Clock())
     assert sources(choice) == ["predicted", "predicted", "measured"]
@@ -328,7 +328,7 @@ def test_the_rest_is_predicted_and_measured_another_time():
 def test_modes_without_timing_need_no_budget(mode):
     choice = chooser(mode, device_model=FAST_GPU)
     choice.tune([SMALL, LARGE], budget_s=0, clock=Clock())
-    assert [row.choice for row in choice.report()] == ["reference" if mode == "reference" else "fast"] * 2
+    assert [d.kernel for d in choice.decisions.values()] == ["reference" if mode == "reference" else "fast"] * 2
 
 
 def recorded(tmp_path, **decisions):
@@ -344,11 +344,11 @@ def test_replay_takes_what_is_recorded_and_reports_what_is_not(tmp_path):
     mode = recorded(tmp_path, forward="fast", dgrad="reference")
     choice = chooser(mode, reuse=4)
     keys = [gemm_key(gemm) for gemm in ("forward", "dgrad", "wgrad")]
-    assert [choice.choose(key).name for key in keys] == ["fast", "reference", "reference"]
+    assert [choice.decide(key).kernel for key in keys] == ["fast", "reference", "reference"]
     assert choice.timer.timed == []
-    rows = choice.report()
-    assert tuple(rows[0]) == ("forward 32x64x128 bfloat16 2:4 cpu", 3.0, 2.0, 0.5, "fast", "as measured then")
-    assert rows[2].why == f"not recorded in {mode.removeprefix('replay:')}"
+    first, _, last = map(choice.decide, keys)
+    assert first == Decision("fast", 3.0, 2.0, 0.5, "as measured then", "measured", "other terms")
+    assert last.reason == f"not recorded in {mode.removeprefix('replay:')}"
 
 
 def test_replay_of_a_kernel_that_is_not_here_is_dense(tmp_path):
@@ -358,7 +358,7 @@ def test_replay_of_a_kernel_that_is_not_here_is_dense(tmp_path):
         "gone is not among the kernels",
         "fast: no such device",
     ]
-    assert {row.choice for row in choice.report()} == {"reference"}
+    assert {choice.decide(gemm_key(gemm)).kernel for gemm in ("forward", "dgrad")} == {"reference"}
 
 
 def test_nothing_to_replay(tmp_path):

@@ -60,18 +60,6 @@ def test_a_probe_that_raises_is_a_reason():
     assert registry.usable(KEY)[-1][1] == "RuntimeError: no such luck"
 
 
-def test_kernels_are_found_by_name():
-    simulated = SimulatedSparseKernel()
-    registry = KernelRegistry([CuSparseLtKernel(), simulated])
-    assert registry.resolve("simulated") is simulated
-    assert registry.resolve("reference") is registry.reference
-    assert registry.resolve("cusparselt").name == "cusparselt"
-    foreign = Failing()
-    assert registry.resolve(foreign) is foreign
-    with pytest.raises(ValueError, match=r"'cutlass' is not a kernel: pass one of 'reference', 'cusparselt', 'simul"):
-        registry.resolve("cutlass")
-
-
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
