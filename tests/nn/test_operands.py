@@ -1,0 +1,96 @@
+"""What layers hand to kernels: the weights and gradients of the dense products, packed as they lie."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_nm import MVUE, NMSparsifier
+from lightning_nm.kernels import Router
+from tests.kinds import KINDS, make
+from tests.routed import METHODS, attach
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("conv")])
+@pytest.mark.parametrize("method", METHODS)
+def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
+    module, _ = make(kind, torch.float32)
+    for layer in attach(module, "2:4", METHODS[method]()).layers.values():
+        weight = layer.weight.detach()
+        expected = layer.matrix(layer.forward_weight()).bfloat16()
+        found = layer.method.forward_operand(layer, weight, torch.bfloat16)
+        assert torch.equal(found, expected)
+        backward = layer.matrix(layer.backward_weight()).bfloat16()
+        if layer.own_backward:
+            backward = backward[layer.permutation]
+        transposed = layer.method.backward_operand(layer, weight, torch.bfloat16)
+        assert torch.equal(transposed, backward.t())
+        for operand in (found, transposed):
+            assert operand.is_contiguous()
+            if method not in ("dense", "scaled-mask"):
+                assert not torch.signbit(operand[operand == 0]).any(), "-0.0 breaks compressors"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    estimator=st.sampled_from(["mvue", "approx-mvue", "top-n", MVUE("1:2"), MVUE("3:5"), MVUE("4:8")]),
+    gather=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_transposed_estimate_is_the_estimate(tokens, estimator, gather, seed):
+    module = nn.Linear(8, 12)
+    sparsifier = NMSparsifier(module, "2:4", "dense", estimator, skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(tokens, 12, generator=generator)
+    order = torch.randperm(12, generator=generator) if gather else None
+    found, gathered = layer.estimator.estimate_transposed(layer, grad, layer.noise, order)
+    assert found.is_contiguous()
+    assert torch.equal(found[:, :tokens], layer.estimate(grad, layer.noise).t())
+    assert not found[:, tokens:].any()
+    assert gathered is None or torch.equal(gathered, grad[:, order])
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("pattern", ["2:4", "1:16"])
+def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
+    module = nn.Linear(8, 12)
+    sparsifier = NMSparsifier(module, "2:4", "dense", MVUE(pattern), skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    grad = torch.randn(12, tokens).t()
+    expected = layer.estimate(grad, layer.noise)
+    monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
+    found = layer.estimate(grad, layer.noise)
+    assert torch.equal(found, expected)
+    assert found.t().stride()[-1] == 1, "the product takes it without a copy"
+
+
+def test_the_faster_of_two_ways_is_measured_once_and_on_a_gpu_alone():
+    class Recorded:
+        def __init__(self):
+            self.timed = []
+
+        def time(self, function, device):
+            self.timed.append(function())
+            return {"slow": 2.0, "fast": 1.0}[function()]
+
+    def slow():
+        return "slow"
+
+    def fast():
+        return "fast"
+
+    timer = Recorded()
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    router = Router("auto", [], timer=timer)
+    assert router.faster("a", (slow, fast), cpu) is slow
+    assert not timer.timed
+    assert router.faster("a", (slow, fast), cuda) is fast
+    assert router.faster("a", (slow, fast), cuda) is fast
+    assert timer.timed == ["slow", "fast"]
+    assert router.faster("b", (fast, slow), cuda) is fast
+    assert Router("sparse", [], timer=timer).faster("a", (slow, fast), cuda) is slow

@@ -1,0 +1,156 @@
+"""Routed layers in compiled graphs, second passes, copies and other processes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_nm import NMSparsifier
+from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels import routing
+from lightning_nm.kernels.handles import find
+from tests.kinds import make
+from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+@pytest.mark.parametrize("method", ["bi-mask", "scaled-mask"])
+def test_compiled_code_calls_the_same_kernels(method, estimator):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    attach(module, "2:4", METHODS[method](), estimator)
+    x = torch.randn(24, 32)
+    router = simulated()
+    eager = gradients(module, x, router)
+    before = {used.product: used.calls for used in router.used()}
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_equal(gradients(compiled, x, router), eager)
+    assert {used.product: used.calls for used in router.used()} == {key: 2 * calls for key, calls in before.items()}
+    # Without the router, and with another number of tokens.
+    assert_equal(gradients(compiled, x, None), gradients(module, x, None))
+    for tokens in (16, 40):
+        x = torch.randn(tokens, 32)
+        assert_equal(gradients(compiled, x, router), gradients(module, x, router))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_equal_blocks_share_graphs():
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(10)]
+    model = nn.Sequential(*blocks)
+    attach(model, estimator="mvue")
+    counts = []
+    for router in (None, simulated()):
+        torch.compiler.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        for block in blocks:
+            block.compile(backend=counter)
+        with routing(router):
+            model(torch.randn(8, 32)).square().sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] < 10
+
+
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+def test_the_operators_are_well_made(estimator):
+    module, x = make("linear")
+    sparsifier = attach(module, estimator=estimator)
+    (layer,) = sparsifier.layers.values()
+    router = simulated()
+    weight, bias, tensors = module.weight.detach(), module.bias.detach(), list(layer.tensors())
+    grad = torch.randn(6, 64).double()
+    ops = torch.ops.lightning_nm
+    torch.library.opcheck(ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.tag, router.handle))
+    torch.library.opcheck(ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.tag, router.handle))
+    for needs in ((True, True), (True, False), (False, True)):
+        layer.estimating = False  # every call draws other noise
+        arguments = (grad, x, weight, layer.noise, tensors, *needs, layer.tag, router.handle)
+        torch.library.opcheck(ops.backward_gemms, arguments)
+
+
+def test_flops_are_those_of_the_dense_products():
+    counts = []
+    for router in (None, simulated()):
+        module, x = make("linear-3d-no-bias")
+        sparsifier = NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0)
+        sparsifier.attach()
+        with FlopCounterMode(display=False) as counter, routing(router):
+            module(x.requires_grad_()).square().sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 3 * 2 * 10 * 32 * 16
+
+
+def test_checkpointed_layers_compute_their_forward_again_on_the_same_kernels():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(16, 32, requires_grad=True)
+    attach(module)
+    calls = []
+    for again in (False, True):
+        router = simulated()
+        with routing(router):
+            y = checkpoint(module, x, use_reentrant=False) if again else module(x)
+            y.square().sum().backward()
+        calls.append({used.product.key.gemm: used.calls for used in router.used() if used.product.layer == "0"})
+        assert ("forward", "simulated") in ran(router)
+    assert calls[1] == {**calls[0], "forward": 2}
+
+
+def test_second_derivatives_take_the_dense_products():
+    module, x = make("linear")
+    attach(module)
+    results = []
+    for router in (None, simulated()):
+        x = x.detach().requires_grad_()
+        with routing(router):
+            y = module(x).pow(3).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        results.append((first.detach(), second))
+    assert_equal(*results)
+
+
+def test_a_backward_pass_uses_what_its_forward_found():
+    module, x = make("linear")
+    attach(module)
+    router = simulated()
+    x.requires_grad_()
+    module(x).sum().backward()
+    with routing(router):
+        y = module(x)
+    y.sum().backward()
+    assert ("dgrad", "simulated") in ran(router)
+    with routing(router):
+        module(x)
+    assert router_module.active() is None
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_are_layers_of_their_own(again):
+    module, x = make("linear")
+    attach(module)
+    copied = again(module)
+    (layer,), (other,) = module.nm_layers.values(), copied.nm_layers.values()
+    assert find(layer.handle) is layer
+    assert find(other.handle) is other
+    assert layer.tag.shape != other.tag.shape
+    other.set_masks(other.forward_mask.roll(1, 0), other.backward_mask.roll(1, 1))
+    for mine in (module, copied):
+        assert_equal(gradients(mine, x, simulated()), gradients(mine, x, None))
+
+
+def test_routers_travel_without_what_belongs_to_a_process():
+    module, x = make("linear")
+    attach(module)
+    router = simulated(reuse=2)
+    gradients(module, x, router)
+    for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        assert other.handle != router.handle
+        assert not other.used()
+        assert_equal(gradients(module, x, other), gradients(module, x, None))
+        assert ran(other) == ran(router)
