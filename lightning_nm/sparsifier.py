@@ -144,7 +144,8 @@ class NMSparsifier:
             )
             plan_schedules(self.plan.layers, state["layers"] if state else {}, self.planned_steps)
             for layer in self.plan.layers:
-                layer.method.init(layer)
+                with layer.whole():
+                    layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
                 layer.draw_seed()
             settle_window(self.plan.layers, self.clock, self.grad_snr_every)
@@ -168,7 +169,7 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F: the latent values of pruned entries are gone from the model."""
         for layer in self.plan.layers:
-            layer.weight.copy_(layer.forward_weight())
+            layer.here.copy_(layer.forward_part())
 
     # -------------------------------------------------------------------------------------------------- a step
 
@@ -200,11 +201,12 @@ class NMSparsifier:
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
         for layer in self._follower.owned(optimizer):
-            grads = [p.grad for p in (layer.weight, *layer.parameters.values()) if p.grad is not None]
+            grads = [p.grad for p in (layer.param, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:
                 for grad in grads:
                     grad.div_(loss_scale)
-            layer.method.before_step(layer, optimizer)
+            with layer.whole(gradient=True):
+                layer.method.before_step(layer, optimizer)
             if loss_scale != 1:
                 for grad in grads:
                     grad.mul_(loss_scale)
@@ -237,7 +239,8 @@ class NMSparsifier:
                 layer.count_cost()
             # What begins or ends now does so in layers that made no step, too.
             if layer.step > layer.updated_at or (stepped and self.clock in layer.schedule):
-                layer.method.update(layer)
+                with layer.whole():
+                    layer.method.update(layer)
                 layer.updated_at = layer.step
                 layer.parked = None
             layer.draw_seed()
@@ -295,8 +298,8 @@ class NMSparsifier:
         found = {}
         for layer in self.plan.layers:
             pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
-            tokens = self._counter.least.get(layer.name, 0) // layer.weight.numel() if self._counter else 0
-            if pattern is not None and layer.weight.requires_grad and 0 < tokens < pattern.m:
+            tokens = self._counter.least.get(layer.name, 0) // layer.param.numel() if self._counter else 0
+            if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found
 
@@ -315,10 +318,10 @@ class NMSparsifier:
         layers = [
             layer
             for layer in self.plan.layers
-            if (layer.estimator is not None and layer.weight.requires_grad if gradients else layer.maskable)
+            if (layer.estimator is not None and layer.param.requires_grad if gradients else layer.maskable)
         ]
         total = sum(p.numel() for p in self.model.parameters())
-        shares = {"parameters": sum(layer.weight.numel() for layer in layers) / total}
+        shares = {"parameters": sum(layer.param.numel() for layer in layers) / total}
         if any(self.macs.values()):
             shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
         return shares
@@ -378,7 +381,7 @@ class NMSparsifier:
     def mean_flip_rate(self) -> float:
         """:meth:`stats`' ``flip_rate`` averaged over all steps so far."""
         totals = [0 if layer.total_flips is None else int(layer.total_flips) for layer in self.plan.layers]
-        sizes = [layer.weight.numel() * max(layer.step, 1) for layer in self.plan.layers]
+        sizes = [layer.param.numel() * max(layer.step, 1) for layer in self.plan.layers]
         return sum(totals) / sum(sizes)
 
     def violations(self) -> int:
@@ -452,7 +455,7 @@ class NMSparsifier:
         for name, layer in layers.items():
             layer.seed = self.seed
             if name in unveiled:
-                layer.weight.data.copy_(unveiled[name])
+                layer.here.copy_(layer.part(unveiled[name]))
             load_layer_state(layer, saved[name])
             layer.parked = None
         settle_window(self.plan.layers, self.clock, self.grad_snr_every)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
 
 
 class Ranks:
-    """Keeps the processes of a DDP strategy together; :meth:`of` makes none where there is nothing to do.
+    """Keeps the processes of a parallel strategy together; :meth:`of` makes none where there is nothing to do.
 
     The masks are compared before the first backward pass that follows a move: that pass is the first whose collectives
     could depend on them. All that decides on when to compare, the hooks of the Trainer, is the same in all processes.
@@ -21,7 +21,7 @@ class Ranks:
         every: Optimizer steps between two comparisons; 0 for none.
     """
 
-    def __init__(self, strategy: DDPStrategy, sparsifier: NMSparsifier, every: int) -> None:
+    def __init__(self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int) -> None:
         self.sparsifier = sparsifier
         self.wire = strategy.wire if isinstance(strategy, NMDDPStrategy) else None
         # What the hook sends depends on what is compared.
@@ -41,7 +41,9 @@ class Ranks:
             every: Optimizer steps between two comparisons; 0 for none.
         """
         strategy = trainer.strategy
-        return cls(strategy, sparsifier, every) if isinstance(strategy, DDPStrategy) else None
+        if isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+            return cls(strategy, sparsifier, every)
+        return None
 
     def close(self) -> None:
         """The fit is over: gradients are sent whole again."""

@@ -387,7 +387,7 @@ class NMSparsityCallback(pl.Callback):
         for name, layer in self.sparsifier.layers.items():
             key = key_of_layer(name, layer.parameter)
             if key in weights:
-                average = weights[key].to(layer.weight.device)
+                average = weights[key].to(layer.param.device)
                 weights[key] = layer.method.forward_weight(layer, average).detach().to(weights[key].device)
 
     def on_load_checkpoint(

@@ -27,7 +27,7 @@ def layer_table(sparsifier: NMSparsifier) -> Table:
     shapes = {name: tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
         table.add_row(
-            name, _shape(layer.weight.shape), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer)
+            name, _shape(layer.param.shape), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer)
         )
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)

@@ -56,19 +56,19 @@ class ASP(MaskMethod):
     def _prune(self, layer: NMLayer) -> None:
         if layer.forward_reason:
             return
-        rows = layer.rows(layer.weight.detach())
         if self.source == "zeros":
-            if not is_nm(rows, layer.pattern, dim=1):
+            weight = layer.weight.detach()
+            if not is_nm(layer.rows(weight), layer.pattern, dim=1):
                 raise ValueError(
                     f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask; "
                     "use init='magnitude' or load the sparse weights first"
                 )
-            mask = rows != 0
+            mask = weight != 0
         else:
-            mask = magnitude_mask(rows, layer.pattern, dim=1)
-        layer.set_masks(layer.unrows(mask))
+            mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        layer.set_masks(mask)
         if layer.step:  # else after the first step: a fit that fails before it has cost the user no weight
-            layer.weight.masked_fill_(~layer.unrows(mask), 0)
+            layer.here.masked_fill_(~layer.part(mask), 0)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Only before pruning, when there are no pruned entries."""
@@ -84,7 +84,7 @@ class ASP(MaskMethod):
         """Keep pruned entries at zero, whatever the optimizer did."""
         mask = layer.kept
         if mask is not None:
-            layer.weight.masked_fill_(~mask, 0)
+            layer.here.masked_fill_(~layer.part(mask), 0)
 
     def gemms(self, layer: NMLayer) -> Gemms:
         """As every mask method; once pruned, wgrad is needed at kept entries alone."""

@@ -176,40 +176,37 @@ class BAME(MaskMethod):
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.weight, layer.name)
+        check_optimizer(optimizer, layer.param, layer.name)
 
     # --------------------------------------------------------------------------------------------------- the masks
 
     @torch.no_grad()
     def init(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
-        weight = layer.weight.detach()
         layer.permutation, layer.handover = None, Handover(fresh=True)
         layer.buffers = {}
         forward = None
         if not layer.forward_reason:
-            forward = magnitude_mask(layer.rows(weight), layer.pattern, dim=1)
-            device = weight.device
+            forward = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            size, device = layer.param.numel(), layer.param.device
             layer.buffers = {
                 # Entries that were exchanged at least once, one bit each, and oscillations of each block, up to 255.
-                "exchanged": torch.zeros((weight.numel() + 7) // 8, dtype=torch.uint8, device=device),
-                "oscillation": torch.zeros(weight.numel() // layer.pattern.m, dtype=torch.uint8, device=device),
+                "exchanged": torch.zeros((size + 7) // 8, dtype=torch.uint8, device=device),
+                "oscillation": torch.zeros(size // layer.pattern.m, dtype=torch.uint8, device=device),
                 # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
                 "adaptation": torch.zeros(3, device=device),
             }
         self._set(layer, forward)
         if layer.step and forward is not None:  # weights that replace trained ones, which had no latent values either
-            weight.masked_fill_(~layer.unrows(forward), 0)
+            layer.here.masked_fill_(~layer.part(forward), 0)
 
     def _set(self, layer: NMLayer, forward: Tensor | None, search: bool = False) -> None:
-        """Set the forward mask, ``layer.rows``-shaped, and select the backward mask that goes with it."""
+        """Set the forward mask, and select the backward mask that goes with it."""
         backward = None
         if self._bi_mask is not None and not layer.dgrad_reason:
-            rows = layer.rows(layer.weight.detach())
-            backward = self._bi_mask.select_backward(layer, rows, forward, search=search)
-        layer.set_masks(
-            None if forward is None else layer.unrows(forward), None if backward is None else layer.unrows(backward)
-        )
+            weight, mask = layer.rows(layer.weight.detach()), None if forward is None else layer.rows(forward)
+            backward = layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
+        layer.set_masks(forward, backward)
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient, except in a window that adapts."""
@@ -220,28 +217,29 @@ class BAME(MaskMethod):
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchanges from the dense gradient, then leave the optimizer the gradient of kept entries."""
         super().before_step(layer, optimizer)
-        mask, weight = layer.kept, layer.weight
+        mask = layer.kept
         if mask is None:
             return
         move = None
-        if layer.dense_gradient and weight.grad is not None:
+        grad = layer.grad_here if layer.dense_gradient else None
+        if grad is not None:
             move = self._find(layer, optimizer, layer.rows(mask))
-            weight.grad.masked_fill_(~mask, 0)
+            grad.masked_fill_(~layer.part(mask), 0)
         layer.handover = Handover(layer.handover.fresh, ready=True, move=move)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
-        mask, weight, handed = layer.kept, layer.weight, layer.handover
+        mask, handed = layer.kept, layer.handover
         if mask is None:
             return
-        weight.masked_fill_(~mask, 0)
+        layer.here.masked_fill_(~layer.part(mask), 0)
         if handed.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
-            clear_entries(optimizer, weight, ~mask, layer.name)
+            clear_entries(optimizer, layer.param, ~mask, layer.name)
         if handed.ready and handed.move is not None:
             self._apply(layer, optimizer, mask, handed.move)
             layer.dense_gradient = False
-        elif layer.dense_gradient and weight.grad is not None and not handed.ready:
+        elif layer.dense_gradient and layer.param.grad is not None and not handed.ready:
             raise RuntimeError(
                 f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
                 "call sparsifier.before_step(optimizer) before optimizer.step(); with Lightning, step the optimizer "
@@ -254,8 +252,8 @@ class BAME(MaskMethod):
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
         layer.handover.move = None
         if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
-            flips, forward = layer.flips, layer.forward_mask
-            self._set(layer, None if forward is None else layer.rows(forward), search=True)
+            flips = layer.flips
+            self._set(layer, layer.forward_mask, search=True)
             layer.flips = flips  # those of the last adaptation
 
     # ------------------------------------------------------------------------------------------------ an adaptation
@@ -264,7 +262,7 @@ class BAME(MaskMethod):
         """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
         weight, m = layer.weight.detach(), layer.pattern.m
         assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.weight, layer.unrows(mask))
+        size = step_size(optimizer, layer.weight, layer.unrows(mask), layer.param)
         max_swaps = min(self.max_swaps_per_block, layer.pattern.n, m - layer.pattern.n)
         rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
         rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
@@ -306,7 +304,7 @@ class BAME(MaskMethod):
         forward = mask.clone()
         forward[move.pruned] = False
         forward[move.regrown] = True
-        self._set(layer, layer.rows(forward))
+        self._set(layer, forward)
 
         exchanged = unpack_mask(layer.buffers["exchanged"], weight.shape)
         again = (exchanged[move.pruned] | exchanged[move.regrown]) | (self.oscillation == "flip")

@@ -83,6 +83,10 @@ class Method:
         """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
         return weight
 
+    def forward_part(self, layer: NMLayer, here: Tensor) -> Tensor | None:
+        """W_F at the entries of W that this process holds; ``None`` if it takes all of W, which is then gathered."""
+        return here if type(self).forward_weight is Method.forward_weight else None
+
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_B, of the weight's shape; the forward weight unless overridden."""
         return self.forward_weight(layer, weight)
@@ -154,7 +158,7 @@ class Method:
     @staticmethod
     def _wgrad(layer: NMLayer, own: Gemm = Gemm("dense")) -> Gemm:  # noqa: B008  # a constant
         """The wgrad GEMM: sparse only through an estimator; ``own`` is what it is without one."""
-        if not layer.weight.requires_grad:
+        if not layer.param.requires_grad:
             return Gemm("none", "frozen, so no weight gradient")
         if layer.estimator is None:
             return own
@@ -181,6 +185,13 @@ class MaskMethod(Method):
         """``where(forward_mask, W, 0)``."""
         mask = layer.kept
         return weight if mask is None else torch.where(mask, weight, 0)
+
+    def forward_part(self, layer: NMLayer, here: Tensor) -> Tensor | None:
+        """The same, entry by entry."""
+        mask = layer.kept
+        if type(self).forward_weight is not MaskMethod.forward_weight:
+            return None
+        return here if mask is None else torch.where(layer.part(mask), here, 0)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""

@@ -66,7 +66,7 @@ class STE(MaskMethod):
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
         if not layer.forward_reason:
-            layer.set_masks(layer.unrows(magnitude_mask(layer.rows(layer.weight.detach()), layer.pattern, dim=1)))
+            layer.set_masks(layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1)))
 
 
 class SRSTE(STE):
@@ -94,6 +94,6 @@ class SRSTE(STE):
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add the decay of the pruned entries to the gradient."""
         super().before_step(layer, optimizer)
-        mask, weight = layer.forward_mask, layer.weight
-        if mask is not None and weight.grad is not None:
-            weight.grad.add_(torch.where(mask, 0, weight.detach()), alpha=self.decay)
+        mask, grad = layer.forward_mask, layer.grad_here
+        if mask is not None and grad is not None:
+            grad.add_(torch.where(layer.part(mask), 0, layer.here), alpha=self.decay)

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.layer import Layout, NMLayer
+from lightning_nm.nn.access import Layout
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
+from lightning_nm.nn.shards import as_sharded
 from lightning_nm.nn.state import fits, layer_state, restore_weights
 
 
@@ -58,7 +60,7 @@ class Adapter(nn.Module):
         # The state dict is the model's function: it holds W_F under the dense model's keys.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for parameter, layer in self.nm_layers.items():
-            destination[prefix + parameter] = layer.forward_weight()
+            destination[prefix + parameter] = as_sharded(layer.forward_part(), layer.param)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
@@ -68,10 +70,11 @@ class Adapter(nn.Module):
             layer.parked = layer.parked or layer_state(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for layer in loaded:
-            if fits(layer, layer.parked):  # type: ignore[arg-type]
-                restore_weights(layer, layer.parked)  # type: ignore[arg-type]  # its clocks and counts went on
-            else:
-                layer.method.init(layer)  # other weights: the old masks say nothing about them
+            with layer.whole():
+                if fits(layer, layer.parked):  # type: ignore[arg-type]
+                    restore_weights(layer, layer.parked)  # type: ignore[arg-type]  # its clocks and counts went on
+                else:
+                    layer.method.init(layer)  # other weights: the old masks say nothing about them
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)

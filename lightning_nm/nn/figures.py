@@ -39,13 +39,14 @@ def count(layer: NMLayer) -> Counts:
     Raises:
         ValueError: If the weight holds NaN, naming the layer.
     """
-    weight = layer.weight.detach()
+    with layer.whole():
+        weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     forward, backward = layer.forward_mask, layer.backward_mask
     size = torch.tensor(weight.numel(), device=weight.device)
     kept = size if forward is None else torch.count_nonzero(forward)
     both = kept if backward is None else torch.count_nonzero(backward)
     flips = torch.zeros_like(size) if layer.flips is None else layer.flips
-    magnitudes = (layer.forward_weight().abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
+    magnitudes = (forward_weight.abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
     counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
     if math.isnan(counts.magnitude):
         raise ValueError(

@@ -80,7 +80,7 @@ class OptimizerFollower:
                     layer.method.check_optimizer(layer, optimizer)
                 for name, parameter in layer.parameters.items():
                     if id(parameter) not in groups:
-                        _join(groups[id(layer.weight)], optimizer, layer, name, parameter)
+                        _join(groups[id(layer.param)], optimizer, layer, name, parameter)
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             self._owners[id(optimizer)] = (count, layers)
         return self._owners[id(optimizer)][1]
@@ -98,7 +98,7 @@ class OptimizerFollower:
 
     def _held(self, optimizer: Optimizer) -> list[NMLayer]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [layer for layer in self.layers if id(layer.weight) in held]
+        return [layer for layer in self.layers if id(layer.param) in held]
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
@@ -113,7 +113,8 @@ class OptimizerFollower:
         self.stepped = True
         for layer in self.owned(optimizer):
             layer.count_step()
-            layer.method.after_step(layer, optimizer)
+            with layer.whole(gradient=True):
+                layer.method.after_step(layer, optimizer)
             layer.draw_seed()  # a batch may hold several steps
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
 from lightning_nm.kernels.handles import Handled
 from lightning_nm.kernels.preprocess import BACKWARD, FORWARD
+from lightning_nm.nn.access import Layout, WeightAccess
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator
     from lightning_nm.methods.base import Method
-
-Layout = Literal["plain", "flat", "transposed"]
 
 
 @lru_cache(maxsize=256)
@@ -66,12 +65,11 @@ def _as_bool(marks: Tensor) -> Tensor:
     return marks.ne(0) if torch.compiler.is_compiling() else marks.view(torch.bool)
 
 
-class NMLayer(Handled):
+class NMLayer(Handled, WeightAccess):
     """A weight under an N:M method.
 
     The masks are two bits of one byte per weight (``marks``), so both masks together cost one byte, are one input of a
-    compiled graph, and move in place. The layer never holds the parameter itself: it is looked up through the module
-    at each use, because wrappers such as FSDP replace it.
+    compiled graph, and move in place. Processes that shard the weight hold all of its masks, each of them.
 
     Args:
         name: Name in the model: the module's, with the parameter's appended when that is not ``weight``.
@@ -104,19 +102,17 @@ class NMLayer(Handled):
         forward_reason: str = "",
         dgrad_reason: str = "",
     ) -> None:
+        WeightAccess.__init__(self, module, parameter, layout)
         self.name = name
-        self.module = module
-        self.parameter = parameter
         self.pattern = pattern
         self.method = method
         self.estimator = estimator
-        self.layout: Layout = layout
         self.groups = groups
         self.seed = seed
         self.forward_reason = forward_reason
         self.dgrad_reason = dgrad_reason
 
-        self.tag = torch.empty(self.handle, 0, device=self.weight.device)
+        self.tag = torch.empty(self.handle, 0, device=self.param.device)
         """An empty tensor whose size is the layer's number."""
         self.marks: Tensor | None = None
         self.own_backward = False
@@ -172,35 +168,6 @@ class NMLayer(Handled):
         super().__setstate__(state)
         self.tag = self.tag.new_empty(self.handle, 0)
 
-    # ---------------------------------------------------------------------------------------------- the weight
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The latent parameter."""
-        return getattr(self.module, self.parameter)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
-        if self.layout == "flat":
-            return tensor.flatten(1)
-        return tensor.t() if self.layout == "transposed" else tensor
-
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
-        return self.rows(tensor).flatten(1)
-
-    def unrows(self, tensor: Tensor) -> Tensor:
-        """Undo :meth:`rows`."""
-        if self.layout == "flat":
-            return tensor.view(self.weight.shape)
-        return tensor.t() if self.layout == "transposed" else tensor
-
-    def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
-        if self.layout == "flat":
-            return index[0], *torch.unravel_index(index[1], self.weight.shape[1:])
-        return index[::-1] if self.layout == "transposed" else index
-
     # ----------------------------------------------------------------------------------------------- the masks
 
     @property
@@ -237,9 +204,9 @@ class NMLayer(Handled):
         if forward is None and backward is None:
             self.marks, self.flips, self.own_backward = None, None, False
             return
-        shape = self.weight.shape
+        shape = self.param.shape
         marks = (
-            torch.full(shape, FORWARD, dtype=torch.uint8, device=self.weight.device)
+            torch.full(shape, FORWARD, dtype=torch.uint8, device=self.param.device)
             if forward is None
             else forward.to(torch.uint8)
         )
@@ -247,8 +214,9 @@ class NMLayer(Handled):
             marks += backward.to(torch.uint8) * BACKWARD
         self.own_backward = backward is not None
         if self.marks is None:
-            # Row-major like the weight's own values: one elementwise pass reads both.
-            self.marks = torch.empty_like(self.weight, dtype=torch.uint8).copy_(marks)
+            # In memory like the weight's own values: one elementwise pass reads both.
+            like = marks.contiguous() if self.sharded else self.param
+            self.marks = torch.empty_like(like, dtype=torch.uint8).copy_(marks)
             self.flips = torch.zeros((), dtype=torch.int64, device=marks.device)
             self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
         else:
@@ -257,14 +225,22 @@ class NMLayer(Handled):
             self.marks.copy_(marks)  # in place: a compiled graph sees the new masks without recompiling
 
     def forward_weight(self) -> Tensor:
-        """W_F, the values that the forward GEMM uses, detached."""
-        with torch.no_grad():
+        """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
+        with torch.no_grad(), self.whole():
             return self.method.forward_weight(self, self.weight.detach())
 
     def backward_weight(self) -> Tensor:
-        """W_B, the values that the dgrad GEMM uses, detached."""
-        with torch.no_grad():
+        """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded."""
+        with torch.no_grad(), self.whole():
             return self.method.backward_weight(self, self.weight.detach())
+
+    def forward_part(self) -> Tensor:
+        """W_F where this process holds W, detached; of a method that selects entries without a word from the others."""
+        if not self.sharded:
+            return self.forward_weight()
+        with torch.no_grad():
+            found = self.method.forward_part(self, self.here)
+        return self.part(self.forward_weight()) if found is None else found
 
     # ------------------------------------------------------------------------------------------------ and beside
 
@@ -287,7 +263,7 @@ class NMLayer(Handled):
             self.draws = self.draws + 1 if draw is None else draw
             self.calls.clear()
             seed = fold_seed(self.seed, self.name, self.draws, rank)
-            self.noise = seed.to(self.weight.device, non_blocking=True)
+            self.noise = seed.to(self.param.device, non_blocking=True)
 
     def call_noise(self, noise: Tensor, row: int) -> Tensor:
         """The noise of one backward pass.
@@ -345,7 +321,7 @@ class NMLayer(Handled):
 
     def follow(self) -> None:
         """Move the layer's tensors to the weight's device."""
-        device = self.weight.device
+        device = self.param.device
         for name in ("tag", "marks", "permutation", "flips", "total_flips", "noise", "observed"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:

@@ -14,6 +14,7 @@ from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.kernels.preprocess import FORWARD
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.optimizer import SIZES, entry_states
+from lightning_nm.nn.shards import gather, held, is_sharded, part
 
 Index = tuple[Tensor, ...]
 
@@ -70,13 +71,16 @@ def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: M
         move: What is exchanged.
     """
     m = layer.pattern.m
-    for key, state in entry_states(optimizer, layer.weight, layer.name):
+    for key, kept_state in entry_states(optimizer, layer.param, layer.name):
+        state = gather(kept_state)
         start: Tensor | int = 0
         if key in SIZES:
             kept = as_blocks(layer.rows(mask), m)[move.blocks]
             start = torch.where(kept, as_blocks(layer.rows(state), m)[move.blocks], 0).sum(1) / kept.sum(1)
         state[move.pruned] = 0
         state[move.regrown] = start
+        if is_sharded(kept_state):
+            held(kept_state).copy_(part(state, kept_state))
 
 
 def adapted_now(layer: NMLayer) -> bool:

@@ -65,7 +65,8 @@ def nm_linear(
         tokens = x.reshape(-1, x.shape[-1])
         route = None if router is None else (router, torch.is_grad_enabled())
         y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
 
 def nm_conv(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.nn.shards import gather, held, part
+
 SIZES = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "exp_avg_sq_hat", "step_size"}
 )
@@ -55,20 +57,32 @@ class StepSize:
         return self.scale / (second.sqrt_() + self.epsilon)
 
 
-def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor) -> StepSize:
+def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor, parameter: Tensor | None = None) -> StepSize:
     r"""Read the effective step size for a weight that holds its complete gradient.
 
     SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d. Adam and its kin, RMSprop, Adagrad, Adadelta: the learning
     rate over the root of the second moment. Optimizers that normalise the whole update (Muon, Adafactor), that move by
     given sizes (Rprop), and others with betas: the root mean square of their update over that of the gradient's kept
     entries. Any other optimizer: as SGD. Weight decay is no part of it.
+
+    Args:
+        optimizer: The optimizer.
+        weight: The weight.
+        mask: The forward mask, of the weight's shape.
+        parameter: What the optimizer knows the weight by, where processes shard it.
     """
-    group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-    return replace(_step_size(optimizer, group, weight, mask), maximize=bool(group.get("maximize")))
+    parameter = weight if parameter is None else parameter
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    state = {
+        key: gather(value) if isinstance(value, Tensor) else value
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return replace(_step_size(optimizer, group, state, weight, mask), maximize=bool(group.get("maximize")))
 
 
-def _step_size(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, mask: Tensor) -> StepSize:
-    state = optimizer.state.get(weight, {})
+def _step_size(
+    optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], weight: Tensor, mask: Tensor
+) -> StepSize:
     rate, done = float(group["lr"]), float(state.get("step", 0))
     if isinstance(optimizer, torch.optim.Muon):
         long = max(weight.shape)
@@ -190,4 +204,4 @@ def _holds_tensors(value: Any) -> bool:
 def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
     """Zero the state of the entries under a bool mask."""
     for _, state in entry_states(optimizer, weight, layer):
-        state.masked_fill_(pruned, 0)
+        held(state).masked_fill_(part(pruned, state), 0)

@@ -20,7 +20,7 @@ def agreed(layer: NMLayer) -> dict[str, Any]:
     """What all processes must have in common beside tensors: it decides which masks come and what is sent."""
     return {
         "name": layer.name,
-        "shape": tuple(layer.weight.shape),
+        "shape": tuple(layer.param.shape),
         "layout": layer.layout,
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
@@ -58,7 +58,7 @@ def checksum(layer: NMLayer) -> Tensor:
         >>> (checksum(layer) == before).tolist()
         [True, False, True, True]
     """
-    return torch.cat([_settings([layer]).to(layer.weight.device), _of_masks(layer), _of_parameters(layer)])
+    return torch.cat([_settings([layer]).to(layer.param.device), _of_masks(layer), _of_parameters(layer)])
 
 
 def _settings(layers: Iterable[NMLayer]) -> Tensor:
@@ -68,12 +68,12 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
 
 
 def _of_masks(layer: NMLayer) -> Tensor:
-    device = layer.weight.device
+    device = layer.param.device
     return torch.stack([_sum([] if t is None else [t], device) for t in (layer.marks, layer.permutation)])
 
 
 def _of_parameters(layer: NMLayer) -> Tensor:
-    return _sum(list(layer.parameters.values()), layer.weight.device)[None]
+    return _sum(list(layer.parameters.values()), layer.param.device)[None]
 
 
 def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -126,7 +126,7 @@ class RankComparison:
         """
         if processes(group) == 1:
             return
-        device = self.layers[0].weight.device if self.layers else torch.device("cpu")
+        device = self.layers[0].param.device if self.layers else torch.device("cpu")
         words = [_settings(self.layers).to(device, non_blocking=True)]
         for layer in self.layers:
             words += [self._of_masks(layer).to(device), _of_parameters(layer).to(device)]

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import layer_name, parameter_key
+from lightning_nm.nn.shards import gather
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ def select(
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(parameter_key(module_name, name))
 
+    wrappers = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
         plan.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
         names = (candidate.module_name, candidate.name)
@@ -132,23 +135,24 @@ def select(
             plan.skipped[candidate.name] = reason
             continue
         weight = getattr(candidate.module, candidate.spec.parameter)
-        if torch.isnan(weight.detach()).any():
+        if gather(torch.isnan(weight.detach()).any()):
             raise ValueError(f"the weight of layer '{candidate.name}' holds NaN: load or initialise it before masking")
-        plan.layers.append(
-            NMLayer(
-                candidate.name,
-                candidate.module,
-                candidate.spec.parameter,
-                rule.pattern,
-                rule.method,
-                rule.estimator,
-                layout=candidate.spec.layout,
-                groups=candidate.spec.groups,
-                seed=seed,
-                forward_reason=reasons[0],
-                dgrad_reason=reasons[1],
-            )
+        layer = NMLayer(
+            candidate.name,
+            candidate.module,
+            candidate.spec.parameter,
+            rule.pattern,
+            rule.method,
+            rule.estimator,
+            layout=candidate.spec.layout,
+            groups=candidate.spec.groups,
+            seed=seed,
+            forward_reason=reasons[0],
+            dgrad_reason=reasons[1],
         )
+        around = (name for name in wrappers if f"{candidate.module_name}.".startswith(name and f"{name}."))
+        layer.wrappers = [model.get_submodule(name) for name in around]
+        plan.layers.append(layer)
     if not plan.layers:
         raise ValueError("no layer can be masked. " + _advice(plan))
     return plan

@@ -22,9 +22,9 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
     latent weights and has made a step, the pruned entries in row-major order if W_F is W under the forward mask, else W
     itself.
     """
-    weight = layer.weight.detach()
     forward = layer.forward_mask
-    forward_weight = layer.forward_weight()
+    with layer.whole():
+        weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     return {
         "parameter": layer.parameter,
         "pattern": str(layer.pattern),
@@ -77,7 +77,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 @torch.no_grad()
 def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) -> bool:
     """Whether W_F made of the saved state equals what the module holds, or `weight`; nothing is changed."""
-    weight = layer.weight.detach() if weight is None else weight
+    if weight is None:
+        with layer.whole():
+            weight = layer.weight.detach()
     mask, latent = _mask(layer, state["forward_mask"]), state["latent"]
     (total, magnitude), (total_here, magnitude_here) = state["checksum"], _checksum(weight)
     tolerance = 1e-4 * max(magnitude, magnitude_here)  # another device or precision may sum a little differently
@@ -96,20 +98,20 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
 @torch.no_grad()
 def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
-    weight, mask, latent = layer.weight, _mask(layer, state["forward_mask"]), state["latent"]
+    device, mask, latent = layer.param.device, _mask(layer, state["forward_mask"]), state["latent"]
     if latent is not None:
-        latent = latent.to(weight.device, weight.dtype)
-        if latent.shape == weight.shape:
-            weight.copy_(latent)
-        else:
-            weight[~mask] = latent  # type: ignore[operator]
+        with layer.whole():
+            if latent.shape == layer.param.shape:
+                layer.weight.copy_(latent)
+            else:
+                layer.weight[~mask] = latent.to(device, layer.param.dtype)  # type: ignore[operator]
     parameters = layer.parameters
     _restore_around(layer, state)
     for name, parameter in parameters.items():  # the optimizer may know these objects
         parameter.copy_(layer.parameters[name])
     layer.parameters = parameters
-    layer.flips = torch.tensor(state["flips"], device=weight.device)
-    layer.total_flips = torch.tensor(state["total_flips"], device=weight.device)
+    layer.flips = torch.tensor(state["flips"], device=device)
+    layer.total_flips = torch.tensor(state["total_flips"], device=device)
     layer.backward_density = state["backward_density"]
 
 
@@ -132,7 +134,7 @@ _AROUND = ("marks", "own_backward", "flips", "total_flips", "permutation", "buff
 
 def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
     """Replace everything beside the weight by fresh tensors, leaving the old ones untouched."""
-    device = layer.weight.device
+    device = layer.param.device
     layer.marks = None
     layer.set_masks(_mask(layer, state["forward_mask"]), _mask(layer, state["backward_mask"]))
     permutation = state["permutation"]
@@ -142,7 +144,7 @@ def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
 
 
 def _mask(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
-    return None if packed is None else unpack_mask(packed.to(layer.weight.device), tuple(layer.weight.shape))
+    return None if packed is None else unpack_mask(packed.to(layer.param.device), tuple(layer.param.shape))
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
@@ -153,7 +155,7 @@ def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
 def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
     """What keeps a saved state from fitting a layer; empty when it fits."""
     own = {
-        "shape": list(layer.weight.shape),
+        "shape": list(layer.param.shape),
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
         "layout": layer.layout,

@@ -78,7 +78,7 @@ def settle_window(layers: Sequence[NMLayer], clock: int, observe_every: int) -> 
         layer.observing = False
         if not layer.estimating:
             layer.observed = None
-        elif layer.weight.requires_grad:
+        elif layer.param.requires_grad:
             able.append(layer)
     if observe_every and clock % observe_every == 0:
         first = clock // observe_every * _OBSERVED

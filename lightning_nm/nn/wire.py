@@ -42,7 +42,7 @@ class GradientWire:
 
     def add(self, layers: Iterable[NMLayer]) -> None:
         """Send of these layers' weights what their methods need."""
-        self._layers.update((id(layer.weight), layer) for layer in layers)
+        self._layers.update((id(layer.param), layer) for layer in layers)
 
     def remove(self, layers: Iterable[NMLayer]) -> None:
         """Send these layers' gradients whole again."""
@@ -60,7 +60,7 @@ class GradientWire:
     def sparse(self, parameter: Tensor) -> NMLayer | None:
         """The layer whose weight this is, if its kept entries are all that is needed of its gradient now."""
         layer = self._layers.get(id(parameter))
-        if layer is None or layer.weight is not parameter:
+        if layer is None or layer.param is not parameter:
             return None
         return None if layer.kept is None or layer.method.gradient_at_pruned(layer) else layer
 
@@ -71,7 +71,7 @@ class GradientWire:
         """
         marks = layer.marks
         assert marks is not None
-        key = id(layer.weight)
+        key = id(layer.param)
         known = self._entries.get(key)
         if known is None or known[0] is not marks or known[1] != marks._version:
             known = self._entries[key] = (marks, marks._version, kept_entries(layer))
@@ -154,4 +154,4 @@ def _sent(grad: Tensor, layer: NMLayer | None, wire: GradientWire) -> Tensor:
 def _received(values: Tensor, layer: NMLayer, places: Tensor) -> Tensor:
     """The gradient, of the weight's shape, whose entries at these places were received."""
     blocks = values.new_zeros(len(places), layer.pattern.m).scatter_(1, places.long(), values.view(places.shape))
-    return layer.unrows(from_blocks(blocks, layer.rows(layer.weight).shape))
+    return layer.unrows(from_blocks(blocks, layer.rows(layer.param).shape))

@@ -1,0 +1,112 @@
+"""Weights that are sharded over processes: the part that is here, and the whole for as long as it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether processes hold this tensor together, as ``fully_shard`` and ``parallelize_module`` leave parameters."""
+    return isinstance(tensor, DTensor)
+
+
+def sharded_dimensions(tensor: Tensor) -> set[int]:
+    """The dimensions of a tensor that are cut."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return {placement.dim for placement in placements if placement.is_shard()}  # type: ignore[attr-defined]
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The values that this process holds, detached: who writes to them changes the tensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part(whole: Tensor, sharded: Tensor) -> Tensor:
+    """The part of a whole tensor that this process would hold, were it sharded as another; a view.
+
+    Args:
+        whole: A tensor that is equal in all processes.
+        sharded: A tensor of its shape, whose placements count; a plain one is no sharding.
+    """
+    if not isinstance(sharded, DTensor):
+        return whole
+    coordinate = sharded.device_mesh.get_coordinate()
+    assert coordinate is not None
+    # Where two dimensions of the mesh cut one of the tensor, FSDP cuts what tensor parallelism has cut before.
+    strided = [hasattr(placement, "split_factor") for placement in sharded.placements]
+    for k in sorted(range(len(strided)), key=lambda k: strided[k]):
+        placement = sharded.placements[k]
+        if placement.is_shard():
+            chunks = whole.chunk(sharded.device_mesh.size(k), placement.dim)  # type: ignore[attr-defined]
+            here = coordinate[k]
+            whole = chunks[here] if here < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+    return whole
+
+
+def as_sharded(here: Tensor, like: Tensor) -> Tensor:
+    """Parts of all processes as one tensor that is sharded as another; a plain one is no sharding."""
+    if not isinstance(like, DTensor):
+        return here
+    return DTensor.from_local(
+        here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, detached, in every process: to be called in all of them."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(modules: Sequence[nn.Module]) -> None:
+    """Put the sharded parameters back: after an evaluation, FSDP leaves whole ones in the outermost module."""
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+
+class Whole:
+    """A sharded parameter as a plain one: gathered when first read, and what changed of it is put back in the end.
+
+    Args:
+        parameter: The sharded parameter.
+        gradient: Whether its gradient goes with it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, gradient: bool) -> None:
+        self._parameter = parameter
+        self._gradient = gradient
+        self._read: tuple[nn.Parameter, Tensor | None, list[int]] | None = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The whole parameter: to be read first in all processes alike."""
+        if self._read is None:
+            weight = nn.Parameter(gather(self._parameter), self._parameter.requires_grad)
+            grad = self._parameter.grad if self._gradient else None
+            weight.grad = None if grad is None else gather(grad)
+            self._read = weight, weight.grad, _versions(weight, weight.grad)
+        return self._read[0]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write what was changed into this process's part."""
+        if self._read is None:
+            return
+        (weight, grad, before), self._read = self._read, None
+        now = _versions(weight, weight.grad)
+        if now[0] != before[0]:
+            held(self._parameter).copy_(part(weight.detach(), self._parameter))
+        if self._gradient and (weight.grad is not grad or now[1:] != before[1:]):
+            here = None if weight.grad is None else part(weight.grad, self._parameter).clone()
+            self._parameter.grad = None if here is None else as_sharded(here, self._parameter)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]
