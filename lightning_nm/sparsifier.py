@@ -157,9 +157,14 @@ class NMSparsifier:
             self.attached = True
         return self
 
-    def detach(self) -> None:
-        """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones."""
-        self._follower.release()
+    def detach(self, *, keep_parameters: bool = False) -> None:
+        """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones.
+
+        Args:
+            keep_parameters: Leave the parameters that methods own in the optimizers, whose state dict is then as that
+                of the training.
+        """
+        self._follower.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
             uninstall(self.model, self.plan.layers)

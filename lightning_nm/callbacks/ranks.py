@@ -39,11 +39,21 @@ class Ranks:
             trainer: The Trainer.
             sparsifier: The attached sparsifier.
             every: Optimizer steps between two comparisons; 0 for none.
+
+        Raises:
+            ValueError: If a method's own parameters could not be saved under the strategy.
         """
         strategy = trainer.strategy
-        if isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
-            return cls(strategy, sparsifier, every)
-        return None
+        if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+            return None
+        owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
+        if owners and isinstance(strategy, ModelParallelStrategy):
+            raise ValueError(
+                f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}', and distributed "
+                "checkpoints save no optimizer state of parameters that are not the model's: use the ddp or nm_ddp "
+                "strategy with this method"
+            )
+        return cls(strategy, sparsifier, every)
 
     def close(self) -> None:
         """The fit is over: gradients are sent whole again."""

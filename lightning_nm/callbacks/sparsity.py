@@ -177,11 +177,11 @@ class NMSparsityCallback(pl.Callback):
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
+            self._ranks = Ranks.of(trainer, sparsifier, self.compare_ranks_every)
         except BaseException:
             sparsifier.detach()
             raise
         self.sparsifier, self._checked = sparsifier, False
-        self._ranks = Ranks.of(trainer, sparsifier, self.compare_ranks_every)
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         sparsifier = NMSparsifier(pl_module, **self.options)
@@ -229,7 +229,7 @@ class NMSparsityCallback(pl.Callback):
             return
         self._state, self._from_checkpoint = {**sparsifier.state_dict(), "open": self._open}, False
         sparsifier.bake()
-        sparsifier.detach()
+        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
 
     # ------------------------------------------------------------------------------------------------- training
 

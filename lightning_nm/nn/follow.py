@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.shards import held
 
 
 class OptimizerFollower:
@@ -47,19 +48,25 @@ class OptimizerFollower:
         self._handles.append(optimizer.register_step_post_hook(self._leave_step))
         self.owned(optimizer)
 
-    def release(self) -> None:
-        """Forget all optimizers, and take the parameters that methods own out of them."""
+    def release(self, *, keep_parameters: bool = False) -> None:
+        """Forget all optimizers.
+
+        Args:
+            keep_parameters: Leave the parameters that methods own in them, with their state.
+        """
         for handle in self._handles:
             handle.remove()
-        own = {id(parameter) for layer in self.layers for parameter in layer.parameters.values()}
-        for optimizer in self._optimizers.values():
+        own = {id(parameter): parameter for layer in self.layers for parameter in layer.parameters.values()}
+        for optimizer in () if keep_parameters else self._optimizers.values():
+            for parameter in own.values():
+                optimizer.state.pop(parameter, None)
             for group in optimizer.param_groups:
-                kept = [k for k, parameter in enumerate(group["params"]) if id(parameter) not in own]
+                kept = [k for k, held_here in enumerate(group["params"]) if id(held_here) not in own]
                 for key in ("params", "param_names"):
                     if key in group:
                         group[key] = [group[key][k] for k in kept]
-        for held in (self._handles, self._optimizers, self._owners, self._depth):
-            held.clear()
+        for book in (self._handles, self._optimizers, self._owners, self._depth):
+            book.clear()
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now: parameters may join while training.
@@ -110,12 +117,23 @@ class OptimizerFollower:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
+        if _moves_nothing(optimizer):
+            return
         self.stepped = True
         for layer in self.owned(optimizer):
             layer.count_step()
             with layer.whole(gradient=True):
                 layer.method.after_step(layer, optimizer)
             layer.draw_seed()  # a batch may hold several steps
+
+
+def _moves_nothing(optimizer: Optimizer) -> bool:
+    """Whether this was no step of a training: distributed checkpoints make one of them to have the state allocated."""
+    rates = [group.get("lr", 1) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates):
+        return False  # theirs is on the CPU, and waiting for a GPU in each step is too dear
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return not any(bool(held(grad).any()) for grad in grads)
 
 
 def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:
