@@ -187,7 +187,7 @@ def test_the_module_runs(tmp_path):
         check=False,
     )
     assert result.returncode == 2
-    assert "is not a file" in result.stdout
+    assert "neither a file nor" in result.stdout
 
 
 # --------------------------------------------------------------------------------------------------------- verify

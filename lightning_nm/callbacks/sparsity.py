@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Required
@@ -359,7 +360,8 @@ class NMSparsityCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show what came of it."""
         if self.show_tables:
-            rank_zero_only(print_summary)(self._installed(), trainer)
+            # All processes make it, as figures of sharded weights take them all.
+            print_summary(self._installed(), trainer, Console(quiet=not trainer.is_global_zero))
             router = getattr(trainer.precision_plugin, "router", None)
             if isinstance(router, Router) and (router.used() or router.idle):
                 rank_zero_only(print_kernels)(router)

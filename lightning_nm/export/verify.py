@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_nm.export.archive import check_archive
 from lightning_nm.functional import count_violations
@@ -52,7 +54,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     """Read the weights and the sparsifier states of a file.
 
     Args:
-        path: A Lightning checkpoint, a saved state dict, or a safetensors file.
+        path: A Lightning checkpoint, sharded or not, a saved state dict, or a safetensors file.
 
     Returns:
         The state dict, and the sparsifier states, of which there is none in a plain state dict.
@@ -61,8 +63,10 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         ValueError: If the file cannot be read, is damaged or holds no weights.
     """
     path = Path(path)
+    if (path / ".metadata").is_file():
+        return _find(_read_shards(path), path)
     if not path.is_file():
-        raise ValueError(f"'{path}' is not a file")
+        raise ValueError(f"'{path}' is neither a file nor the folder of a sharded checkpoint")
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file
@@ -79,6 +83,22 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
+    return _find(content, path)
+
+
+def _read_shards(path: Path) -> dict[str, Any]:
+    """The contents of a sharded checkpoint of Lightning's: shards of the weights, and a file of all else."""
+    try:
+        with TemporaryDirectory() as folder:
+            dcp_to_torch_save(path, Path(folder) / "whole.pt")
+            content = torch.load(Path(folder) / "whole.pt", map_location="cpu", weights_only=True)
+        rest = path / "meta.pt"
+        return {**content, **(torch.load(rest, map_location="cpu", weights_only=True) if rest.is_file() else {})}
+    except Exception as error:
+        raise ValueError(f"cannot read the sharded checkpoint '{path}': {error}") from error
+
+
+def _find(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     weights = _find_weights(content)
     if not weights:
         raise ValueError(f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'")

@@ -6,11 +6,15 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, NMSparsityCallback
+from lightning_nm import BAME, NMPattern, NMSparsityCallback
+from lightning_nm.export.verify import read_checkpoint, verify_state
+from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
+from lightning_nm.nn.adapters import Adapter
+from tests.outside import ScaledMask
 from tests.processes import in_processes
 from tests.strategies.test_equality import METHODS, assert_equal
 
@@ -86,11 +90,9 @@ def whole(model):
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
 
 
-def fit(method, devices, optimizer="sgd", ckpt_path=None, save=None, whole_file=True, **options):
+def fit(method, devices, optimizer="sgd", ckpt_path=None, save=None, whole_file=True, estimator=None, **options):
     """Weights and the sparsifier's state after some epochs of eight batches."""
-    callback = NMSparsityCallback(
-        "2:4", METHODS[method](), skip_first_last=False, show_tables=False, compare_ranks_every=1
-    )
+    callback = NMSparsityCallback("2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False)
     model = Net(devices > 1, optimizer)
     run = trainer(devices, [callback], whole_file, **options)
     run.fit(model, data(), data(), ckpt_path=ckpt_path)
@@ -123,24 +125,105 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
 
 def resumed_runs(runs, folder, devices):
     found = []
-    for k, (method, optimizer, whole_file) in enumerate(runs):
-        settings = {"optimizer": optimizer, "whole_file": whole_file}
+    for k, (method, optimizer, whole_file, estimator) in enumerate(runs):
+        settings = {"optimizer": optimizer, "whole_file": whole_file, "estimator": estimator}
         straight = fit(method, devices, max_epochs=2, **settings)
         path = f"{folder}/{k}.ckpt"
-        fit(method, devices, max_epochs=2, limit_train_batches=STEPS, save=path, **settings, max_steps=STEPS)
+        fit(method, devices, max_epochs=2, max_steps=STEPS, save=path, **settings)
         found.append((straight, fit(method, devices, max_epochs=2, ckpt_path=path, **settings)))
     return found
 
 
 @pytest.mark.slow
-def test_sharded_runs_resume(tmp_path):
+def test_sharded_runs_resume_bit_for_bit(tmp_path):
     # Lightning cannot resume plain SGD, which has no state, from a single file.
-    runs = [(method, optimizer, form) for method in METHODS for optimizer, form in (("adamw", True), ("sgd", False))]
+    forms = [("adamw", True, None), ("sgd", False, None)]
+    runs = [(method, *form) for method in METHODS for form in forms]
+    runs.append(("transposable", "adamw", False, "mvue"))
     everyone = in_processes(2, tmp_path / "run", resumed_runs, runs, str(tmp_path), 2)
     for k, run in enumerate(runs):
+        weights, states = read_checkpoint(tmp_path / f"{k}.ckpt")
+        assert all(verdict.verdict == "N:M" for verdict in verify_state(weights, states[0])), run
         for found in everyone:
             straight, resumed = found[k]
             try:
                 assert_equal(resumed, straight, tolerance=0)
             except AssertionError as error:
                 raise AssertionError(f"{run}: {error}") from error
+
+
+def continued(folder):
+    """Two sharded runs: one that goes on from a file of one process, one whose files another number goes on from."""
+    goes_on = fit("bi-mask", 2, "adamw", max_epochs=2, ckpt_path=f"{folder}/alone.ckpt")
+    fit("bi-mask", 2, "adamw", max_epochs=2, max_steps=STEPS, save=f"{folder}/two.ckpt")
+    fit("bame", 2, max_epochs=2, max_steps=STEPS, save=f"{folder}/two-shards.ckpt", whole_file=False)
+    return goes_on
+
+
+def three(folder):
+    return fit("bame", 3, max_epochs=2, ckpt_path=f"{folder}/two-shards.ckpt", whole_file=False)
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_one_two_and_three_processes(tmp_path):
+    alone = fit("bi-mask", 1, "adamw", max_epochs=2)
+    fit("bi-mask", 1, "adamw", max_epochs=2, max_steps=STEPS, save=tmp_path / "alone.ckpt")
+    for found in in_processes(2, tmp_path / "two", continued, str(tmp_path)):
+        assert_equal(found, alone, 1e-9)
+    assert_equal(fit("bi-mask", 1, "adamw", max_epochs=2, ckpt_path=tmp_path / "two.ckpt"), alone, 1e-9)
+    for found in in_processes(3, tmp_path / "three", three, str(tmp_path)):
+        assert_equal(found, fit("bame", 1, max_epochs=2), 1e-9)
+
+
+class Look(pl.Callback):
+    """The state dict is N:M in the midst of a fit, too, where an evaluation has left the whole parameters."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_end(self, trainer, pl_module):
+        weights = [value for key, value in whole(pl_module).items() if key.endswith("weight")]
+        self.seen.append((all(is_nm(w, NMPattern(2, 4), dim=1) for w in weights), len(weights)))
+
+
+def half_precision(method):
+    """The masks follow the float32 shard; figures, tables and evaluation work."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    callback = NMSparsityCallback("2:4", method, log_layers=True, skip_first_last=False)
+    model, look = Net(True, "adamw", torch.float32, policy), Look()
+    run = trainer(2, [callback, look], val_check_interval=3, log_every_n_steps=2, num_sanity_val_steps=1)
+    run.fit(model, data(torch.float32), data(torch.float32))
+    state = callback.state_dict()["layers"]["net.3"]
+    figures = {key: float(value) for key, value in run.callback_metrics.items()}
+    run.validate(model, data(torch.float32), verbose=False)
+    return look.seen, figures, state["forward_mask"], state["latent"], whole(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask"])
+def test_masks_follow_the_float32_shards(tmp_path, method):
+    first, second = in_processes(2, tmp_path / "run", half_precision, method)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    seen, figures, packed, latent, weights = first
+    assert seen == [(True, 3)] * 4, "in the sanity check, twice within the epoch, after the fit"
+    assert figures["nm/density/net.3"] == 0.5
+    assert figures["loss"] < 2
+    mask = unpack_mask(packed, (32, 128))
+    before = weights["net.3.weight"].clone()
+    before[~mask] = latent
+    assert before.dtype == torch.float32
+    assert not torch.equal(before, before.bfloat16().float())
+    assert torch.equal(mask, magnitude_mask(before, NMPattern(2, 4), dim=1))
+    assert torch.equal(weights["net.3.weight"], torch.where(mask, before, 0))
+
+
+def refused():
+    model = Net(True)
+    with pytest.raises(ValueError, match=r"ScaledMask owns parameters at layer 'net\.0'"):
+        trainer(2, [NMSparsityCallback("2:4", ScaledMask(), skip_first_last=False)]).fit(model, data())
+    return not any(isinstance(module, Adapter) for module in model.modules())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    assert in_processes(2, tmp_path / "run", refused) == [True, True]
