@@ -5,6 +5,14 @@ from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mas
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed
+from lightning_nm.functional.statistics import (
+    gradient_snr,
+    kept_magnitude,
+    mask_density,
+    mask_flip_rate,
+    mask_oscillation,
+    mask_overlap,
+)
 from lightning_nm.functional.transposable import transposable_mask
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 
@@ -16,8 +24,14 @@ __all__ = [
     "count_violations",
     "counter_uniform",
     "fold_seed",
+    "gradient_snr",
     "is_nm",
+    "kept_magnitude",
     "magnitude_mask",
+    "mask_density",
+    "mask_flip_rate",
+    "mask_oscillation",
+    "mask_overlap",
     "mvue",
     "mvue_probabilities",
     "nm_mask",

@@ -73,3 +73,31 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(1) >> shifts) & 1
     return bits.bool().view(-1)[:numel].reshape(tuple(shape))
+
+
+def count_bits(packed: Tensor) -> Tensor:
+    """Count the bits that are set: the entries that a packed mask keeps.
+
+    Masks that are compared while they are packed take an eighth of the memory traffic: ``count_bits(a ^ b)`` entries
+    differ.
+
+    Args:
+        packed: A uint8 tensor of any shape, on any device.
+
+    Returns:
+        An int64 tensor without axes, on the device of ``packed``: reading it is the caller's synchronisation.
+
+    Raises:
+        TypeError: If ``packed`` is not a uint8 tensor.
+
+    Example::
+
+        >>> import torch
+        >>> int(count_bits(torch.tensor([25, 1], dtype=torch.uint8)))
+        4
+    """
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
+    pairs = packed - ((packed >> 1) & 0x55)  # each pair of bits holds its own count, then each four, then each byte
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return ((fours + (fours >> 4)) & 0x0F).sum(dtype=torch.int64)

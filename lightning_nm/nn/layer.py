@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
+from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.handles import Handled
 from lightning_nm.kernels.preprocess import BACKWARD, FORWARD
 from lightning_nm.nn.access import Layout, WeightAccess
@@ -304,10 +305,9 @@ class NMLayer(Handled, WeightAccess):
             exact: dW made of dY.
             found: dW made of E(dY).
         """
-        exact, found = exact.float(), found.float()
-        nonzeros = torch.count_nonzero(estimate).float()
+        nonzeros = torch.count_nonzero(estimate).double()
         size = torch.full_like(nonzeros, estimate.numel())
-        sums = torch.stack([exact.square().sum(), (found - exact).square().sum(), nonzeros, size])
+        sums = torch.stack([*gradient_energies(exact, found), nonzeros, size])
         sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
         before = self.observed if self.observed_at == self.clock else None
         self.observed = sums if before is None else before + sums

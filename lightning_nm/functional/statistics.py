@@ -1,0 +1,252 @@
+"""What masks and gradient estimates do, in numbers.
+
+Each figure is a ratio of two sums, which add up over layers, updates and processes: :mod:`lightning_nm.metrics` adds,
+and divides at the end. Nothing here waits for a device: reading a result is the caller's synchronisation. Results are
+float32 tensors without axes and without autograd history, divided in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def mask_density(tensor: Tensor) -> Tensor:
+    """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``; a NaN is a nonzero, ``-0`` is not.
+
+    How many blocks break a pattern is :func:`count_violations`.
+
+    Args:
+        tensor: A bool mask, or values of any dtype; any shape.
+
+    Returns:
+        A number in [0, 1]; NaN for a tensor without entries.
+
+    Example::
+
+        >>> import torch
+        >>> mask_density(torch.tensor([True, False, False, True]))
+        tensor(0.5000)
+    """
+    return divide(*density_counts(tensor), empty=torch.nan)
+
+
+def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
+    r"""Share of the entries of a mask that an update changed, in either direction: :math:`\|m_t - m_{t-1}\|_1 / D`.
+
+    With exactly N of M kept, half of the flips are entries that went and half entries that came.
+
+    Args:
+        before: Bool mask of any shape.
+        after: Bool mask of that shape.
+
+    Returns:
+        A number in [0, 1]; 0 for masks without entries.
+
+    Raises:
+        TypeError: If one of them is not a bool tensor.
+        ValueError: If their shapes differ.
+
+    Example::
+
+        >>> import torch
+        >>> mask_flip_rate(torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False]))
+        tensor(0.5000)
+
+    Source: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, arXiv:2404.01847. Without
+    the division it is the sparse architecture divergence of Zhou et al., "Learning N:M Fine-grained Structured Sparse
+    Neural Networks From Scratch", ICLR 2021, arXiv:2102.04010.
+    """
+    check_masks({"before": before, "after": after})
+    return divide(torch.count_nonzero(before ^ after), before.numel(), empty=0.0)
+
+
+def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
+    r"""Share of the forward mask's entries that the backward mask keeps, too: :math:`|F \cap B| / |F|`.
+
+    Below 1, dX is made of fewer weights than Y: the gap between the gradient of the sparse model and what is computed.
+
+    Args:
+        forward: Bool mask of any shape.
+        backward: Bool mask of that shape.
+
+    Returns:
+        A number in [0, 1]; 1 if the forward mask keeps nothing.
+
+    Raises:
+        TypeError: If one of them is not a bool tensor.
+        ValueError: If their shapes differ.
+
+    Example::
+
+        >>> import torch
+        >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
+        tensor(0.5000)
+    """
+    return divide(*overlap_counts(forward, backward), empty=1.0)
+
+
+def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
+    r"""Share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
+
+    Args:
+        weight: Any floating dtype and shape; the sums are float64.
+        mask: Bool mask of that shape.
+
+    Returns:
+        A number in [0, 1]; 1 if all weights are zero, NaN if one is NaN or infinite.
+
+    Raises:
+        TypeError: If the mask is not a bool tensor or the weight not of a floating dtype.
+        ValueError: If their shapes differ.
+
+    Example::
+
+        >>> import torch
+        >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
+        tensor(0.7000)
+    """
+    return divide(*magnitude_sums(weight, mask), empty=1.0)
+
+
+def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
+    r"""How often entries flip back, per entry and update.
+
+    .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
+
+    An entry oscillates when it changes in the direction opposite to its last change. A mask's entry has two values, so
+    each of its flips but the first does. The figure is at most the flip rate averaged over the same updates; their
+    ratio is the share of flips that undo an earlier one.
+
+    Args:
+        masks: :math:`m_0, m_1, ..., m_T` in the order of time, bool tensors of one shape.
+
+    Returns:
+        A number in [0, 1]; 0 for a single mask and for masks without entries.
+
+    Raises:
+        TypeError: If one of them is not a bool tensor.
+        ValueError: If there is none, or their shapes differ.
+
+    Example::
+
+        >>> import torch
+        >>> went, came = torch.tensor([True, False]), torch.tensor([False, True])
+        >>> mask_oscillation([went, came]), mask_oscillation([went, came, went])
+        (tensor(0.), tensor(0.5000))
+
+    Source: Nagel et al., "Overcoming Oscillations in Quantization-Aware Training", ICML 2022, arXiv:2203.11086, for
+    oscillations of rounded weights; applied to masks here, with the plain mean in place of a moving one.
+    """
+    history = iter(masks)
+    before = next(history, None)
+    if before is None:
+        raise ValueError("no masks were given: pass the masks of one weight in the order of time")
+    check_masks({"masks[0]": before})
+    flipped, returns, entries = torch.zeros_like(before), torch.count_nonzero(before.new_zeros(0)), 0
+    for step, after in enumerate(history, 1):
+        check_masks({f"masks[{step - 1}]": before, f"masks[{step}]": after})
+        flips = before ^ after
+        returns, entries = returns + torch.count_nonzero(flips & flipped), entries + after.numel()
+        before, flipped = after, flipped | flips
+    return divide(returns, entries, empty=0.0)
+
+
+def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
+    r"""Signal-to-noise ratio of a gradient estimate: :math:`\|G\|_2 / \|\hat G - G\|_2`, not in decibels.
+
+    It cannot tell bias from noise.
+
+    Args:
+        exact: G, any floating dtype and shape. Half dtypes are subtracted in float32; the norms are float64.
+        estimate: What was found in its place, of that shape.
+
+    Returns:
+        A number of at least 0; infinite if there is no error, NaN if a gradient holds NaN or an infinity.
+
+    Raises:
+        TypeError: If one of them is not of a floating dtype.
+        ValueError: If their shapes differ.
+
+    Example::
+
+        >>> import torch
+        >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
+        tensor(2.5000)
+    """
+    return divide(*gradient_energies(exact, estimate), empty=torch.inf, root=True)
+
+
+# ------------------------------------------------------------------------------------------------ the sums alone
+
+
+def density_counts(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the number of nonzeros and of entries."""
+    return torch.count_nonzero(tensor.detach()), tensor.numel()
+
+
+def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
+    """Return the entries that both masks keep, and those that the forward mask keeps."""
+    check_masks({"forward": forward, "backward": backward}, layer)
+    return torch.count_nonzero(forward & backward), torch.count_nonzero(forward)
+
+
+def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
+    """Return the sum of kept and of all magnitudes, in float64."""
+    check_masks({"mask": mask}, layer)
+    _check_floating({"weight": weight}, layer)
+    _check_shapes({"weight": weight, "mask": mask}, layer)
+    magnitude = weight.detach().abs()
+    return torch.where(mask, magnitude, 0).sum(dtype=torch.float64), magnitude.sum(dtype=torch.float64)
+
+
+def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
+    """Return the sum of squares of the gradient and of the estimate's error, in float64."""
+    gradients = {"exact": exact, "estimate": estimate}
+    _check_floating(gradients, layer)
+    _check_shapes(gradients, layer)
+    wide = torch.promote_types(torch.promote_types(exact.dtype, estimate.dtype), torch.float32)
+    exact, estimate = exact.detach().to(wide), estimate.detach().to(wide)
+    signal, error = (torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (exact, estimate - exact))
+    return signal, error
+
+
+def divide(part: Tensor, whole: Tensor | int, *, empty: float, root: bool = False) -> Tensor:
+    """Return ``part / whole``, or its root, as float32; ``empty`` where ``whole`` is zero."""
+    if not isinstance(whole, Tensor):
+        whole = torch.full_like(part, whole)
+    value = part.double() / whole.double()
+    return torch.where(whole == 0, empty, value.sqrt() if root else value).float()
+
+
+def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
+    """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: "
+                f"pass `{name} != 0` if nonzero means kept"
+            )
+    _check_shapes(masks, layer)
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], layer: str = "") -> None:
+    (first, one), *others = tensors.items()
+    for name, other in others:
+        if other.shape != one.shape:
+            raise ValueError(
+                f"{first}{_of(layer)} has shape {tuple(one.shape)} and {name} has shape {tuple(other.shape)}: "
+                "pass tensors of one shape"
+            )
+
+
+def _check_floating(tensors: Mapping[str, Tensor], layer: str = "") -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}{_of(layer)} is {tensor.dtype}: pass a tensor of a floating dtype")
+
+
+def _of(layer: str) -> str:
+    return f" of layer '{layer}'" if layer else ""
