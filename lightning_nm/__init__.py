@@ -31,6 +31,7 @@ __all__ = [
     "TopN",
     "TransposableMask",
     "functional",
+    "metrics",
 ]
 
-from lightning_nm import functional
+from lightning_nm import functional, metrics

@@ -79,6 +79,6 @@ def test_only_public_lightning(path):
 def test_public_names_exist_and_are_sorted():
     package = importlib.import_module("lightning_nm")
     assert all(hasattr(package, name) for name in package.__all__)
-    for module in ("functional", "methods", "estimators", "callbacks", "demo"):
+    for module in ("functional", "methods", "estimators", "callbacks", "metrics", "demo"):
         names = importlib.import_module(f"lightning_nm.{module}").__all__
         assert len(set(names)) == len(names)

@@ -1,0 +1,116 @@
+"""The base of metrics that compare masks with those of the update before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import pack_mask
+from lightning_nm.functional.statistics import check_masks
+from lightning_nm.metrics.base import Layers, NMMetric, by_name
+
+_KEY = "memory."
+
+
+class MaskHistory(NMMetric):
+    """A metric that remembers each layer's mask until the next update, one bit an entry.
+
+    What is remembered is no state in torchmetrics' sense: ``reset`` clears the sums and keeps the masks, so that no
+    flip is missed where Lightning resets a metric at the end of an epoch, and processes exchange sums alone. It follows
+    the metric's device, is copied and pickled with it, and is in its ``state_dict`` after ``persistent(True)``.
+    :meth:`forget` clears it.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._memory: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # by layer: the mask's shape; packed rows
+        self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
+
+    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
+        """Add what an update of one layer changed to the sums.
+
+        Args:
+            packed: The mask, packed.
+            rows: What the last :meth:`remember` or `compare` of this layer returned.
+            entries: Entries of the mask.
+
+        Returns:
+            What to remember, uint8 ``[rows, bytes]``; a new tensor: ``forward`` may go back to the old one.
+        """
+        raise NotImplementedError
+
+    def remember(self, packed: Tensor) -> Tensor:
+        """Return what to remember of the first mask of a layer, uint8 ``[rows, bytes]``."""
+        return packed.unsqueeze(0)
+
+    def update(self, masks: Layers) -> None:
+        """Compare masks with those of the same name in earlier updates, and remember them.
+
+        Args:
+            masks: The bool mask of one layer, or those of several by name. A mask of a new name is remembered only.
+
+        Raises:
+            TypeError: If a mask is not a bool tensor.
+            ValueError: If a mask has another shape than the last one of that name.
+        """
+        layers = by_name(masks)
+        for name, mask in layers.items():
+            check_masks({"mask": mask}, name)
+            if name in self._memory and self._memory[name][0] != tuple(mask.shape):
+                raise ValueError(
+                    f"the mask of layer '{name}' has shape {tuple(mask.shape)}, but had {self._memory[name][0]} "
+                    "before: pass masks of different layers under different names, or call forget() before a new model"
+                )
+        for name, mask in layers.items():
+            packed = pack_mask(mask)
+            known = self._memory.get(name)
+            rows = self.compare(packed, known[1], mask.numel()) if known else self.remember(packed)
+            self._memory[name] = tuple(mask.shape), rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Update, and return the value of this update alone: what changed since the update before."""
+        self._before_forward = dict(self._memory)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._before_forward = None
+
+    def reset(self) -> None:
+        """Clear the sums; the masks that the next update is compared with stay."""
+        super().reset()
+        if self._before_forward is not None:  # torchmetrics updates a second time, which is to see the same change
+            self._memory = dict(self._before_forward)
+
+    def forget(self) -> None:
+        """Clear the sums and the masks: the next update is the first."""
+        self.reset()
+        self._memory = {}
+
+    def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> torch.nn.Module:
+        this = super()._apply(fn, exclude_state)
+        self._memory = {name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()}
+        return this
+
+    def state_dict(  # type: ignore[override]  # torchmetrics' signature
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the sums, and for each layer the shape and the bits of its mask, where they are persistent."""
+        destination = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if any(self._persistent.values()):
+            for name, (shape, rows) in self._memory.items():
+                destination[f"{prefix}{_KEY}{name}.shape"] = torch.tensor(shape, dtype=torch.int64)
+                destination[f"{prefix}{_KEY}{name}.bits"] = rows.clone()
+        return destination
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        start = prefix + _KEY
+        saved = {key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
+        if any(prefix + key in state_dict for key in self._defaults):  # else they were not persistent
+            names = [key.removesuffix(".bits") for key in saved if key.endswith(".bits")]
+            self._memory = {
+                name: (tuple(saved[f"{name}.shape"].tolist()), saved[f"{name}.bits"].to(self.device)) for name in names
+            }
+        super()._load_from_state_dict(state_dict, prefix, *args)
