@@ -52,20 +52,27 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
     """Return layers by name; a lone tensor has the empty name.
 
     Raises:
-        TypeError: If the argument is neither a tensor nor a mapping.
+        TypeError: If the argument is neither a tensor nor a mapping of tensors.
     """
     if isinstance(layers, Tensor):
         return {"": layers}
-    if isinstance(layers, Mapping):
-        return layers
-    raise TypeError(f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by layer name")
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by layer name"
+        )
+    for name, tensor in layers.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"layer '{name}' has {tensor!r} in place of a tensor: leave out layers that are not masked now"
+            )
+    return layers
 
 
 def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
     """Yield the two tensors of each layer, and its name.
 
     Raises:
-        TypeError: If an argument is neither a tensor nor a mapping.
+        TypeError: If an argument is neither a tensor nor a mapping of tensors.
         ValueError: If they name different layers.
     """
     first, second = by_name(one), by_name(other)

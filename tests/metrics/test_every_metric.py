@@ -193,6 +193,8 @@ def test_bad_arguments(name):
     for argument in arguments:
         with pytest.raises(TypeError, match="list given: pass the tensor of one layer, or a dict"):
             metric.update(**{**arguments, argument: [1]})
+        with pytest.raises(TypeError, match="layer 'x' has None in place of a tensor: leave out layers"):
+            metric.update(**{key: {"x": None if key == argument else value} for key, value in arguments.items()})
         if len(arguments) > 1:
             with pytest.raises(ValueError, match=r"name the same layers.*only one of them has.*'other'"):
                 metric.update(**{**CASES[name].updates[0], argument: {"other": arguments[argument]}})
