@@ -15,12 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.access import Layout
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
 from lightning_nm.nn.shards import as_sharded
 from lightning_nm.nn.state import fits, layer_state, restore_weights
+from lightning_nm.nn.tensor_parallel import parallel_linear
 
 
 class WeightSpec(NamedTuple):
@@ -107,6 +109,8 @@ class NMLinear(Adapter):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ W_F^T + bias``."""
+        if isinstance(self.weight, DTensor):
+            return parallel_linear(input, self.weight, self.bias, self.nm_layers["weight"])
         return nm_linear(input, self.weight, self.bias, self.nm_layers["weight"])
 
 

@@ -42,7 +42,13 @@ _PART = "a part of a joint projection"
 
 
 def nm_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer, rows: tuple[int, int] | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: NMLayer,
+    rows: tuple[int, int] | None = None,
+    *,
+    routed: bool = True,
 ) -> Tensor:
     """``x @ W_F^T + bias`` whose input gradient uses W_B.
 
@@ -52,12 +58,13 @@ def nm_linear(
         bias: ``[out]`` or ``None``.
         layer: Method, estimator and masks.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
+        routed: Whether a router may choose the kernels.
 
     Returns:
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
     x, bias, dtype = _autocast(x, weight, bias)
-    router = active() if x.dtype == dtype else None  # a mismatch is the dense product's to refuse
+    router = active() if routed and x.dtype == dtype else None  # a mismatch is the dense product's to refuse
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
     with torch.autocast(x.device.type, enabled=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import layer_name, parameter_key
-from lightning_nm.nn.shards import gather
+from lightning_nm.nn.shards import cuts_in_forward, gather
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -120,8 +120,12 @@ def select(
                     "`include`, or use one callback with `rules`"
                 )
             reason = _why_not(candidate, owners)
+        around = [name for name in wrappers if f"{candidate.module_name}.".startswith(name and f"{name}.")]
+        cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
+        if not reason and cuts and not isinstance(candidate.module, nn.Linear):
+            reason = "tensor parallel, which only linear layers can be"
         if not reason and rule is not None:
-            reasons = _eligibility(candidate, rule.pattern, conv_layout)
+            reasons = _eligibility(candidate, rule.pattern, cuts)
             wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
             gains = (rule.method.sparse_forward and not reasons[0]) or (rule.method.sparse_dgrad and not reasons[1])
             # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
@@ -145,12 +149,11 @@ def select(
             rule.method,
             rule.estimator,
             layout=candidate.spec.layout,
-            groups=candidate.spec.groups,
+            groups=candidate.spec.groups * cuts.get(0, 1),
             seed=seed,
             forward_reason=reasons[0],
             dgrad_reason=reasons[1],
         )
-        around = (name for name in wrappers if f"{candidate.module_name}.".startswith(name and f"{name}."))
         layer.wrappers = [model.get_submodule(name) for name in around]
         plan.layers.append(layer)
     if not plan.layers:
@@ -212,15 +215,28 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
     return ""
 
 
-def _eligibility(candidate: _Candidate, pattern: NMPattern, conv_layout: str) -> tuple[str, str]:
-    """Why the forward and the dgrad GEMM cannot be N:M; empty where they can."""
+def _eligibility(candidate: _Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
+    """Why the forward and the dgrad GEMM cannot be N:M; empty where they can.
+
+    Args:
+        candidate: The weight.
+        pattern: The N:M pattern.
+        cuts: Into how many parts tensor parallelism cuts its dimensions: no block may lie in two.
+    """
     weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
     rows = weight.t() if spec.layout == "transposed" else weight.flatten(1) if spec.layout == "flat" else weight
-    contracted, out = rows.shape[1], rows.shape[0] // spec.groups
     part = "" if spec.groups == 1 else "/group"
-    forward = "" if contracted % pattern.m == 0 else f"in{part} {contracted} % {pattern.m} != 0"
-    dgrad = "" if out % pattern.m == 0 else f"out{part} {out} % {pattern.m} != 0"
+    forward = _misfit(f"in{part}", rows.shape[1], pattern, cuts.get(1, 1))
+    dgrad = _misfit(f"out{part}", rows.shape[0] // spec.groups, pattern, cuts.get(0, 1))
     return forward, dgrad
+
+
+def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
+    """Why blocks do not fit into each of the equal parts of an axis."""
+    if size % (cuts * pattern.m) == 0:
+        return ""
+    divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
+    return f"{axis} {divided} % {pattern.m} != 0"
 
 
 def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:

@@ -27,6 +27,26 @@ def held(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
+    """How many parts each dimension of a parameter is cut into while its module runs: by tensor parallelism.
+
+    Args:
+        tensor: The parameter, between steps.
+        fsdp: Whether FSDP manages it, which gathers its own shards for the forward pass.
+    """
+    if not isinstance(tensor, DTensor):
+        return {}
+    placements = list(enumerate(tensor.placements))
+    if fsdp:  # its dimensions of the mesh come first: one that is cut, perhaps after one that replicates
+        placements = placements[1 + placements[0][1].is_replicate() :]
+    cuts: dict[int, int] = {}
+    for k, placement in placements:
+        if placement.is_shard():
+            dim = placement.dim  # type: ignore[attr-defined]
+            cuts[dim] = cuts.get(dim, 1) * tensor.device_mesh.size(k)
+    return cuts
+
+
 def part(whole: Tensor, sharded: Tensor) -> Tensor:
     """The part of a whole tensor that this process would hold, were it sharded as another; a view.
 

@@ -1,0 +1,47 @@
+"""Linear layers whose weight is sharded while they run: each process multiplies its part, under its part of the masks.
+
+``ColwiseParallel`` gives each process rows of W, and so outputs of its own: ``Y = X W^T`` for a whole X, whose
+gradients add up over the processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them: the
+products add up to Y. Blocks along `in` and along `out` must lie within one part, which their selection sees to.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.ops import nm_linear
+from lightning_nm.nn.shards import part
+
+
+def parallel_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
+    """``x @ W_F^T + bias``, a DTensor: its last dimension sharded if W's rows are, whole in each process otherwise.
+
+    Args:
+        x: ``[..., in]``, a DTensor, or a plain tensor that is equal in all processes.
+        weight: ``[out, in]``, replicated or sharded along one dimension, over a mesh of one dimension.
+        bias: ``[out]`` or ``None``, sharded as W's rows are.
+        layer: Method, estimator and masks, of all of W.
+    """
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    by_rows, by_columns = placement.is_shard(0), placement.is_shard(1)
+    x = x.redistribute(mesh, [Shard(x.dim() - 1) if by_columns else Replicate()])
+    here = copy.copy(layer)
+    here.marks = None if layer.marks is None else part(layer.marks, weight)
+    here.observing = False
+    y = nm_linear(
+        x.to_local(grad_placements=[Partial()] if by_rows else x.placements),
+        weight.to_local(grad_placements=weight.placements),
+        None if bias is None or by_columns else bias.to_local() if isinstance(bias, DTensor) else bias,
+        here,
+        routed=False,
+    )
+    if not by_columns:
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1) if by_rows else Replicate()], run_check=False)
+    whole = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+    return whole if bias is None else whole + bias
