@@ -464,7 +464,11 @@ class NMSparsifier:
             load_layer_state(layer, saved[name])
             layer.parked = None
         settle_window(self.plan.layers, self.clock, self.grad_snr_every)
-        self.macs.update(state["macs"])
+        if state["macs"]:
+            self.macs.clear()
+            self.macs.update(state["macs"])
+            if self._counter is not None:
+                self._counter.known = True
 
 
 def check_schema(state: dict[str, Any]) -> None:

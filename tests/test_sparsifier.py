@@ -438,6 +438,26 @@ def test_a_state_brings_its_seed_and_its_sums():
     assert other.mean_flops_ratios() == sparsifier.mean_flops_ratios()
 
 
+def test_a_resumed_run_keeps_the_costs_that_it_counted():
+    """Another first batch may pass through other parts of the model."""
+
+    def start():
+        model = network()
+        sparsifier = NMSparsifier(model, method="sr-ste").attach()
+        sparsifier.register(torch.optim.SGD(model.parameters(), 0.1))
+        return model, sparsifier
+
+    (model, sparsifier), (resumed, other) = start(), start()
+    model(data()[0])
+    sparsifier.step()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(sparsifier.state_dict())
+    resumed[0](data()[0])
+    other.step()
+    assert other.macs == sparsifier.macs
+    assert other.flops_ratios() == sparsifier.flops_ratios()
+
+
 def test_a_state_of_other_weights_or_another_layout_is_refused():
     def sparse(scale=1.0, layout="channels"):
         torch.manual_seed(0)

@@ -26,6 +26,8 @@ class MacsCounter:
         self.macs: dict[str, int] = {}
         self.least: dict[str, int] = {}
         """The multiply-adds of the smallest call in training mode."""
+        self.known = False
+        """Whether the counts came with a saved training, and stay."""
         self._model = model
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._seen: set[nn.Module] = set()
@@ -78,7 +80,8 @@ class _Hook:
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
             cost = found[0].macs(module, spec.parameter, inputs, output)
-            self.counter.macs[key] = self.counter.macs.get(key, 0) + cost
+            if not self.counter.known:
+                self.counter.macs[key] = self.counter.macs.get(key, 0) + cost
             if module.training:
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
 
