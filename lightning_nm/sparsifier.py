@@ -48,6 +48,8 @@ class NMSparsifier:
         seed: Base of all random choices; equal on all ranks.
         planned_steps: Training steps (calls of :meth:`step` after an optimizer's) that the whole training will take,
             for schedules given as shares of it.
+        data_rank: Which part of the global batch this process sees, its rank by default: processes that see the same,
+            as those of a tensor-parallel group do, must draw the same random numbers for weights that they all hold.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones, each in a
             few layers, which take turns; 0 for none.
 
@@ -85,6 +87,7 @@ class NMSparsifier:
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
         planned_steps: int | None = None,
+        data_rank: int | None = None,
         grad_snr_every: int = 100,
     ) -> None:
         if conv_layout not in ("channels", "flat"):
@@ -98,6 +101,7 @@ class NMSparsifier:
         self.conv_layout = conv_layout
         self.seed = seed
         self.planned_steps = planned_steps
+        self.data_rank = data_rank
         self.grad_snr_every = grad_snr_every
         self.clock = 0
         """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
@@ -147,6 +151,7 @@ class NMSparsifier:
                 with layer.whole():
                     layer.method.init(layer)
                 layer.dense_gradient = layer.method.needs_dense_gradient(layer)
+                layer.data_rank = self.data_rank
                 layer.draw_seed()
             settle_window(self.plan.layers, self.clock, self.grad_snr_every)
             install(self.model, self.plan.layers)

@@ -185,7 +185,8 @@ class NMSparsityCallback(pl.Callback):
         self.sparsifier, self._checked = sparsifier, False
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
-        sparsifier = NMSparsifier(pl_module, **self.options)
+        data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
+        sparsifier = NMSparsifier(pl_module, **self.options, data_rank=data_rank)
         if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
             planned = planned_steps(trainer, pl_module)
             if planned is not None and self._state is None:  # the clock begins when this callback joins a run

@@ -139,6 +139,10 @@ class NMLayer(Handled, WeightAccess):
         """Whether the estimator works in the current window: settled before its first forward."""
         self.estimator_schedule: tuple[int, ...] = ()
         """As ``schedule``, the estimator's."""
+        self.data_rank: int | None = None
+        """Which part of the global batch this process sees, where that is not its rank."""
+        self.cut = False
+        """Whether tensor parallelism cuts the weight: processes that see the same batch have gradients of their own."""
         self.draws = 0
         """Number of the last :meth:`draw_seed`."""
         self.calls: dict[int, int] = {}
@@ -260,7 +264,9 @@ class NMLayer(Handled, WeightAccess):
         The old tensor stays as it is: a graph that was made with it keeps it.
         """
         if self.estimator is not None:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            rank = self.data_rank
+            if rank is None or self.cut:
+                rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self.draws = self.draws + 1 if draw is None else draw
             self.calls.clear()
             seed = fold_seed(self.seed, self.name, self.draws, rank)

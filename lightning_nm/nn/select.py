@@ -154,6 +154,7 @@ def select(
             forward_reason=reasons[0],
             dgrad_reason=reasons[1],
         )
+        layer.cut = bool(cuts)
         layer.wrappers = [model.get_submodule(name) for name in around]
         plan.layers.append(layer)
     if not plan.layers:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -18,7 +18,12 @@ def is_sharded(tensor: Tensor) -> bool:
 def sharded_dimensions(tensor: Tensor) -> set[int]:
     """The dimensions of a tensor that are cut."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    return {placement.dim for placement in placements if placement.is_shard()}  # type: ignore[attr-defined]
+    return {dim for dim in map(_dimension, placements) if dim is not None}
+
+
+def _dimension(placement: Placement) -> int | None:
+    """The dimension that a mesh dimension cuts: there are kinds of shards of which ``is_shard`` knows nothing."""
+    return getattr(placement, "dim", None)
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -41,8 +46,8 @@ def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
         placements = placements[1 + placements[0][1].is_replicate() :]
     cuts: dict[int, int] = {}
     for k, placement in placements:
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
+        dim = _dimension(placement)
+        if dim is not None:
             cuts[dim] = cuts.get(dim, 1) * tensor.device_mesh.size(k)
     return cuts
 
@@ -61,11 +66,10 @@ def part(whole: Tensor, sharded: Tensor) -> Tensor:
     # Where two dimensions of the mesh cut one of the tensor, FSDP cuts what tensor parallelism has cut before.
     strided = [hasattr(placement, "split_factor") for placement in sharded.placements]
     for k in sorted(range(len(strided)), key=lambda k: strided[k]):
-        placement = sharded.placements[k]
-        if placement.is_shard():
-            chunks = whole.chunk(sharded.device_mesh.size(k), placement.dim)  # type: ignore[attr-defined]
-            here = coordinate[k]
-            whole = chunks[here] if here < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+        dim = _dimension(sharded.placements[k])
+        if dim is not None:
+            chunks, here = whole.chunk(sharded.device_mesh.size(k), dim), coordinate[k]
+            whole = chunks[here] if here < len(chunks) else whole.narrow(dim, 0, 0)
     return whole
 
 

@@ -25,7 +25,15 @@ def parallel_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: NMLa
         weight: ``[out, in]``, replicated or sharded along one dimension, over a mesh of one dimension.
         bias: ``[out]`` or ``None``, sharded as W's rows are.
         layer: Method, estimator and masks, of all of W.
+
+    Raises:
+        RuntimeError: If FSDP should have gathered the weight, naming the layer.
     """
+    if layer.wrappers and not layer.cut:
+        raise RuntimeError(
+            f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "
+            "was given, whose hooks gather it, not its parts"
+        )
     mesh, (placement,) = weight.device_mesh, weight.placements
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)

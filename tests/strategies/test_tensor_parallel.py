@@ -1,17 +1,22 @@
 """Layers under tensor parallelism, alone and with FSDP2, train as those of one process."""
 
+from collections import OrderedDict
+
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import ASP, BAME, SRSTE, BiMask, NMSparsityCallback, TransposableMask
+from lightning_nm import ASP, BAME, SRSTE, BiMask, NMPattern, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm.functional import is_nm
 from tests.processes import in_processes
 from tests.strategies.test_equality import assert_equal
 
@@ -25,6 +30,15 @@ METHODS = {
 STEPS = 8
 
 
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, hidden), nn.Linear(hidden, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(x[:, :8] + self.down(torch.tanh(self.up(x))))
+
+
 class Net(pl.LightningModule):
     def __init__(self, data=1, tensor=1, hidden=32):
         super().__init__()
@@ -34,23 +48,20 @@ class Net(pl.LightningModule):
         if hasattr(self, "net"):
             return
         torch.manual_seed(0)
-        parts = {"up": nn.Linear(16, self.hidden), "act": nn.Tanh(), "down": nn.Linear(self.hidden, 8)}
-        self.net = nn.Sequential(nn.ModuleDict(parts), nn.Linear(8, 4)).double()
+        self.net = Block(self.hidden).double()
         if self.tensor > 1:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(self.net[0], self.device_mesh["tensor_parallel"], plan)
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
         if self.data > 1:
-            for part in (self.net[0]["up"], self.net[0]["down"]):
+            for part in (self.net.up, self.net.down, self.net):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         part, parts = 0, 1
         if self.data > 1:
             part, parts = self.device_mesh["data_parallel"].get_local_rank(), self.data
         x, y = (tensor[part::parts] for tensor in batch)
-        ff = self.net[0]
-        return F.cross_entropy(self.net[1](x[:, :8] + ff["down"](ff["act"](ff["up"](x)))), y)
+        return F.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-2)
@@ -107,4 +118,38 @@ def test_tensor_parallel_layers_train_as_whole_ones(tmp_path, data, tensor):
                 assert_equal(found[k], alone, 1e-9)
             except AssertionError as error:
                 raise AssertionError(f"{method}: {error}") from error
-        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), "masks moved"
+        assert method == "asp" or any(layer["total_flips"] for layer in alone[1].values()), "masks moved"
+
+
+def cut(hidden):
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(OrderedDict(up=nn.Linear(16, hidden), act=nn.ReLU(), down=nn.Linear(hidden, 8)))
+    model.register_module("conv", nn.Conv1d(8, 8, 1))
+    model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.conv.weight = nn.Parameter(distribute_tensor(model.conv.weight.detach(), mesh, [Shard(0)]))
+    sparsifier = NMSparsifier(model, "2:4", BiMask(), skip_first_last=False).attach()
+    up = sparsifier.layers["up"]
+    rows = up.rows(up.backward_mask) if up.backward_mask is not None else None
+    local = None if rows is None else rows[up.permutation].chunk(2)[dist.get_rank()]
+    found = {
+        "skipped": sparsifier.skipped,
+        "gemms": {name: [[*gemm[:2]] for gemm in layer.gemms()] for name, layer in sparsifier.layers.items()},
+        "whole": local is not None and bool(is_nm(local, NMPattern(2, 4), dim=0)),
+        "own rows": local is not None and up.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
+    }
+    sparsifier.detach()
+    with pytest.raises(ValueError, match=r"'conv' is named by `include` but cannot be masked: tensor parallel"):
+        NMSparsifier(model, "2:4", BiMask(), include="conv").attach()
+    return found
+
+
+@pytest.mark.slow
+def test_blocks_that_a_cut_would_split_are_named(tmp_path):
+    for rank, found in enumerate(in_processes(2, tmp_path / "fit", cut, 16)):
+        assert found["skipped"] == {"conv": "tensor parallel, which only linear layers can be"}
+        assert found["gemms"]["up"][:2] == found["gemms"]["down"][:2] == [["2:4", ""], ["2:4", ""]]
+        assert found["whole"]
+        assert found["own rows"] == list(range(8 * rank, 8 * rank + 8)), "no row leaves its process"
+    for found in in_processes(2, tmp_path / "split", cut, 20):
+        assert found["gemms"]["up"][1] == ["masked", "out 20 / 2 processes % 4 != 0"]
+        assert found["gemms"]["down"][0] == ["dense", "in 20 / 2 processes % 4 != 0"]
