@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
@@ -204,6 +205,10 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
         return "its weight is computed, not stored (weight norm, pruning hooks or the like)"
     if nn.parameter.is_lazy(weight):
         return "lazy: its shape is not known before the first batch"
+    if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
+        return f"FSDP keeps it on the {weight.device.type}, where no product is made: leave out its CPUOffloadPolicy"
+    if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
+        return f"FSDP keeps it on the {weight.device.type}, away from the products (no CPUOffloadPolicy, please)"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     own = parameter_key(candidate.module_name, candidate.spec.parameter)

@@ -6,13 +6,15 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, NMPattern, NMSparsityCallback
+from lightning_nm import BAME, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
 from lightning_nm.export.verify import read_checkpoint, verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
+from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.nn.adapters import Adapter
 from tests.outside import ScaledMask
 from tests.processes import in_processes
@@ -217,7 +219,38 @@ def test_masks_follow_the_float32_shards(tmp_path, method):
     assert torch.equal(weights["net.3.weight"], torch.where(mask, before, 0))
 
 
+def routed(folder):
+    """A run whose products a kernel in software makes, and what it ran; the same without."""
+    found = []
+    for plugins in (
+        [NMPrecision(mode="sparse", backends=[SimulatedSparseKernel()], decisions=f"{folder}/kernels.json")],
+        [],
+    ):
+        model, method = Net(True, "adamw"), METHODS["transposable"]()
+        nm = NMSparsityCallback("2:4", method, "mvue", include="net.3", show_tables=False)
+        trainer(2, [nm], plugins=plugins, accumulate_grad_batches=2).fit(model, data())
+        found.append(whole(model))
+        found += [[[use.product.key.gemm, use.kernel] for use in plugin.router.used()] for plugin in plugins]
+    return found
+
+
+@pytest.mark.slow
+def test_kernels_multiply_what_fsdp_gathers(tmp_path):
+    for weights, kernels, expected in in_processes(2, tmp_path / "run", routed, str(tmp_path)):
+        assert [kernel for kernel in kernels if kernel[1] == "simulated"] == [
+            [gemm, "simulated"] for gemm in ("forward", "dgrad", "wgrad")
+        ]
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
+
+
 def refused():
+    mesh = init_device_mesh("cpu", (2,))
+    left_behind = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(left_behind, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceMesh, "device_type", "cuda")  # as if products were made there
+        with pytest.raises(ValueError, match=r"'0' is named .* cannot be masked: FSDP keeps it on the cpu"):
+            NMSparsifier(left_behind, "2:4", "sr-ste", include="0").attach()
     model = Net(True)
     with pytest.raises(ValueError, match=r"ScaledMask owns parameters at layer 'net\.0'"):
         trainer(2, [NMSparsityCallback("2:4", ScaledMask(), skip_first_last=False)]).fit(model, data())
