@@ -18,6 +18,7 @@ from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.macs import MacsCounter
+from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.ranks import RankComparison, reduce_gradients
 from lightning_nm.nn.select import Plan, as_globs, select
 from lightning_nm.nn.state import changed_settings, fits, layer_state, load_layer_state, state_difference
@@ -146,7 +147,7 @@ class NMSparsifier:
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
-            plan_schedules(self.plan.layers, state["layers"] if state else {}, self.planned_steps)
+            plan_schedules(self.plan.layers, _by_plain_name(state["layers"]) if state else {}, self.planned_steps)
             for layer in self.plan.layers:
                 with layer.whole():
                     layer.method.init(layer)
@@ -424,7 +425,7 @@ class NMSparsifier:
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        layers, saved = self.layers, state["layers"]
+        layers, saved = self.layers, _by_plain_name(state["layers"])
         differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
         differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
         differences += [
@@ -471,9 +472,14 @@ class NMSparsifier:
         settle_window(self.plan.layers, self.clock, self.grad_snr_every)
         if state["macs"]:
             self.macs.clear()
-            self.macs.update(state["macs"])
+            self.macs.update(_by_plain_name(state["macs"]))
             if self._counter is not None:
                 self._counter.known = True
+
+
+def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 0.1.0 saved the names of wrapped layers with their wrappers."""
+    return {plain_name(name): value for name, value in saved.items()}
 
 
 def check_schema(state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.names import plain_name
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def layer_table(sparsifier: NMSparsifier) -> Table:
     for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
         table.add_column(column, no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1, min_width=15)
-    shapes = {name: tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
+    shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
         table.add_row(
             name, _shape(layer.param.shape), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_nm.export.archive import check_archive
 from lightning_nm.functional import count_violations
-from lightning_nm.nn.names import key_of_layer
+from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import check_schema
 
@@ -132,10 +132,12 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         ValueError: If the weights of a layer are missing.
     """
     verdicts = []
+    keys = {plain_name(key): key for key in weights}
     for name, layer in state["layers"].items():
-        key = key_of_layer(name, layer["parameter"])
-        if key not in weights:
-            raise ValueError(f"the file has masks for '{name}' but no weight '{key}'")
+        plain = key_of_layer(plain_name(name), layer["parameter"])
+        if plain not in keys:
+            raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
+        key = keys[plain]
         pattern = NMPattern.parse(layer["pattern"])
         if not layer["masked"]:
             verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))

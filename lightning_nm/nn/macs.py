@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.adapters import Adapter, find_adapter
-from lightning_nm.nn.names import layer_name
+from lightning_nm.nn.names import layer_name, plain_name
 
 
 class MacsCounter:
@@ -35,7 +35,7 @@ class MacsCounter:
         for name, module in model.named_modules():
             kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
             if find_adapter(kind) is not None:
-                self._handles[module] = module.register_forward_hook(_Hook(self, name), with_kwargs=True)
+                self._handles[module] = module.register_forward_hook(_Hook(self, plain_name(name)), with_kwargs=True)
 
     def hidden(self) -> set[nn.Module]:
         """Watched modules that were not seen and are part of a compiled module of the model."""

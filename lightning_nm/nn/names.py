@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """The name of a module, a parameter or a glob without what ``torch.compile``, checkpointing and FSDP put into it.
+
+    A wrapped layer is then called as it is without the wrapper: it draws the same random numbers, is found by the same
+    globs, and its saved state goes on with and without it.
+
+    Example::
+
+        >>> plain_name("net._orig_mod.3"), plain_name("fc._checkpoint_wrapped_module.weight"), plain_name("_orig_mod")
+        ('net.3', 'fc.weight', '')
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
 
 def layer_name(module: str, parameter: str) -> str:
     """The public name of a weight: its module's, with the parameter's appended when that is not ``weight``.

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.names import layer_name, parameter_key
+from lightning_nm.nn.names import layer_name, parameter_key, plain_name
 from lightning_nm.nn.shards import cuts_in_forward, gather
 from lightning_nm.pattern import NMPattern
 
@@ -99,9 +99,9 @@ def select(
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append(parameter_key(module_name, name))
+                owners.setdefault(id(parameter), []).append(parameter_key(plain_name(module_name), name))
 
-    wrappers = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
         plan.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
         names = (candidate.module_name, candidate.name)
@@ -121,7 +121,8 @@ def select(
                     "`include`, or use one callback with `rules`"
                 )
             reason = _why_not(candidate, owners)
-        around = [name for name in wrappers if f"{candidate.module_name}.".startswith(name and f"{name}.")]
+        own = f"{candidate.module_name}."
+        around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
         cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
         if not reason and cuts and not isinstance(candidate.module, nn.Linear):
             reason = "tensor parallel, which only linear layers can be"
@@ -156,7 +157,7 @@ def select(
             dgrad_reason=reasons[1],
         )
         layer.cut = bool(cuts)
-        layer.wrappers = [model.get_submodule(name) for name in around]
+        layer.wrappers = around
         plan.layers.append(layer)
     if not plan.layers:
         raise ValueError("no layer can be masked. " + _advice(plan))
@@ -167,7 +168,8 @@ def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Can
     """Every weight of a known layer kind; modules of other kinds that own a matrix are noted as skipped."""
     wrapped: tuple[str, ...] = ()
     readers: dict[str, str] = {}  # projections that an attention reads without calling, unless it is adapted itself
-    for name, module in model.named_modules():
+    for raw_name, module in model.named_modules():
+        name = plain_name(raw_name)
         if any(child.startswith("lora_") for child, _ in module.named_children()):
             wrapped += (f"{name}." if name else "",)
         kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
@@ -260,7 +262,7 @@ def _check_globs(
     model: nn.Module, rules: Sequence[Rule], exclude: Sequence[str], candidates: Sequence[_Candidate], plan: Plan
 ) -> None:
     names = [name for candidate in candidates for name in (candidate.module_name, candidate.name)]
-    modules = dict(model.named_modules())
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     wanted: list[tuple[str, str]] = [("include", glob) for rule in rules for glob in rule.include or ()]
     for option, glob in wanted + [("exclude", glob) for glob in exclude]:
         if any(fnmatchcase(name, glob) for name in names):
@@ -307,4 +309,4 @@ def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
     globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
-    return globs
+    return tuple(map(plain_name, globs))

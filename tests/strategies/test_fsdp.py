@@ -223,7 +223,7 @@ def routed(folder):
     """A run whose products a kernel in software makes, and what it ran; the same without."""
     found = []
     for plugins in (
-        [NMPrecision(mode="sparse", backends=[SimulatedSparseKernel()], decisions=f"{folder}/kernels.json")],
+        [NMPrecision(kernels="sparse", backends=[SimulatedSparseKernel()], decisions=f"{folder}/kernels.json")],
         [],
     ):
         model, method = Net(True, "adamw"), METHODS["transposable"]()
