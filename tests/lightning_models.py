@@ -81,7 +81,7 @@ def make_trainer(path, callbacks=(), **options):
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
+        "enable_checkpointing": any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
         "default_root_dir": str(path),
         "num_sanity_val_steps": 1,
         "log_every_n_steps": 2,

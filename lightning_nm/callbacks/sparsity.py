@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Required
 
+from lightning_nm.callbacks.averages import mask_average, refuse_later_averaging, restore_average
 from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.ranks import Ranks
@@ -24,8 +24,8 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.export.archive import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.move import achieved_loss_change, adapted_now
-from lightning_nm.nn.names import key_of_layer
 from lightning_nm.nn.windows import finished_windows
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
@@ -133,6 +133,7 @@ class NMSparsityCallback(pl.Callback):
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._ranks: Ranks | None = None
+        self._finished: dict[str, NMLayer] = {}
         self._state: dict[str, Any] | None = None
         self._from_checkpoint = False
         self._fresh = True
@@ -165,8 +166,8 @@ class NMSparsityCallback(pl.Callback):
             if self.sparsifier.model is pl_module:
                 return
             self._finish()  # another callback's failure kept the last fit from ending
-        _refuse_later_averaging(self, trainer)
-        self._fresh, self._open = self._state is None, False
+        refuse_later_averaging(self, trainer)
+        self._fresh, self._open, self._finished = self._state is None, False, {}
         self._achieved = None
         if self.log_achieved_loss and not pl_module.automatic_optimization:
             raise ValueError(
@@ -232,6 +233,7 @@ class NMSparsityCallback(pl.Callback):
         self._state, self._from_checkpoint = {**sparsifier.state_dict(), "open": self._open}, False
         sparsifier.bake()
         sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
+        self._finished = sparsifier.layers  # averages may be saved after fit, too
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -383,15 +385,12 @@ class NMSparsityCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Mask averaged weights, which WeightAveraging puts in the place of the model's."""
-        if self.sparsifier is None or "current_model_state" not in checkpoint:
-            return
-        weights = checkpoint["state_dict"]
-        for name, layer in self.sparsifier.layers.items():
-            key = key_of_layer(name, layer.parameter)
-            if key in weights:
-                average = weights[key].to(layer.param.device)
-                weights[key] = layer.method.forward_weight(layer, average).detach().to(weights[key].device)
+        """Mask averaged weights, which WeightAveraging puts in the place of the model's, and keep what that drops."""
+        layers = self._finished if self.sparsifier is None else self.sparsifier.layers
+        if "current_model_state" in checkpoint and layers:
+            dropped = mask_average(checkpoint["state_dict"], pl_module, layers)
+            states = checkpoint["callbacks"]
+            states[self.state_key] = {**states[self.state_key], "averages": dropped}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -401,6 +400,8 @@ class NMSparsityCallback(pl.Callback):
             check_archive(trainer.ckpt_path)
         self._evaluating = trainer.state.fn != "fit"
         self._steps_before = 0 if self._evaluating else checkpoint.get("global_step", 0)
+        if not self._evaluating:
+            restore_average(checkpoint, checkpoint.get("callbacks", {}).get(self.state_key, {}), trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore at once if installed, else when fit starts; strategies differ in which comes first."""
@@ -412,19 +413,3 @@ class NMSparsityCallback(pl.Callback):
             self._open = state_dict.get("open", True)
         else:
             self._state, self._from_checkpoint = state_dict, not self._evaluating
-
-
-def _refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Averaged weights can only be masked after they were put into the checkpoint.
-
-    Raises:
-        ValueError: If a WeightAveraging callback follows this one.
-    """
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    later = callbacks[callbacks.index(callback) + 1 :]
-    for other in later:
-        if isinstance(other, WeightAveraging):
-            raise ValueError(
-                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
-                "would hold dense weights: put it before NMSparsityCallback"
-            )

@@ -51,7 +51,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
         "buffers": {name: tensor.detach().clone().cpu() for name, tensor in layer.buffers.items()},
         "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
-        "latent": _latent(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
+        "latent": dropped(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
         "checksum": _checksum(forward_weight),
     }
 
@@ -61,12 +61,33 @@ def _checksum(weight: Tensor) -> list[float]:
     return torch.stack([weight.sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64)]).tolist()
 
 
-def _latent(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
+def dropped(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What W_F does not tell about W, on the CPU.
+
+    Args:
+        weight: W.
+        forward_weight: W_F.
+        mask: The forward mask, bool; ``None`` if there is none.
+
+    Returns:
+        ``None`` if they are equal, the pruned entries in row-major order if W_F is W under the mask, else W.
+    """
     if _same(forward_weight, weight):
         return None
     if mask is not None and _same(forward_weight, torch.where(mask, weight, 0)):
         return weight[~mask].cpu()
     return weight.clone().cpu()
+
+
+def latent_weight(forward_weight: Tensor, latent: Tensor | None, mask: Tensor | None) -> Tensor:
+    """W from W_F and what :func:`dropped` kept; a new tensor."""
+    weight = forward_weight.clone()
+    if latent is not None:
+        if latent.shape == weight.shape:
+            weight.copy_(latent)
+        else:
+            weight[~mask] = latent.to(weight.device, weight.dtype)  # type: ignore[operator]
+    return weight
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -98,13 +119,10 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
 @torch.no_grad()
 def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
-    device, mask, latent = layer.param.device, _mask(layer, state["forward_mask"]), state["latent"]
-    if latent is not None:
-        with layer.whole():
-            if latent.shape == layer.param.shape:
-                layer.weight.copy_(latent)
-            else:
-                layer.weight[~mask] = latent.to(device, layer.param.dtype)  # type: ignore[operator]
+    device = layer.param.device
+    with layer.whole():
+        weight = layer.weight
+        weight.copy_(latent_weight(weight, state["latent"], _mask(layer, state["forward_mask"])))
     parameters = layer.parameters
     _restore_around(layer, state)
     for name, parameter in parameters.items():  # the optimizer may know these objects

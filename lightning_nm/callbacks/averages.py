@@ -1,0 +1,91 @@
+"""Averages of the weights (WeightAveraging): masked where they are saved, whole again where a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+
+from lightning_nm.functional import unpack_mask
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.names import parameter_key, plain_name
+from lightning_nm.nn.state import dropped, latent_weight
+
+
+def refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Averaged weights can only be masked after they were put into the checkpoint.
+
+    Raises:
+        ValueError: If a WeightAveraging callback follows this one.
+    """
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    for other in callbacks[callbacks.index(callback) + 1 :]:
+        if isinstance(other, WeightAveraging):
+            raise ValueError(
+                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
+                "would hold dense weights: put it before NMSparsityCallback"
+            )
+
+
+@torch.no_grad()
+def mask_average(
+    weights: dict[str, Tensor], model: nn.Module, layers: Mapping[str, NMLayer]
+) -> dict[str, dict[str, Any]]:
+    """Mask averaged weights as the layers' methods mask their own; the average itself stays as it is.
+
+    Args:
+        weights: The state dict of the averaged model, whose entries are replaced.
+        model: The model that is averaged.
+        layers: The masked layers by name.
+
+    Returns:
+        For each key of a masked weight the layer's name and what masking dropped, see
+        :func:`lightning_nm.nn.state.dropped`: a resumed run goes on with the average of latent weights.
+    """
+    by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}
+    names = {  # a module that the model holds twice has two keys
+        plain_name(parameter_key(prefix, parameter)): by_module[module, parameter]
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters
+        if (module, parameter) in by_module
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for key, average in weights.items():
+        name = names.get(plain_name(key))
+        if name is not None:
+            layer = layers[name]
+            here = average.detach().to(layer.param.device)
+            masked = layer.method.forward_weight(layer, here).detach()
+            found[key] = {"layer": name, "dropped": dropped(here, masked, layer.forward_mask)}
+            weights[key] = masked.to(average.device)
+    return found
+
+
+def restore_average(
+    checkpoint: dict[str, Any], state: Mapping[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule
+) -> None:
+    """Give WeightAveraging, which has loaded the masked average, the whole one.
+
+    Args:
+        checkpoint: The checkpoint, whose averaged weights are replaced.
+        state: The sparsity callback's state in it, whose ``averages`` :func:`mask_average` made.
+        trainer: The Trainer, whose averaging callbacks load again.
+        pl_module: The model.
+    """
+    averages: Mapping[str, dict[str, Any]] = state.get("averages", {})
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    if not averages or not averaging or "current_model_state" not in checkpoint:
+        return
+    weights = dict(checkpoint["state_dict"])
+    for key, average in averages.items():
+        packed = state["layers"][average["layer"]]["forward_mask"]
+        mask = None if packed is None else unpack_mask(packed.to(weights[key].device), tuple(weights[key].shape))
+        weights[key] = latent_weight(weights[key], average["dropped"], mask)
+    checkpoint["state_dict"] = weights
+    for callback in averaging:
+        callback.on_load_checkpoint(trainer, pl_module, checkpoint)
