@@ -145,20 +145,16 @@ def _differentiated() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+# The forward passes take *inputs: where no gradient is needed, Dynamo (torch 2.13) leaves ctx out if a forward has as
+# many parameters as apply has arguments, which two tensors behind named parameters would amount to.
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: NMLayer,
-        dtype: torch.dtype,
-        rows: tuple[int, int] | None,
-        route: tuple[Router, bool] | None,
-        noise: Tensor | None,
-        *tensors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        layer: NMLayer
+        route: tuple[Router, bool] | None
+        x, weight, bias, layer, dtype, rows, route, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
         ctx.router = None if route is None else route[0]
@@ -204,18 +200,10 @@ class _Linear(torch.autograd.Function):
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: NMLayer,
-        dtype: torch.dtype,
-        geometry: tuple[Any, ...],
-        router: Router | None,
-        noise: Tensor | None,
-        *tensors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        layer: NMLayer
+        router: Router | None
+        x, weight, bias, layer, dtype, geometry, router, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.geometry, ctx.router = layer, dtype, geometry, router
         y = _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
