@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 INTERPRETED_TRITON ?= triton==3.6.0
 
-.PHONY: demo test slow interpreter lint types notebooks benchmarks clean
+.PHONY: demo test slow test-all interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -18,6 +18,10 @@ test: .venv/.dev
 ## Run the tests that take longer.
 slow: .venv/.dev
 	$(BIN)/python -m pytest -q -m slow
+
+## Run both in one go.
+test-all: .venv/.dev
+	$(BIN)/python -m pytest -q -m 'not gpu'
 
 ## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter
