@@ -20,53 +20,17 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_nm import MVUE, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.export.verify import main as verify
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, Inspect, Net, assert_equal_models, callback, make_trainer, new_model
+from tests.features import ends_sparse, fit, methods, sparse
+from tests.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
 
-METHODS = [
-    "sr-ste",
-    pytest.param("asp", marks=pytest.mark.slow),
-    pytest.param("transposable", marks=pytest.mark.slow),
-    pytest.param("bi-mask", marks=pytest.mark.slow),
-    "bame",
-    pytest.param("bame-bi-mask", marks=pytest.mark.slow),
-    "three-gemms",
-]
 pytestmark = [
-    pytest.mark.parametrize("method", METHODS),
+    pytest.mark.parametrize("method", methods("sr-ste", "bame", "three-gemms")),
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling"),
 ]
-
-
-def sparse(method, **options):
-    if method == "three-gemms":  # without the dense phases that other tests have
-        method, options["grad_estimator"] = TransposableMask(update_every=3), MVUE("1:2")
-        return NMSparsityCallback("2:4", method, show_tables=False, **options)
-    return callback(method, **options)
-
-
-def masked(model):
-    """The layers that are masked by default, which is all but the first convolution and the last linear layer."""
-    return [model.net[3], model.net[6]]
-
-
-def ends_sparse(model):
-    """Ordinary modules, whose weights are N:M."""
-    assert not any(isinstance(module, Adapter) for module in model.modules())
-    for module in masked(model):
-        assert nmf.is_nm(module.weight, "2:4", dim=1)
-        assert torch.isfinite(module.weight).all()
-    assert not nmf.is_nm(model.net[8].weight, "2:4", dim=1)
-
-
-def fit(tmp_path, method, *callbacks, model=None, data=None, first=(), **options):
-    model = model or new_model()
-    trainer = make_trainer(tmp_path, [*first, sparse(method), *callbacks], **options)
-    trainer.fit(model, data or Data())
-    return trainer, model
 
 
 OPTIONS = {
