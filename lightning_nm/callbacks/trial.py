@@ -26,6 +26,8 @@ def trial_step(
     module = copy.deepcopy(pl_module)
     with contextlib.suppress(ValueError):  # raised for a module that is not compiled
         to_uncompiled(module)  # the copy's compiled methods are those of the original
+    for part in module.modules():
+        part._compiled_call_impl = None  # and so is what `module.compile()` left in a LightningModule
     module.trainer = trainer
     for name in ("log", "log_dict"):
         setattr(module, name, lambda *args, **kwargs: None)

@@ -5,8 +5,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_nm import NMSparsityCallback
+from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
+from lightning_nm.callbacks.averages import mask_average
 from lightning_nm.demo import ExactResume
 from lightning_nm.export.verify import main as verify
 from tests.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer, new_model
@@ -142,3 +143,16 @@ def test_weights_alone_are_those_of_the_model_not_its_average(tmp_path):
     weights = torch.load(save.best_model_path, weights_only=True)["state_dict"]
     assert all(torch.equal(weights[key], seen[key]) for key in weights)
     assert all(nmf.is_nm(weights[key], "2:4", dim=1) for key in MASKED)
+
+
+def test_a_module_that_the_model_holds_twice_is_masked_under_both_keys():
+    model = torch.nn.ModuleDict({"one": torch.nn.Sequential(torch.nn.Linear(16, 16))})
+    model["two"] = torch.compile(model["one"], backend="eager")
+    layers = NMSparsifier(model, "2:4", skip_first_last=False).attach().layers
+    average = {key: torch.randn(16, 16) for key in ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")}
+    weights = dict(average)
+    dropped = mask_average(weights, model, layers)
+    assert set(dropped) == {"one.0.weight", "two._orig_mod.0.weight"}
+    for key in dropped:
+        assert torch.equal(weights[key], torch.where(layers["one.0"].forward_mask, average[key], 0))
+    assert weights["three.0.weight"] is average["three.0.weight"]

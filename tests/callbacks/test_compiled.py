@@ -254,6 +254,24 @@ def test_averages_of_compiled_submodules(how, tmp_path):
     assert nmf.is_nm(weights["net.6.weight"], "2:4", dim=1)
 
 
+@pytest.mark.parametrize(
+    "how", ["in place", *(pytest.param(how, marks=pytest.mark.slow) for how in BEFORE if how != "in place")]
+)
+def test_the_achieved_loss_of_a_compiled_model(how, tmp_path):
+    """A copied LightningModule keeps the compiled call of the original (Lightning 2.6), which must not be tried."""
+
+    def achieved(how):
+        model = compile_parts(new(), how, backend="eager")
+        part = NMSparsityCallback("2:4", METHODS["bame"](), show_tables=False, log_achieved_loss=True)
+        trainer = make_trainer(tmp_path, [part], num_sanity_val_steps=0, log_every_n_steps=1, max_epochs=1)
+        trainer.fit(model, Data())
+        return float(trainer.logged_metrics["nm/achieved_loss_change"])
+
+    expected = achieved("not at all")
+    assert expected != 0
+    assert achieved(how) == pytest.approx(expected, abs=1e-10)
+
+
 @pytest.mark.parametrize("quiet", [torch.inference_mode, None])
 @pytest.mark.parametrize("make", [partial(nn.Linear, 16, 16), partial(nn.Conv2d, 16, 16, 1)])
 @pytest.mark.parametrize("method", ["ste", "bi-mask", "three"])
