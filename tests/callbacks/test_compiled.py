@@ -153,7 +153,7 @@ def eager(tmp_path_factory):
     return cache(lambda method: fit(tmp_path_factory.mktemp("eager"), method, "not at all"))
 
 
-QUICK = {("bi-mask", "whole", False), ("bame-bi-mask", "layers", True)}
+QUICK = {("bi-mask", "whole", False)}
 
 
 @pytest.mark.parametrize(
@@ -181,15 +181,9 @@ def test_inductor(method, eager, tmp_path):
     check_graphs(method, "submodule", compiled[2])
 
 
-METHODS_THAT_MOVE = [
-    pytest.param(method, marks=() if method == "bame-bi-mask" else pytest.mark.slow)
-    for method in METHODS
-    if method not in STILL
-]
-
-
-@pytest.mark.parametrize("how", ["submodule", pytest.param("layers", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", METHODS_THAT_MOVE)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["submodule", "layers"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in STILL])
 def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
     class Reload(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -254,9 +248,8 @@ def test_averages_of_compiled_submodules(how, tmp_path):
     assert nmf.is_nm(weights["net.6.weight"], "2:4", dim=1)
 
 
-@pytest.mark.parametrize(
-    "how", ["in place", *(pytest.param(how, marks=pytest.mark.slow) for how in BEFORE if how != "in place")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BEFORE)
 def test_the_achieved_loss_of_a_compiled_model(how, tmp_path):
     """A copied LightningModule keeps the compiled call of the original (Lightning 2.6), which must not be tried."""
 
