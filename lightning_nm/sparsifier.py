@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -21,6 +22,7 @@ from lightning_nm.nn.macs import MacsCounter
 from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.ranks import RankComparison, reduce_gradients
 from lightning_nm.nn.select import Plan, as_globs, select
+from lightning_nm.nn.shards import is_sharded, reshard
 from lightning_nm.nn.state import changed_settings, fits, layer_state, load_layer_state, state_difference
 from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
 from lightning_nm.pattern import PatternLike
@@ -139,6 +141,7 @@ class NMSparsifier:
                 or an estimator does not go with ``planned_steps``.
         """
         if not self.attached:
+            reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
             self.plan = select(
                 self.model,
                 self.rules,
@@ -190,8 +193,15 @@ class NMSparsifier:
         Raises:
             TypeError: If this is not a ``torch.optim.Optimizer``, whose hooks tell when a step was made.
             ValueError: If the method cannot work with the optimizer, naming it and the layer.
+            RuntimeError: If the weights were sharded after :meth:`attach`, naming a layer.
         """
         self._require_attached("register")
+        for layer in self.plan.layers:
+            if is_sharded(layer.param) and not layer.sharded:
+                raise RuntimeError(
+                    f"the weight of layer '{layer.name}' was sharded after its masks were installed: call fully_shard "
+                    "or parallelize_module first, then attach()"
+                )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M "
@@ -212,7 +222,7 @@ class NMSparsifier:
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
         for layer in self._follower.owned(optimizer):
-            grads = [p.grad for p in (layer.param, *layer.parameters.values()) if p.grad is not None]
+            grads = [p.grad for p in (layer.home, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:
                 for grad in grads:
                     grad.div_(loss_scale)

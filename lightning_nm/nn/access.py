@@ -43,6 +43,13 @@ class WeightAccess:
         return getattr(self.module, self.parameter)
 
     @property
+    def home(self) -> nn.Parameter:
+        """The parameter as optimizers hold it, to be asked for between forward and backward passes alone."""
+        if self.sharded:
+            reshard(self.wrappers)
+        return self.param
+
+    @property
     def weight(self) -> nn.Parameter:
         """The latent parameter; within :meth:`whole` a plain tensor, even if it is sharded."""
         return self.param if self._whole is None else self._whole.weight
@@ -51,13 +58,14 @@ class WeightAccess:
     def here(self) -> Tensor:
         """The values of the parameter that this process holds, detached: to be written in place."""
         self._settle()
-        return held(self.param)
+        return held(self.home)
 
     @property
     def grad_here(self) -> Tensor | None:
         """The part of its gradient that this process holds."""
         self._settle()
-        return None if self.param.grad is None else held(self.param.grad)
+        grad = self.home.grad
+        return None if grad is None else held(grad)
 
     def _settle(self) -> None:
         """What was changed of the whole comes first; who reads ``weight`` later, gathers it anew."""
@@ -80,9 +88,7 @@ class WeightAccess:
         if not self.sharded or self._whole is not None:
             yield
             return
-        if not is_sharded(self.param):
-            reshard(self.wrappers)
-        self._whole = whole = Whole(self.param, gradient)
+        self._whole = whole = Whole(self.home, gradient)
         try:
             yield
             whole.put_back()

@@ -87,7 +87,7 @@ class OptimizerFollower:
                     layer.method.check_optimizer(layer, optimizer)
                 for name, parameter in layer.parameters.items():
                     if id(parameter) not in groups:
-                        _join(groups[id(layer.param)], optimizer, layer, name, parameter)
+                        _join(groups[id(layer.home)], optimizer, layer, name, parameter)
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             self._owners[id(optimizer)] = (count, layers)
         return self._owners[id(optimizer)][1]
@@ -105,7 +105,7 @@ class OptimizerFollower:
 
     def _held(self, optimizer: Optimizer) -> list[NMLayer]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [layer for layer in self.layers if id(layer.param) in held]
+        return [layer for layer in self.layers if id(layer.home) in held]
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1

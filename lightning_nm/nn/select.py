@@ -209,8 +209,6 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
         return "lazy: its shape is not known before the first batch"
     if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
         return f"FSDP keeps it on the {weight.device.type}, where no product is made: leave out its CPUOffloadPolicy"
-    if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
-        return f"FSDP keeps it on the {weight.device.type}, away from the products (no CPUOffloadPolicy, please)"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     own = parameter_key(candidate.module_name, candidate.spec.parameter)

@@ -26,6 +26,11 @@ def _dimension(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
+# DTensors cannot be detached, and what is made has no version counter, while inference mode is on.
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
 def held(tensor: Tensor) -> Tensor:
     """The values that this process holds, detached: who writes to them changes the tensor."""
     tensor = tensor.detach()
@@ -82,6 +87,8 @@ def as_sharded(here: Tensor, like: Tensor) -> Tensor:
     )
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, detached, in every process: to be called in all of them."""
     tensor = tensor.detach()
@@ -89,7 +96,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def reshard(modules: Sequence[nn.Module]) -> None:
-    """Put the sharded parameters back: after an evaluation, FSDP leaves whole ones in the outermost module."""
+    """Put the sharded parameters back: between forward passes, FSDP may leave whole or differently sharded ones."""
     for module in modules:
         assert isinstance(module, FSDPModule)
         module.reshard()
@@ -112,9 +119,10 @@ class Whole:
     def weight(self) -> nn.Parameter:
         """The whole parameter: to be read first in all processes alike."""
         if self._read is None:
-            weight = nn.Parameter(gather(self._parameter), self._parameter.requires_grad)
-            grad = self._parameter.grad if self._gradient else None
-            weight.grad = None if grad is None else gather(grad)
+            with torch.inference_mode(False):
+                weight = nn.Parameter(gather(self._parameter), self._parameter.requires_grad)
+                grad = self._parameter.grad if self._gradient else None
+                weight.grad = None if grad is None else gather(grad)
             self._read = weight, weight.grad, _versions(weight, weight.grad)
         return self._read[0]
 

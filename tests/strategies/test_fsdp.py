@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
@@ -260,3 +261,56 @@ def refused():
 @pytest.mark.slow
 def test_what_cannot_be_saved_is_refused(tmp_path):
     assert in_processes(2, tmp_path / "run", refused) == [True, True]
+
+
+def plain_loop(settings, evaluate_first):
+    """Weights after a loop without Lightning that evaluates whenever it can; sharded unless ``settings`` is None."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    if settings is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh, **settings)
+        fully_shard(model, mesh=mesh, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    here = x if settings is None else x.chunk(2)[dist.get_rank()]
+
+    def evaluate(mode=torch.no_grad):
+        with mode():
+            return model(x)
+
+    if evaluate_first:
+        evaluate()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+    evaluate()
+    sparsifier.register(optimizer)
+    assert not sparsifier.unowned
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(here).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        evaluate()
+        with torch.inference_mode():
+            sparsifier.stats()
+            assert not sparsifier.violations()
+    evaluate()
+    sparsifier.bake()
+    baked = evaluate()
+    sparsifier.detach()
+    torch.testing.assert_close(evaluate(), baked)
+    return whole(model)
+
+
+def plain_loops():
+    forms = [{}, {"reshard_after_forward": False}]
+    return [plain_loop(settings, evaluate_first) for settings in forms for evaluate_first in (False, True)]
+
+
+@pytest.mark.slow
+def test_what_an_evaluation_leaves_gathered_is_sharded_again(tmp_path):
+    expected = plain_loop(None, False)
+    for found in in_processes(2, tmp_path / "run", plain_loops):
+        for weights in found:
+            torch.testing.assert_close(weights, expected)
