@@ -221,6 +221,7 @@ class NMSparsifier:
             optimizer: A registered optimizer.
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
+        self._follower.expect(optimizer)
         for layer in self._follower.owned(optimizer):
             grads = [p.grad for p in (layer.home, *layer.parameters.values()) if p.grad is not None]
             if loss_scale != 1:

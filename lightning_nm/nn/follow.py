@@ -28,6 +28,7 @@ class OptimizerFollower:
         self._optimizers: dict[int, Optimizer] = {}  # held, so that an id stays its own
         self._owners: dict[int, tuple[int, list[NMLayer]]] = {}
         self._depth: dict[int, int] = {}
+        self._expected: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether there is any optimizer."""
@@ -65,7 +66,7 @@ class OptimizerFollower:
                 for key in ("params", "param_names"):
                     if key in group:
                         group[key] = [group[key][k] for k in kept]
-        for book in (self._handles, self._optimizers, self._owners, self._depth):
+        for book in (self._handles, self._optimizers, self._owners, self._depth, self._expected):
             book.clear()
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
@@ -92,6 +93,10 @@ class OptimizerFollower:
             self._owners[id(optimizer)] = (count, layers)
         return self._owners[id(optimizer)][1]
 
+    def expect(self, optimizer: Optimizer) -> None:
+        """A step of the training follows, whatever it moves: processes that hold zeros alone must count it, too."""
+        self._expected.add(id(optimizer))
+
     def unowned(self) -> list[NMLayer]:
         """The layers that no optimizer holds."""
         owned = {layer.name for optimizer in self._optimizers.values() for layer in self.owned(optimizer)}
@@ -100,6 +105,7 @@ class OptimizerFollower:
     def settle(self) -> bool:
         """Between steps: whether any optimizer made one since the last call."""
         self._depth.clear()  # a step that raised may have left something
+        self._expected.clear()  # a scaler may have skipped one
         stepped, self.stepped = self.stepped, False
         return stepped
 
@@ -114,10 +120,12 @@ class OptimizerFollower:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
         if depth > 0:  # a subclass's step that calls its base's runs the hooks twice
             return
+        expected = id(optimizer) in self._expected
+        self._expected.discard(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
-        if _moves_nothing(optimizer):
+        if not expected and _moves_nothing(optimizer):
             return
         self.stepped = True
         for layer in self.owned(optimizer):

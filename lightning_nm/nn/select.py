@@ -207,6 +207,8 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
         return "its weight is computed, not stored (weight norm, pruning hooks or the like)"
     if nn.parameter.is_lazy(weight):
         return "lazy: its shape is not known before the first batch"
+    if weight.is_meta:
+        return "on the meta device: give it memory and values (to_empty and reset_parameters) before masking"
     if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
         return f"FSDP keeps it on the {weight.device.type}, where no product is made: leave out its CPUOffloadPolicy"
     if not weight.is_floating_point():
