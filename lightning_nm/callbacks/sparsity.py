@@ -143,6 +143,7 @@ class NMSparsityCallback(pl.Callback):
         self._achieved: float | None = None
         self._batch: Any = None
         self._evaluating = False
+        self._broken_off = False
 
     @property
     def state_key(self) -> str:
@@ -163,9 +164,9 @@ class NMSparsityCallback(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, fresh or as they were saved."""
         if self.sparsifier is not None:
-            if self.sparsifier.model is pl_module:
+            if self.sparsifier.model is pl_module and not self._broken_off:
                 return
-            self._finish()  # another callback's failure kept the last fit from ending
+            self._finish()  # a failure kept the last fit from ending
         refuse_later_averaging(self, trainer)
         self._fresh, self._open, self._finished = self._state is None, False, {}
         self._achieved = None
@@ -217,17 +218,28 @@ class NMSparsityCallback(pl.Callback):
         self._finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """As after a fit: nothing is lost, and the model can be saved and resumed."""
-        self._finish()
+        """As after a fit: nothing is lost, and the model can be saved and resumed.
+
+        Where processes shard the weights, the masks stay installed until the next fit: to end takes all processes, and
+        this may be the only one that failed.
+        """
+        sharded = self.sparsifier is not None and any(layer.sharded for layer in self.sparsifier.plan.layers)
+        self._broken_off = sharded and self._has_trained(self.sparsifier)
+        if not self._broken_off:
+            self._finish()
+
+    def _has_trained(self, sparsifier: NMSparsifier | None) -> bool:
+        layers = () if sparsifier is None else sparsifier.layers.values()
+        return not self._fresh or any(layer.step for layer in layers)
 
     def _finish(self) -> None:
         if self.sparsifier is None:
             return
-        sparsifier, self.sparsifier, self._batch = self.sparsifier, None, None
+        sparsifier, self.sparsifier, self._batch, self._broken_off = self.sparsifier, None, None, False
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
-        if self._fresh and not any(layer.step for layer in sparsifier.layers.values()):
+        if not self._has_trained(sparsifier):
             sparsifier.detach()  # nothing was trained: leave the weights as they came
             return
         self._state, self._from_checkpoint = {**sparsifier.state_dict(), "open": self._open}, False

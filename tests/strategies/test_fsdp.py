@@ -1,5 +1,8 @@
 """Weights that processes shard by FSDP2 train, are saved and resumed as those of one process."""
 
+import time
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -348,3 +351,44 @@ def test_loops_without_lightning(tmp_path):
         for weights in found:
             torch.testing.assert_close(weights, expected)
         assert clock == 1
+
+
+class OneFails(pl.Callback):
+    """The second process fails first; the first fails when it hears of the end of the other's fit, or after a while."""
+
+    def __init__(self, news):
+        self.news = news
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            end = time.monotonic() + 20
+            while trainer.global_rank == 0 and not self.news.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            raise ArithmeticError
+
+
+def broken_off(folder):
+    news = Path(folder) / "news"
+    nm = NMSparsityCallback("2:4", "bi-mask", skip_first_last=False, show_tables=False)
+    model = Net(True, "adamw")
+    with pytest.raises(ArithmeticError):
+        trainer(2, [nm, OneFails(news)]).fit(model, data())
+    heard = news.exists()
+    news.touch()
+    sparse = all(is_nm(w, NMPattern(2, 4), dim=1) for key, w in whole(model).items() if key.endswith("weight"))
+    step = nm.state_dict()["clock"]
+    run = trainer(2, [nm])
+    run.fit(model, data())
+    steps = nm.state_dict()["clock"] - step
+    run.save_checkpoint(f"{folder}/other.ckpt")
+    other = Net(True, "adamw")
+    nm = NMSparsityCallback("2:4", "asp", skip_first_last=False, show_tables=False)
+    with pytest.raises(ValueError, match="of another sparse model"):
+        trainer(2, [nm]).fit(other, data(), ckpt_path=f"{folder}/other.ckpt")
+    return heard, sparse, step, steps, any(isinstance(part, Adapter) for m in (model, other) for part in m.modules())
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_waits_for_no_other(tmp_path):
+    for rank, found in enumerate(in_processes(2, tmp_path / "run", broken_off, str(tmp_path))):
+        assert found == (rank == 0, True, 4, STEPS, False)
