@@ -35,7 +35,8 @@ class NMSparsifier:
     """Trains a model's weights under an N:M method, in any training loop.
 
     Args:
-        model: The model; its modules and parameters stay the same objects.
+        model: The model; its modules and parameters stay the same objects. All of it where FSDP2 shards it, not a part:
+            what gathers the weights must be in it.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
         grad_estimator: What replaces dY in the wgrad GEMM: a short name (``"mvue"``) or a
