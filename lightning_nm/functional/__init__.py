@@ -1,6 +1,7 @@
 """Tensor to tensor: no module state, no Lightning."""
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
+from lightning_nm.functional.margin import mask_margin
 from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
@@ -30,6 +31,7 @@ __all__ = [
     "magnitude_mask",
     "mask_density",
     "mask_flip_rate",
+    "mask_margin",
     "mask_oscillation",
     "mask_overlap",
     "mvue",
