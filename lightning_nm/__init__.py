@@ -1,6 +1,6 @@
 """N:M sparse training for PyTorch Lightning."""
 
-from lightning_nm.callbacks import NMSparsityCallback, RNGState
+from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.pattern import NMPattern
@@ -18,6 +18,7 @@ __all__ = [
     "BiMask",
     "Dense",
     "GradientEstimator",
+    "MaskMonitor",
     "Method",
     "NMDDPStrategy",
     "NMFSDPPrecision",

@@ -1,6 +1,7 @@
 """Lightning callbacks."""
 
+from lightning_nm.callbacks.monitor import MaskMonitor
 from lightning_nm.callbacks.rng_state import RNGState
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
 
-__all__ = ["NMSparsityCallback", "RNGState"]
+__all__ = ["MaskMonitor", "NMSparsityCallback", "RNGState"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -15,17 +14,17 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.averages import mask_average, refuse_later_averaging, restore_average
 from lightning_nm.callbacks.kernels import print_kernels
+from lightning_nm.callbacks.monitor import MaskMonitor
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.ranks import Ranks
 from lightning_nm.callbacks.tables import print_layers, print_summary
 from lightning_nm.callbacks.throughput import settle_throughput
-from lightning_nm.callbacks.trial import trial_step
+from lightning_nm.callbacks.trial import AchievedLoss
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.export.archive import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.move import achieved_loss_change, adapted_now
 from lightning_nm.nn.windows import finished_windows
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
@@ -48,11 +47,8 @@ class NMSparsityCallback(pl.Callback):
     the sparse model and loads without this callback; what training needs beyond that is in the callback's own state,
     so a run resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
 
-    Logged with the Trainer's logging interval: ``nm/density``, ``nm/flip_rate``, ``nm/kept_magnitude``,
-    ``nm/overlap`` and ``nm/train_flops_ratio``, see :meth:`NMSparsifier.stats` for their definitions; and what the
-    method adds, see its ``statistics``. With a gradient estimator also ``nm/grad_snr`` and ``nm/grad_density``.
-    Under the strategy ``nm_ddp`` also ``nm/grad_bytes_ratio``: bytes that the last step sent of the model's gradients
-    over the bytes that these have.
+    A :class:`~lightning_nm.MaskMonitor` logs what the masks do, at the Trainer's logging interval: ``nm/density``,
+    ``nm/flip_rate`` and more, see docs/tensorboard.md.
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
@@ -70,7 +66,7 @@ class NMSparsityCallback(pl.Callback):
         conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
             them. ``flat``: along the flattened filter, as the papers' code has them.
         seed: Base of all random choices.
-        log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``.
+        log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``: a setting of the default monitor.
         log_achieved_loss: Whenever BAME adapts, compute the batch's loss with the old and with the new masks, and log
             the difference as ``nm/achieved_loss_change`` beside the predicted one (of this process alone). It costs two
             forward passes and a copy of the model each time, and needs automatic optimization.
@@ -80,11 +76,13 @@ class NMSparsityCallback(pl.Callback):
             all-reduce of two numbers; 0 for none. A disagreement ends the fit in all of them, with the layer's name.
             The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
+        monitor: What logs: ``True`` takes the :class:`~lightning_nm.MaskMonitor` among the Trainer's callbacks, or one
+            with default settings; a MaskMonitor is used itself; ``False`` logs nothing.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or estimator or a bad rule, at once; for layers that
-            cannot be masked, when fit starts and before anything is changed.
+        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or a contradiction, at once;
+            for layers that cannot be masked, when fit starts and before anything is changed.
 
     Example::
 
@@ -109,6 +107,7 @@ class NMSparsityCallback(pl.Callback):
         compare_ranks_every: int = 1,
         show_tables: bool = True,
         name: str | None = None,
+        monitor: bool | MaskMonitor = True,
     ) -> None:
         self.options: dict[str, Any] = {
             "pattern": pattern,
@@ -125,11 +124,20 @@ class NMSparsityCallback(pl.Callback):
         if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
             raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
+        for option, value, possible in (
+            ("log_layers", log_layers, monitor is True),
+            ("log_achieved_loss", log_achieved_loss, bool(monitor)),
+        ):
+            if value and not possible:
+                raise ValueError(
+                    f"{option}=True and monitor={monitor!r} contradict each other: see MaskMonitor's settings"
+                )
         self.log_layers = log_layers
         self.log_achieved_loss = log_achieved_loss
         self.compare_ranks_every = compare_ranks_every
         self.show_tables = show_tables
         self.name = name
+        self.monitor = monitor
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._ranks: Ranks | None = None
@@ -140,8 +148,8 @@ class NMSparsityCallback(pl.Callback):
         self._checked = False
         self._open = False
         self._steps_before = 0
-        self._achieved: float | None = None
-        self._batch: Any = None
+        self._achieved: AchievedLoss | None = None
+        self._monitor: MaskMonitor | None = None
         self._evaluating = False
         self._broken_off = False
 
@@ -169,22 +177,30 @@ class NMSparsityCallback(pl.Callback):
             self._finish()  # a failure kept the last fit from ending
         refuse_later_averaging(self, trainer)
         self._fresh, self._open, self._finished = self._state is None, False, {}
-        self._achieved = None
-        if self.log_achieved_loss and not pl_module.automatic_optimization:
-            raise ValueError(
-                f"{type(pl_module).__name__} optimizes manually, so its training step cannot be tried without "
-                "training: leave log_achieved_loss off"
-            )
+        self._achieved = AchievedLoss(pl_module) if self.log_achieved_loss else None
+        self._monitor = self._choose_monitor(trainer)
         sparsifier = self._attach(trainer, pl_module)
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
             self._ranks = Ranks.of(trainer, sparsifier, self.compare_ranks_every)
+            if self._monitor is not None:
+                sends = self._ranks is not None and self._ranks.wire is not None
+                also = {"achieved_loss_change": self.log_achieved_loss, "grad_bytes_ratio": sends}
+                self._monitor.start(sparsifier, [name for name, there in also.items() if there])
         except BaseException:
             sparsifier.detach()
             raise
         self.sparsifier, self._checked = sparsifier, False
+
+    def _choose_monitor(self, trainer: pl.Trainer) -> MaskMonitor | None:
+        if isinstance(self.monitor, MaskMonitor):
+            return self.monitor
+        among = MaskMonitor.of(trainer) if self.monitor else None
+        if among is not None and self.log_layers:
+            raise ValueError("log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)")
+        return among or (MaskMonitor(log_layers=self.log_layers) if self.monitor else None)
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
@@ -235,7 +251,9 @@ class NMSparsityCallback(pl.Callback):
     def _finish(self) -> None:
         if self.sparsifier is None:
             return
-        sparsifier, self.sparsifier, self._batch, self._broken_off = self.sparsifier, None, None, False
+        sparsifier, self.sparsifier, self._achieved, self._broken_off = self.sparsifier, None, None, False
+        if self._monitor is not None:
+            self._monitor.stop(sparsifier)
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -284,12 +302,9 @@ class NMSparsityCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch as it came if its loss is to be computed again: training steps like to pop from it."""
-        if self.log_achieved_loss and any(layer.dense_gradient for layer in self._installed().layers.values()):
-            try:
-                self._batch = copy.deepcopy(batch)
-            except Exception as error:
-                self._give_up_trying(pl_module, error)
+        """Keep the batch as it came if its loss may be computed again."""
+        if self._achieved is not None:
+            self._achieved.keep(self._installed(), pl_module, batch)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         """Note that a batch is open: its noise is used, and a step may follow before the masks move."""
@@ -305,7 +320,7 @@ class NMSparsityCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move the masks after a real step and log their statistics when the Trainer logs."""
+        """Move the masks after a real step, and let them be watched."""
         sparsifier = self._installed()
         if not self._checked:
             self._checked = True
@@ -320,52 +335,21 @@ class NMSparsityCallback(pl.Callback):
                     f"zeros and nothing is gained: {sparsifier.short_of_tokens}. Use larger batches, a smaller M for "
                     "the gradients, or a rule with `grad_estimator: null` for these layers"
                 )
-        if self.log_achieved_loss:
-            self._try_masks(trainer, pl_module, batch_idx)
+        if self._achieved is not None:
+            self._achieved.settle(sparsifier, trainer, pl_module, batch_idx)
         stepped, self._open = sparsifier.step(), False
         sent = None if self._ranks is None else self._ranks.bytes_ratio()
-        if stepped and self._logs_now(trainer, pl_module):
-            statistics = sparsifier.stats()
-            if self._achieved is not None:  # as the predicted change, 0 once the masks are frozen
-                statistics["achieved_loss_change"] = self._achieved if statistics["adapted_blocks"] else 0.0
+
+        def statistics() -> dict[str, float]:
+            found, achieved = sparsifier.stats(), None if self._achieved is None else self._achieved.change
+            if achieved is not None:  # as the predicted change, 0 once the masks are frozen
+                found["achieved_loss_change"] = achieved if found["adapted_blocks"] else 0.0
             if sent is not None:
-                statistics["grad_bytes_ratio"] = sent
-            for statistic, value in statistics.items():
-                pl_module.log(f"nm/{statistic}", value, on_step=True, on_epoch=False)
-            if self.log_layers:
-                for layer, values in sparsifier.layer_stats().items():
-                    for statistic, value in values.items():
-                        pl_module.log(f"nm/{statistic}/{layer}", value, on_step=True, on_epoch=False)
+                found["grad_bytes_ratio"] = sent
+            return found
 
-    def _try_masks(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> None:
-        batch, self._batch = self._batch, None
-        layers = [layer for layer in self._installed().layers.values() if adapted_now(layer)]
-        if not layers:
-            return
-        try:
-            copied, loss = trial_step(trainer, pl_module, batch, batch_idx)
-            modules = dict(copied.named_modules())
-            names = {id(module): name for name, module in pl_module.named_modules()}
-            twins = [modules[names[id(layer.module)]].nm_layers[layer.parameter] for layer in layers]
-            self._achieved = achieved_loss_change(twins, loss)
-        except Exception as error:
-            self._give_up_trying(pl_module, error)
-
-    def _give_up_trying(self, pl_module: pl.LightningModule, error: Exception) -> None:
-        """A figure is not worth a training run."""
-        self.log_achieved_loss, self._achieved = False, None
-        rank_zero_warn(
-            f"log_achieved_loss is switched off: a copy of {type(pl_module).__name__} cannot repeat its training step "
-            f"({type(error).__name__}: {error})"
-        )
-
-    @staticmethod
-    def _logs_now(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
-        if every < 1:
-            return False
-        # With manual optimization global_step may count several steps a batch, so it does not tell: compute always.
-        return not pl_module.automatic_optimization or trainer.global_step % every == 0 or trainer.should_stop
+        if self._monitor is not None:
+            self._monitor.watch(trainer, pl_module, sparsifier, stepped, statistics)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the masks of all processes a last time."""

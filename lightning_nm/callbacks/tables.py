@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.callbacks.progress import PREFIX
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
@@ -25,15 +26,20 @@ def layer_table(sparsifier: NMSparsifier) -> Table:
     for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
         table.add_column(column, no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1, min_width=15)
+    for name, *cells in layer_rows(sparsifier):
+        table.add_row(name, *cells, style="dim" if name in sparsifier.skipped else None)
+    return table
+
+
+def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
+    """Layer, shape, pattern, what forward, dgrad and wgrad are, and why: for every weight, masked ones first."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
-        table.add_row(
-            name, _shape(layer.param.shape), str(layer.pattern), *(g.treatment for g in layer.gemms()), _why(layer)
-        )
+        treatments = (gemm.treatment for gemm in layer.gemms())
+        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, _why(layer)
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)
-        table.add_row(name, _shape(shape or ()), "-", "dense", "dense", "dense", reason, style="dim")
-    return table
+        yield name, _shape(shape or ()), "-", "dense", "dense", "dense", reason
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -92,7 +98,7 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
     for name, value in metrics.items():
-        if not name.startswith("nm/"):
+        if not name.startswith(("nm/", PREFIX)):
             table.add_row(name, f"{float(value):.4f}", "last value that the model logged")
     stats = sparsifier.stats()
     table.add_row("density", f"{stats['density']:.4f}", "share of masked weights that the forward keeps")

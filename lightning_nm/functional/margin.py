@@ -15,9 +15,9 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
     .. math:: \frac{a - b}{\max(a, b)}, \quad a = \min_{j \in m} |W_j|, \quad b = \max_{j \notin m} |W_j|
 
     For a mask that keeps the N largest magnitudes, :math:`a = |W|_{(N)}` and :math:`b = |W|_{(N+1)}`: the share of its
-    magnitude that the last kept weight can lose before the first dropped one takes its place. Near 0 the mask is about to
-    change. Below 0 it drops a larger weight than it keeps, as masks that also hold along `out`, or that do not move, do.
-    It is 1 where the dropped weights are zero.
+    magnitude that the last kept weight can lose before the first dropped one takes its place. Near 0 the mask is about
+    to change. Below 0 it drops a larger weight than it keeps, as masks that also hold along `out`, or that do not move,
+    do. It is 1 where the dropped weights are zero.
 
     Args:
         weight: Any floating dtype and shape; float32 is computed with, or float64 if that is its dtype.

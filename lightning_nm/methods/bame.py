@@ -81,6 +81,7 @@ class BAME(MaskMethod):
 
     latent = False
     fixed = ("dgrad",)
+    headline = "adapted_blocks"
 
     def __init__(
         self,

@@ -41,6 +41,9 @@ class Method:
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
 
+    headline: str = "kept_magnitude"
+    """The statistic that tells most of the method, for progress bars: one of the sparsifier's or the method's own."""
+
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused. Other settings may change."""
 
@@ -174,6 +177,8 @@ class Method:
 
 class Dense(Method):
     """No masks at all: the baseline that every comparison needs, through the same code path."""
+
+    headline = "grad_snr"
 
 
 class MaskMethod(Method):

@@ -42,6 +42,7 @@ class BiMask(SRSTE):
     """
 
     sparse_dgrad = True
+    headline = "overlap"
 
     def __init__(
         self,

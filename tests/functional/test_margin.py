@@ -78,9 +78,9 @@ def test_extremes():
 
 def test_errors_name_the_values():
     mask = torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(TypeError, match="mask is torch.float32, and a mask is a bool tensor"):
+    with pytest.raises(TypeError, match=r"mask is torch\.float32, and a mask is a bool tensor"):
         mask_margin(mask.float(), mask.float(), "2:4")
-    with pytest.raises(TypeError, match="weight is torch.int64"):
+    with pytest.raises(TypeError, match=r"weight is torch\.int64"):
         mask_margin(mask.long(), mask, "2:4")
     with pytest.raises(ValueError, match=r"weight has shape \(4,\) and mask has shape \(2, 4\)"):
         mask_margin(torch.ones(4), mask, "2:4")

@@ -1,0 +1,118 @@
+"""What TensorBoard gets beside scalars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_nm.callbacks.pictures import EDGES, Histogram
+from lightning_nm.callbacks.tables import layer_rows
+from lightning_nm.kernels import Router
+from lightning_nm.sparsifier import NMSparsifier
+
+# Statistics that belong into one chart; each of the others has one of its own.
+CHARTS = {
+    "kept": ("density", "kept_magnitude", "overlap"),
+    "gradients": ("grad_density", "grad_bytes_ratio"),
+    "adaptation": ("adapted_blocks", "frozen_blocks"),
+    "loss change": ("predicted_loss_change", "achieved_loss_change"),
+}
+
+# Statistics of the model that no single layer has.
+WHOLE = ("train_flops_ratio", "achieved_loss_change", "grad_bytes_ratio")
+
+
+class Boards:
+    """The TensorBoard loggers of a Trainer; other loggers get scalars alone.
+
+    What a logger cannot do costs its pictures, not the training: after the first failure one warning, and no more.
+    """
+
+    def __init__(self) -> None:
+        self._failed: list[Logger] = []
+
+    @staticmethod
+    def there(trainer: pl.Trainer) -> bool:
+        """Whether there is one: the same in all processes, and after failures, which the first alone knows of."""
+        return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+
+    def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
+        """Let the first process draw on each ``SummaryWriter``."""
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            if not isinstance(logger, TensorBoardLogger) or any(logger is failed for failed in self._failed):
+                continue
+            try:
+                draw(logger.experiment)
+            except Exception as error:
+                self._failed.append(logger)
+                rank_zero_warn(
+                    f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
+                    f"histogram or a text ({type(error).__name__}: {error})"
+                )
+
+
+def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
+    """Write a histogram that was counted already."""
+    writer.add_histogram_raw(
+        tag,
+        min=histogram.low,
+        max=histogram.high,
+        num=sum(histogram.counts),
+        sum=histogram.total,
+        sum_squares=histogram.squares,
+        bucket_limits=EDGES[1:].tolist(),
+        bucket_counts=histogram.counts,
+        global_step=step,
+    )
+
+
+def layout(names: Iterable[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
+    """A layout of TensorBoard's custom scalars: charts of these statistics, grouped.
+
+    Args:
+        names: The statistics that are logged.
+        layers: Whether they are logged for every layer, too.
+    """
+    names = list(names)
+    chart_of = {name: chart for chart, members in CHARTS.items() for name in members}
+    charts: dict[str, list[str]] = {}
+    for name in names:
+        charts.setdefault(chart_of.get(name, name.replace("_", " ")), []).append(name)
+    # Tags are regular expressions, matched from the beginning; a logger's prefix may come first.
+    found = {"N:M masks": {chart: ["Multiline", [f"^(.+-)?nm/{n}$" for n in some]] for chart, some in charts.items()}}
+    if layers:
+        found["N:M layers"] = {
+            name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+            for name in names
+            if name not in WHOLE
+        }
+    return found
+
+
+def panel(sparsifier: NMSparsifier, router: Router | None) -> str:
+    """The table of layers in Markdown: patterns, the treatment of each GEMM and why, kernels.
+
+    Args:
+        sparsifier: The masked model.
+        router: Chooses the kernels, after its first products; ``None`` where all products are dense ones.
+    """
+    kernels: dict[str, dict[str, str]] = {}
+    for used in router.used() if router is not None else ():
+        kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
+    lines = ["layer | shape | pattern | fwd | dgrad | wgrad | why | kernel", " | ".join(["---"] * 8)]
+    for row in layer_rows(sparsifier):
+        ran = kernels.get(row[0], {})
+        kernel = ", ".join(f"{gemm}: {name}" for gemm, name in ran.items()) or "dense product"
+        lines.append(" | ".join(_plain((*row, kernel))))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _plain(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") or " " for cell in cells]
