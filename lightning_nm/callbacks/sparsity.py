@@ -77,7 +77,7 @@ class NMSparsityCallback(pl.Callback):
             The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
         monitor: What logs: ``True`` takes the :class:`~lightning_nm.MaskMonitor` among the Trainer's callbacks, or one
-            with default settings; a MaskMonitor is used itself; ``False`` logs nothing.
+            with default settings; a MaskMonitor is used itself; ``False`` or ``None`` logs nothing.
         name: Tells several of these callbacks in one Trainer apart in the checkpoint.
 
     Raises:
@@ -107,7 +107,7 @@ class NMSparsityCallback(pl.Callback):
         compare_ranks_every: int = 1,
         show_tables: bool = True,
         name: str | None = None,
-        monitor: bool | MaskMonitor = True,
+        monitor: bool | MaskMonitor | None = True,
     ) -> None:
         self.options: dict[str, Any] = {
             "pattern": pattern,
@@ -124,14 +124,10 @@ class NMSparsityCallback(pl.Callback):
         if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
             raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
-        for option, value, possible in (
-            ("log_layers", log_layers, monitor is True),
-            ("log_achieved_loss", log_achieved_loss, bool(monitor)),
-        ):
-            if value and not possible:
-                raise ValueError(
-                    f"{option}=True and monitor={monitor!r} contradict each other: see MaskMonitor's settings"
-                )
+        if log_layers and monitor is not True:
+            raise ValueError("log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)")
+        if log_achieved_loss and not monitor:
+            raise ValueError("log_achieved_loss=True needs a monitor that logs it: leave `monitor` as it is")
         self.log_layers = log_layers
         self.log_achieved_loss = log_achieved_loss
         self.compare_ranks_every = compare_ranks_every

@@ -1,0 +1,437 @@
+"""MaskMonitor: what it writes, when, and where it is refused."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_nm import BAME, MaskMonitor, NMSparsifier, NMSparsityCallback
+from lightning_nm.callbacks import monitor as monitor_file
+from lightning_nm.functional import mask_margin
+from lightning_nm.nn.adapters import Adapter
+from tests.event_files import Events
+from tests.lightning_models import Data, Inspect, Net, callback, make_trainer, new_model
+
+
+def fit(path, *callbacks, model=None, data=None, logger=None, ckpt_path=None, **options):
+    logger = TensorBoardLogger(str(path), name="logs") if logger is None else logger
+    trainer = make_trainer(path, callbacks, logger=logger, **options)
+    trainer.fit(model or new_model(), data or Data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A fit with everything on, its events, and the masks and margins as they were at each batch's end."""
+    path = tmp_path_factory.mktemp("monitor")
+    settings = {"histograms_every": 4, "images_every": 3, "image_layers": ["net.3", "net.6"], "log_layers": True}
+    nm = callback("bi-mask", monitor=MaskMonitor(**settings))
+    seen = []
+
+    def look(trainer, module):
+        layers = nm.sparsifier.layers
+        with torch.no_grad():
+            seen.append(
+                {
+                    name: (
+                        layer.forward_mask.clone(),
+                        layer.backward_mask.clone(),
+                        mask_margin(layer.weight, layer.forward_mask, "2:4", 1),
+                    )
+                    for name, layer in layers.items()
+                }
+            )
+
+    fit(path, nm, Inspect(look))
+    return Events(path / "logs" / "version_0"), seen
+
+
+def as_picture(mask):
+    return (mask.movedim(1, -1).flatten(1) if mask.ndim > 2 else mask)[:256, :256].numpy()
+
+
+def test_pictures_are_the_masks_at_the_steps_of_the_scalars(run):
+    events, seen = run
+    assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]
+    for name in ("net.3", "net.6"):
+        steps = events.steps(f"nm/forward_mask/{name}")
+        assert steps == [1, 3, 7, 9], "0, 3, 6 and 9 lie within the two steps before these logs"
+        for kind, place in (("forward_mask", 0), ("backward_mask", 1)):
+            for picture, step in zip(events.pictures(f"nm/{kind}/{name}"), steps, strict=True):
+                assert np.array_equal(picture, as_picture(seen[step][name][place]))
+        changed = events.pictures(f"nm/changed_mask/{name}")
+        assert events.steps(f"nm/changed_mask/{name}") == steps[1:]
+        for picture, before, step in zip(changed, steps, steps[1:], strict=False):
+            assert np.array_equal(picture, as_picture(seen[before][name][0] ^ seen[step][name][0]))
+    assert any(picture.any() for picture in events.pictures("nm/changed_mask/net.6"))
+
+
+def test_histograms_hold_the_margins(run):
+    events, seen = run
+    assert events.steps("nm/margin") == [1, 5, 9]
+    for tag, names in (("nm/margin/net.6", ["net.6"]), ("nm/margin", ["net.3", "net.6"])):
+        for event in events.histograms[tag]:
+            margins = torch.cat([seen[event.step][name][2].flatten() for name in names]).double()
+            found = event.histogram_value
+            assert found.num == len(margins)
+            assert found.min == pytest.approx(margins.min().item())
+            assert found.max == pytest.approx(margins.max().item())
+            assert found.sum == pytest.approx(margins.sum().item())
+            assert found.sum_squares == pytest.approx(margins.square().sum().item())
+            # TensorBoard leaves out empty buckets at both ends
+            counts = dict(zip(np.round(found.bucket_limit, 6), found.bucket, strict=True))
+            expected, edges = np.histogram(margins.numpy(), np.linspace(-1, 1, 41))
+            for upper, count in zip(np.round(edges[1:], 6), expected, strict=True):
+                assert counts.get(upper, 0) == count
+
+
+def test_the_table_of_layers_is_a_text(run):
+    (text,) = run[0].texts["nm/layers"]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
+    assert rows[0] == ["layer", "shape", "pattern", "fwd", "dgrad", "wgrad", "why", "kernel"]
+    assert ["net.3", "16x16x3x3", "2:4", "2:4", "2:4", "dense", "", "dense product"] in rows
+    assert ["net.8", "4x32", "-", "dense", "dense", "dense", "last linear layer", "dense product"] in rows
+
+
+def test_the_layout_has_every_scalar_once(run):
+    events, layout = run[0], run[0].layout()
+    charts = [tags for part in layout.values() for tags in part.values()]
+    assert layout["N:M masks"]["kept"] == [f"^(.+-)?nm/{name}$" for name in ("density", "kept_magnitude", "overlap")]
+    scalars = [tag for tag in events.scalars if tag.startswith("nm/")]
+    for tag in scalars:
+        assert sum(bool(re.match(one, tag)) for tags in charts for one in tags) == 1, tag
+    for tags in charts:
+        for one in tags:
+            assert any(re.match(one, tag) for tag in scalars), one
+            assert any(re.match(one, f"mine-{tag}") for tag in scalars), one
+
+
+def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
+    calls = []
+    for owner, name in (
+        (NMSparsifier, "stats"),
+        (NMSparsifier, "layer_stats"),
+        (monitor_file, "margin_histogram"),
+        (monitor_file, "mask_pictures"),
+    ):
+        real = getattr(owner, name)
+
+        def counted(*args, _real=real, _name=name, **kwargs):
+            calls.append(_name)
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+    seen = []
+    nm = callback("bi-mask", monitor=MaskMonitor(log_layers=True, histograms_every=1, images_every=1))
+    fit(tmp_path, nm, Inspect(lambda *args: seen.append(list(calls)) or calls.clear()), log_every_n_steps=4)
+    every = ["stats", "layer_stats", "margin_histogram", "margin_histogram", "mask_pictures"]
+    assert seen == [every if step % 4 == 3 else [] for step in range(12)]
+
+
+@pytest.mark.parametrize("method", ["dense", "sr-ste", "asp-late", "transposable", "bame", "three-gemms"])
+def test_every_method_has_what_it_has(tmp_path, method):
+    monitor = MaskMonitor(histograms_every=1, images_every=1)
+    fit(tmp_path, callback(method, monitor=monitor))
+    events = Events(tmp_path / "logs" / "version_0")
+    assert {"nm/density", "nm/layers"} <= events.tags()
+    kinds = {"nm/forward_mask/net.3", "nm/changed_mask/net.3", "nm/margin"} & events.tags()
+    if method == "dense":
+        assert not kinds
+        return
+    assert len(kinds) == 3
+    assert "nm/backward_mask/net.3" not in events.tags()
+    last = events.histograms["nm/margin"][-1].histogram_value
+    if method in ("bame", "asp-late"):
+        assert last.min == last.max == 1, "dropped weights are zero"
+    if method == "sr-ste":
+        assert last.min >= 0
+    if method == "transposable":
+        assert last.min < 0
+    if method == "asp-late":  # its masks come with the fourth step
+        assert events.steps("nm/margin")[0] == 3
+
+
+def test_manual_optimization_logs_at_the_same_steps(tmp_path):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizers = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(self.step(batch, "train"))
+            for optimizer in optimizers:
+                if batch_idx % 3 == 0:
+                    optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net[:4].parameters(), 0.05), torch.optim.SGD(self.net[4:].parameters(), 0.05)]
+
+    nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=4, images_every=4))
+    calls = []
+    nm.monitor._log = lambda *args, _real=nm.monitor._log: calls.append(1) or _real(*args)
+    fit(tmp_path, nm, model=Manual())
+    events = Events(tmp_path / "logs" / "version_0")
+    assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]
+    assert len(calls) == 6
+    assert events.steps("nm/margin") == events.steps("nm/forward_mask/net.3") == [1, 5, 9]
+
+
+def test_accumulation_and_resume_go_on_where_they_were(tmp_path):
+    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "data": Data(192)}
+
+    def steps(version):
+        events = Events(tmp_path / "logs" / f"version_{version}")
+        assert len(events.texts["nm/layers"]) == 1
+        return events.steps("nm/density"), events.steps("nm/margin")
+
+    def nm():
+        return callback("sr-ste", monitor=MaskMonitor(histograms_every=4))
+
+    trainer = fit(tmp_path, nm(), max_epochs=1, **options)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    assert steps(0) == ([0, 1, 2, 3, 4, 5], [0, 4])
+    fit(tmp_path, nm(), max_epochs=2, ckpt_path=tmp_path / "half.ckpt", **options)
+    assert steps(1) == ([6, 7, 8, 9, 10, 11], [8])
+
+
+# ------------------------------------------------------------------------------------------------------ loggers
+
+
+def header(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        return set(next(csv.reader(file)))
+
+
+def test_other_loggers_get_the_scalars(tmp_path):
+    loggers = [CSVLogger(str(tmp_path), name="csv"), TensorBoardLogger(str(tmp_path), name="board")]
+    fit(tmp_path, callback("sr-ste"), logger=loggers)
+    scalars = {tag for tag in header(loggers[0].log_dir) if tag.startswith("nm/")}
+    events = Events(loggers[1].log_dir)
+    assert scalars == {tag for tag in events.scalars if tag.startswith("nm/")}
+    assert len(scalars) == 5
+    assert events.images
+    assert not any(tag.startswith("nm_") for tag in {*header(loggers[0].log_dir), *events.scalars})
+
+
+def test_two_boards_get_the_same(tmp_path):
+    loggers = [TensorBoardLogger(str(tmp_path), name=name) for name in ("one", "two")]
+    fit(tmp_path, callback("sr-ste"), logger=loggers)
+    one, two = (Events(logger.log_dir).tags() for logger in loggers)
+    assert one == two
+    assert "nm/margin" in one
+
+
+def test_without_tensorboard(tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.split(".")[0] == "tensorboard" or name.startswith("torch.utils.tensorboard"):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    logger = CSVLogger(str(tmp_path))
+    fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(histograms_every=1, images_every=1)), logger=logger)
+    assert "nm/density" in header(logger.log_dir)
+
+
+@pytest.mark.parametrize("refused", ["add_image", "add_histogram_raw", "add_text"])
+def test_a_logger_that_refuses_costs_one_warning(tmp_path, monkeypatch, refused):
+    class Refuses(TensorBoardLogger):
+        pass
+
+    logger, other = Refuses(str(tmp_path), name="refuses"), TensorBoardLogger(str(tmp_path), name="takes")
+
+    def no(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(logger.experiment, refused, no)
+    nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=1, images_every=1))
+    with pytest.warns(UserWarning, match=r"Refuses gets scalars alone from now on.*OSError: disk full") as warned:
+        fit(tmp_path, nm, logger=[logger, other])
+    assert len([one for one in warned if "scalars alone" in str(one.message)]) == 1
+    assert len(Events(logger.log_dir).scalars["nm/density"]) == 6
+    assert len(Events(other.log_dir).images["nm/forward_mask/net.3"]) == 6
+
+
+# ----------------------------------------------------------------------------------------------- configuration
+
+
+def test_what_is_switched_off_is_not_written(tmp_path):
+    settings = {"histograms_every": 0, "images_every": 0, "custom_scalars": False, "layer_table": False}
+    fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(["density", "overlap"], True, **settings)))
+    events = Events(tmp_path / "logs" / "version_0")
+    layers = {f"nm/{name}/{layer}" for name in ("density", "overlap") for layer in ("net.3", "net.6")}
+    assert events.tags() == {"nm/density", "nm/overlap", *layers}
+    assert "custom_scalars__config__" not in events.accumulator.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_among_the_trainers_callbacks_takes_the_place_of_the_default(tmp_path, first):
+    callbacks = [MaskMonitor(["density"]), callback("sr-ste")]
+    trainer = fit(tmp_path, *(callbacks if first else callbacks[::-1]), logger=False)
+    assert {name for name in trainer.callback_metrics if name.startswith("nm")} == {"nm/density"}
+
+
+@pytest.mark.parametrize("monitor", [False, None])
+def test_without_a_monitor_nothing_is_logged(tmp_path, monitor):
+    trainer = fit(tmp_path, callback("sr-ste", monitor=monitor))
+    assert not [name for name in trainer.callback_metrics if name.startswith("nm")]
+    assert not Events(tmp_path / "logs" / "version_0").tags()
+
+
+def test_every_callback_of_a_trainer_is_watched(tmp_path):
+    a, b = (NMSparsityCallback(method="ste", include=x, name=x, show_tables=False) for x in ("net.3", "net.6"))
+    monitor = MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
+    fit(tmp_path, a, b, monitor)
+    tags = Events(tmp_path / "logs" / "version_0").tags()
+    for layer in ("net.3", "net.6"):
+        assert {f"nm/density/{layer}", f"nm/margin/{layer}", f"nm/forward_mask/{layer}"} <= tags
+    assert not monitor._watched
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (lambda: [MaskMonitor()], "no masks for it to watch: add an NMSparsityCallback"),
+        (lambda: [callback(monitor=False), MaskMonitor()], "no masks for it to watch"),
+        (lambda: [callback(monitor=MaskMonitor()), MaskMonitor()], "without a `monitor` of its own"),
+        (lambda: [callback(), MaskMonitor(), MaskMonitor()], "there are 2 MaskMonitors"),
+        (lambda: [callback(log_layers=True), MaskMonitor()], r"write MaskMonitor\(log_layers=True\)"),
+        (
+            lambda: [callback(), MaskMonitor(["density", "flips"])],
+            r"no statistic 'flips' in this training, only \['density', 'flip_rate'",
+        ),
+        (lambda: [callback(), MaskMonitor(["grad_snr"])], "no statistic 'grad_snr'"),
+        (lambda: [callback(), MaskMonitor(["oscillation"])], "no statistic 'oscillation'"),
+        (lambda: [callback(), MaskMonitor(image_layers="net.8")], r"'net\.8' matches no masked layer.*'net\.3'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(tmp_path, callbacks, message):
+    model = Net()
+    seen = []
+    model.on_train_batch_start = lambda *args: seen.append(args)
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, *callbacks(), model=model, logger=False)
+    assert not seen
+    assert not any(isinstance(m, Adapter) for m in model.modules())
+
+
+def test_bad_settings_are_refused_at_once():
+    for name in ("histograms_every", "images_every"):
+        for bad in (-1, 1.5, None, True):
+            with pytest.raises(ValueError, match=f"{name}={bad}"):
+                MaskMonitor(**{name: bad})
+    with pytest.raises(TypeError, match=r"statistics='density' must be a list of names, as in \['density'\]"):
+        MaskMonitor("density")
+    with pytest.raises(TypeError, match="image_layers"):
+        MaskMonitor(image_layers=3)
+    for monitor in (False, None, MaskMonitor()):
+        with pytest.raises(ValueError, match=r"write MaskMonitor\(log_layers=True\)"):
+            NMSparsityCallback(log_layers=True, monitor=monitor)
+    with pytest.raises(ValueError, match="needs a monitor that logs it"):
+        NMSparsityCallback(log_achieved_loss=True, monitor=False)
+
+
+def test_statistics_of_the_method_and_the_estimator_can_be_asked_for(tmp_path):
+    names = ["adapted_blocks", "achieved_loss_change", "grad_snr"]
+    nm = callback(
+        BAME(start=0, stop=9, every=2, score="taylor-abs"),
+        grad_estimator="mvue",
+        log_achieved_loss=True,
+        grad_snr_every=1,
+        monitor=MaskMonitor(names),
+    )
+    trainer = fit(tmp_path, nm, logger=False)
+    assert {name for name in trainer.callback_metrics if name.startswith("nm")} == {f"nm/{name}" for name in names}
+
+
+# ------------------------------------------------------------------------------------------------ the terminal
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+@pytest.mark.parametrize(
+    ("method", "figures"),
+    [
+        ("bi-mask", {"nm_density", "nm_flips", "nm_overlap"}),
+        ("bame", {"nm_density", "nm_flips", "nm_adapted_blocks"}),
+        ("dense", {"nm_density", "nm_flips"}),
+    ],
+)
+def test_the_bar_and_the_tables(tmp_path, capsys, bar, method, figures):
+    nm = callback(method)
+    nm.show_tables = True
+    seen = []
+
+    class Bar(bar):
+        def get_metrics(self, trainer, pl_module):
+            found = super().get_metrics(trainer, pl_module)
+            seen.append({name for name in found if name.startswith("nm")})
+            return found
+
+    logger = CSVLogger(str(tmp_path))
+    trainer = fit(tmp_path, nm, Bar(), logger=logger, enable_progress_bar=True, max_epochs=1)
+    assert seen[-1] == figures
+    out = capsys.readouterr().out
+    assert out.index("N:M layers") < out.index("N:M summary")
+    assert not re.search(r"\x1b\[[\d;]*m", out), "no terminal: no colours"
+    assert re.search(r"train_loss .*last value", out)
+    assert not re.search(r"nm_\w+ .*last value", out)
+    assert not any(name.startswith("nm_") for name in header(logger.log_dir))
+    assert trainer.callback_metrics["nm/density"] == trainer.progress_bar_metrics["nm_density"]
+
+
+def test_the_bar_can_do_without(tmp_path):
+    trainer = fit(tmp_path, callback(monitor=MaskMonitor(progress_bar=False)), enable_progress_bar=True, max_epochs=1)
+    assert not any(name.startswith("nm") for name in trainer.progress_bar_metrics)
+
+
+def test_a_run_too_short_to_log_has_its_table(tmp_path):
+    fit(tmp_path, callback("sr-ste"), max_steps=1, log_every_n_steps=4)
+    assert "nm/layers" in Events(tmp_path / "logs" / "version_0").texts
+
+
+def test_it_comes_from_yaml(tmp_path, capsys, monkeypatch):
+    import yaml
+
+    from lightning_nm.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        """
+trainer:
+  callbacks:
+    - class_path: lightning_nm.NMSparsityCallback
+      init_args:
+        pattern: 2:4
+        monitor:
+          class_path: lightning_nm.MaskMonitor
+          init_args: {statistics: [density], log_layers: true, image_layers: "stages.*"}
+model: lightning_nm.demo.ResidualCNN
+data: lightning_nm.demo.Digits
+"""
+    )
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(file), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]["monitor"]
+    assert printed["class_path"].endswith("MaskMonitor")
+    assert printed["init_args"]["statistics"] == ["density"]
+    assert printed["init_args"]["images_every"] == 500
+
+
+def test_a_failed_fit_leaves_nothing_behind(tmp_path):
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, *args):
+            raise RuntimeError("stop")
+
+    monitor = MaskMonitor()
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(tmp_path, callback(), Fails(), monitor)
+    assert not monitor._watched
+    fit(tmp_path, callback(), monitor, max_epochs=1)
