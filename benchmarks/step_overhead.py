@@ -7,6 +7,12 @@ rounds. Every GEMM is a dense one here, so this is overhead alone. BAME is timed
 Second table: an adaptation of one layer, beside what the same two calls cost in a step without one.
 
     python -m benchmarks.step_overhead
+
+With ``--monitor`` another table alone: what MaskMonitor adds to the step of a Trainer with a TensorBoard log. Timed are
+a step, the monitor's part of a step that does not log, of one that logs, and of one that draws, too (Lightning's
+writing included); the share is that of the default intervals, 50 and 500 steps.
+
+    python -m benchmarks.step_overhead --monitor
 """
 
 from __future__ import annotations
@@ -14,15 +20,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, MVUE, ApproxMVUE, NMSparsifier, TopN
+from lightning_nm import BAME, MVUE, ApproxMVUE, MaskMonitor, NMSparsifier, NMSparsityCallback, TopN
 from lightning_nm.nn.layer import NMLayer
 
 NEVER = 1 << 40
@@ -140,8 +151,91 @@ def adaptations(size: int, pattern: str, optimizer_name: str, rounds: int) -> tu
     return statistics.median(taken[True]), statistics.median(taken[False][2:])
 
 
+class Watching(MaskMonitor):
+    """Notes the seconds that it takes in each batch: without a log, with one, with pictures."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(histograms_every=2 * every, images_every=2 * every)
+        self.every = every
+        self.seconds: dict[str, list[float]] = {"quiet": [], "log": [], "draw": []}
+
+    def watch(self, trainer: pl.Trainer, *args: Any) -> None:
+        """As MaskMonitor."""
+        start, step = time.perf_counter(), trainer.global_step
+        super().watch(trainer, *args)
+        kind = "quiet" if step % self.every else "draw" if step // self.every % 2 else "log"
+        self.seconds[kind].append(time.perf_counter() - start)
+
+
+class TimedLogger(TensorBoardLogger):
+    """Notes the seconds of each log; nothing but the monitor logs here."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seconds: list[float] = []
+
+    def log_metrics(self, *args: Any, **options: Any) -> None:
+        """As TensorBoardLogger."""
+        start = time.perf_counter()
+        super().log_metrics(*args, **options)
+        self.experiment.flush()
+        self.seconds.append(time.perf_counter() - start)
+
+
+class Module(pl.LightningModule):
+    """A model that trains on its outputs' squares."""
+
+    def __init__(self, model: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.model, self.optimizer, self.starts = model, optimizer, [0.0]
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """The loss of a batch."""
+        self.starts.append(time.perf_counter())
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return optimizer_of(self.optimizer, self.model)
+
+
+def monitored(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Median seconds of a step, of the monitor's parts, and its share of the step at the default intervals."""
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    found, every, width = {}, 4, options.width
+    for method in ("sr-ste", "transposable", "bi-mask", "bame"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        module, monitor = Module(model, options.optimizer), Watching(every)
+        made: Any = METHODS[method][0]
+        masks = NMSparsityCallback(options.pattern, made, skip_first_last=False, show_tables=False, monitor=monitor)
+        with tempfile.TemporaryDirectory() as folder:
+            logger = TimedLogger(folder)
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                logger=logger,
+                callbacks=[masks],
+                max_steps=2 * every * options.rounds,
+                log_every_n_steps=every,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            many = torch.randn(options.tokens, width).expand(trainer.max_steps, -1, -1)
+            trainer.fit(module, DataLoader(TensorDataset(many), batch_size=None, collate_fn=None))
+        quiet, log, draw = (statistics.median(values[1:]) for values in monitor.seconds.values())
+        write = statistics.median(logger.seconds[1:])
+        gaps = [b - a for a, b in zip(module.starts[1:], module.starts[2:], strict=False)]
+        steps = [gap for k, gap in enumerate(gaps, 1) if k % every]
+        step = statistics.median(steps) - quiet
+        share = (quiet + (log + write) / 50 + (draw - log) / 500) / step
+        found[method] = {"step": step, "quiet": quiet, "log": log + write, "draw": draw - log, "share": share}
+    return found
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -149,9 +243,20 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--monitor", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
+    if options.monitor:
+        parts = monitored(options)
+        print("| method | step, ms | batch without a log, ms | log, ms | histogram and pictures, ms | share |")
+        print("|---|---|---|---|---|---|")
+        for name, part in parts.items():
+            times = [1e3 * part[kind] for kind in ("step", "quiet", "log", "draw")]
+            print("| {} | {:.1f} | {:.3f} | {:.1f} | {:.1f} | {:.2f} % |".format(name, *times, 100 * part["share"]))
+        if options.json:
+            options.json.write_text(json.dumps({"width": options.width, "tokens": options.tokens, "seconds": parts}))
+        return
     seconds = steps(options)
     plain = seconds["plain"]
     print(

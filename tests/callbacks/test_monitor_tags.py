@@ -1,0 +1,68 @@
+"""Every tag that is logged is documented, and every one that is documented is logged."""
+
+import re
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_nm import BAME, MaskMonitor, NMSparsityCallback
+from lightning_nm.callbacks.board import CHARTS, WHOLE
+from tests.event_files import Events
+from tests.lightning_models import Data, make_trainer, new_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "tensorboard.md"
+ROWS = {
+    cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `nm/") and (cells := re.split(r"(?<!\\)\|", line.strip()[1:-1]))
+}
+ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio"}  # tests/strategies/test_monitor_in_processes.py
+
+RUNS = {
+    **{method: {"method": method} for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")},
+    **{name: {"method": "transposable", "grad_estimator": name} for name in ("mvue", "approx-mvue", "top-n")},
+    "bame": {"method": BAME(stop=4, every=1, score="taylor-abs"), "log_achieved_loss": True},
+    "bame-bi-mask": {"method": BAME(stop=4, every=1, dgrad="bi-mask"), "grad_estimator": "mvue"},
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The tags of each run without the layers' names, and those names."""
+    path = tmp_path_factory.mktemp("tags")
+    found = {}
+    for name, options in RUNS.items():
+        monitor = MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
+        nm = NMSparsityCallback("2:4", grad_snr_every=1, show_tables=False, monitor=monitor, **options)
+        logger = TensorBoardLogger(str(path), name=name)
+        make_trainer(path, [nm], logger=logger, max_steps=3, log_every_n_steps=1).fit(new_model(), Data(48))
+        found[name] = Events(logger.log_dir).tags()
+    return found
+
+
+def base(tag):
+    return "/".join(tag.split("/")[:2])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_logged_is_documented(written, name):
+    assert len(written[name]) > 10
+    for tag in written[name]:
+        assert base(tag) in ROWS, f"{tag} is missing in {PAGE.name}"
+        assert len(tag.split("/")) == 2 or tag.split("/")[2:] in (["net.3"], ["net.6"])
+
+
+def test_what_is_documented_is_logged(written):
+    assert set(ROWS) - ONLY_IN_PROCESSES == {base(tag) for tags in written.values() for tag in tags}
+
+
+def test_each_row_says_all():
+    for tag, cells in ROWS.items():
+        assert all(len(cell) > 3 for cell in cells), tag
+        assert cells[0].endswith("."), tag
+        assert len(cells) == (1 if tag == "nm/layers" else 3), tag
+
+
+def test_charts_are_of_documented_statistics():
+    assert {f"nm/{name}" for names in (*CHARTS.values(), WHOLE) for name in names} <= set(ROWS)
