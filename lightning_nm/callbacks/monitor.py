@@ -167,7 +167,7 @@ class MaskMonitor(pl.Callback):
         # the Trainer's global_step may count several.
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
-        if not self._watched[sparsifier].introduced:
+        if stepped and not self._watched[sparsifier].introduced:
             self._watched[sparsifier].introduced = True
             self._introduce(trainer, sparsifier, count - 1)
         every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
@@ -188,7 +188,7 @@ class MaskMonitor(pl.Callback):
         return self.statistics is None or statistic in self.statistics
 
     def _introduce(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """After the first batch, when it is known which kernels run."""
+        """After the first step, when it is known which kernels run."""
         router = getattr(trainer.precision_plugin, "router", None)
 
         def draw(writer: Any) -> None:

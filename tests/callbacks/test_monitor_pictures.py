@@ -1,0 +1,124 @@
+"""Pictures and histograms of single layers, against numpy; the table of layers with kernels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_nm import ASP, NMSparsifier
+from lightning_nm.callbacks.board import panel
+from lightning_nm.callbacks.pictures import CROP, EDGES, margin_histogram, mask_pictures, together
+from lightning_nm.functional import mask_margin
+from lightning_nm.kernels import Router, SimulatedSparseKernel
+from lightning_nm.kernels.router import routing
+
+
+def layer_of(module, method="bi-mask", pattern="2:4", **options):
+    model = nn.Sequential(module)
+    options = {"skip_first_last": False, **options}
+    (layer,) = NMSparsifier(model, pattern, method, **options).attach().layers.values()
+    return layer
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**16), st.sampled_from(["channels", "flat"]), st.integers(1, 3), st.integers(1, 3))
+def test_blocks_stay_together_in_pictures(seed, conv_layout, out, taps):
+    torch.manual_seed(seed)
+    layer = layer_of(nn.Conv2d(8, 4 * out, taps, bias=False), conv_layout=conv_layout)
+    pictures = mask_pictures(layer)
+    assert set(pictures) == {"forward_mask", "backward_mask"}
+    for picture in pictures.values():
+        assert picture.dtype == torch.uint8
+        assert picture.shape == (1, 4 * out, 8 * taps**2)
+        assert set(picture.unique().tolist()) <= {0, 255}
+    blocks = (pictures["forward_mask"] == 255).view(-1, 4).sum(1)
+    assert (blocks == 2).all()
+    weight = layer.forward_weight().numpy()
+    order = weight.reshape(4 * out, -1) if conv_layout == "flat" else weight.transpose(0, 2, 3, 1).reshape(4 * out, -1)
+    assert np.array_equal(order != 0, pictures["forward_mask"][0].numpy() == 255)
+
+
+def test_pictures_are_cropped_and_tell_what_changed():
+    layer = layer_of(nn.Linear(CROP + 44, CROP + 8, bias=False), "sr-ste")
+    before = mask_pictures(layer)
+    assert set(before) == {"forward_mask"}
+    assert before["forward_mask"].shape == (1, CROP, CROP)
+    kept = layer.forward_mask.clone()
+    kept[0, :4] = ~kept[0, :4]
+    kept[-1, -4:] = ~kept[-1, -4:]  # outside of the picture
+    layer.set_masks(kept)
+    after = mask_pictures(layer, before["forward_mask"])
+    assert after["changed_mask"].nonzero().tolist() == [[0, 0, column] for column in range(4)]
+    assert after["changed_mask"].unique().tolist() == [0, 255]
+
+
+def test_a_layer_of_one_column_has_only_what_it_has():
+    layer = layer_of(nn.Linear(1, 8, bias=False))
+    assert layer.forward_reason
+    pictures = mask_pictures(layer)
+    assert {name: picture.shape for name, picture in pictures.items()} == {"backward_mask": (1, 8, 1)}
+    assert margin_histogram(layer) is None
+
+
+@pytest.mark.parametrize("method", ["dense", ASP(start=5)])
+def test_without_masks_there_is_nothing(method):
+    layer = layer_of(nn.Linear(8, 8), method)
+    assert mask_pictures(layer) == {}
+    assert margin_histogram(layer) is None
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**16), st.sampled_from(["sr-ste", "transposable"]), st.sampled_from(["any", "rounded", "zero"]))
+def test_histograms_are_those_of_numpy(seed, method, values):
+    torch.manual_seed(seed)
+    layer = layer_of(nn.Linear(16, 8), method)
+    if values == "rounded":
+        layer.weight.data.mul_(4).round_()
+    if values == "zero":
+        layer.weight.data.zero_()
+    margins = mask_margin(layer.weight, layer.forward_mask, "2:4").double().numpy().flatten()
+    found = margin_histogram(layer)
+    assert found.counts == np.histogram(margins, EDGES.numpy())[0].tolist()
+    assert (found.low, found.high) == (margins.min(), margins.max())
+    np.testing.assert_allclose((found.total, found.squares), (margins.sum(), (margins**2).sum()))
+    twice = together([found, found])
+    assert twice.counts == [2 * count for count in found.counts]
+    assert (twice.low, twice.high, twice.total) == (found.low, found.high, 2 * found.total)
+
+
+def test_blocks_with_nan_are_left_out():
+    layer = layer_of(nn.Linear(8, 8, bias=False), "sr-ste")
+    layer.weight.data[0, 0] = torch.nan
+    found = margin_histogram(layer)
+    assert sum(found.counts) == 15
+    assert np.isfinite([found.low, found.high, found.total, found.squares]).all()
+    layer.weight.data.fill_(torch.nan)
+    assert margin_histogram(layer) is None
+
+
+def test_the_table_names_the_kernels_that_ran():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
+    sparsifier = NMSparsifier(model, method="transposable", skip_first_last=False, exclude="2").attach()
+    router = Router("sparse", kernels=[SimulatedSparseKernel()])
+    with routing(router):
+        model(torch.randn(16, 32)).sum().backward()
+    rows = {
+        line.split(" | ")[0].strip("| "): line.strip("|").split(" | ")
+        for line in panel(sparsifier, router).splitlines()
+    }
+    assert "forward: simulated" in rows["0"][-1]
+    assert "wgrad: reference" in rows["0"][-1]
+    assert rows["2"][-1].strip() == "dense product"
+    assert all(len(row) == 8 for row in rows.values())
+
+
+def test_names_are_no_markdown():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a_b_c = nn.Linear(8, 8)
+
+    text = panel(NMSparsifier(Odd(), skip_first_last=False).attach(), None)
+    assert "a\\_b\\_c" in text
