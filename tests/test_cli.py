@@ -143,6 +143,7 @@ def test_help_is_complete(capsys):
         "log_layers",
         "grad_snr_every",
         "show_tables",
+        "monitor",
     ):
         assert f".{option}" in text
     assert "sr-ste" in text

@@ -22,6 +22,7 @@ from tests.lightning_models import Data, Inspect, Net, callback, make_trainer, n
 
 def fit(path, *callbacks, model=None, data=None, logger=None, ckpt_path=None, **options):
     logger = TensorBoardLogger(str(path), name="logs") if logger is None else logger
+    options = {"limit_val_batches": 0, **options}
     trainer = make_trainer(path, callbacks, logger=logger, **options)
     trainer.fit(model or new_model(), data or Data(), ckpt_path=ckpt_path)
     return trainer
@@ -354,13 +355,13 @@ def test_statistics_of_the_method_and_the_estimator_can_be_asked_for(tmp_path):
 # ------------------------------------------------------------------------------------------------ the terminal
 
 
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
 @pytest.mark.parametrize(
-    ("method", "figures"),
+    ("bar", "method", "figures"),
     [
-        ("bi-mask", {"nm_density", "nm_flips", "nm_overlap"}),
-        ("bame", {"nm_density", "nm_flips", "nm_adapted_blocks"}),
-        ("dense", {"nm_density", "nm_flips"}),
+        (RichProgressBar, "bi-mask", {"nm_density", "nm_flips", "nm_overlap"}),
+        (RichProgressBar, "dense", {"nm_density", "nm_flips"}),
+        (TQDMProgressBar, "bame", {"nm_density", "nm_flips", "nm_adapted_blocks"}),
+        (TQDMProgressBar, "sr-ste", {"nm_density", "nm_flips", "nm_kept_magnitude"}),
     ],
 )
 def test_the_bar_and_the_tables(tmp_path, capsys, bar, method, figures):

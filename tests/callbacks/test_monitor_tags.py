@@ -36,7 +36,9 @@ def written(tmp_path_factory):
         monitor = MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
         nm = NMSparsityCallback("2:4", grad_snr_every=1, show_tables=False, monitor=monitor, **options)
         logger = TensorBoardLogger(str(path), name=name)
-        make_trainer(path, [nm], logger=logger, max_steps=3, log_every_n_steps=1).fit(new_model(), Data(48))
+        make_trainer(path, [nm], logger=logger, max_steps=3, log_every_n_steps=1, limit_val_batches=0).fit(
+            new_model(), Data(48)
+        )
         found[name] = Events(logger.log_dir).tags()
     return found
 
