@@ -14,8 +14,8 @@ from lightning_nm.nn.layer import NMLayer
 CROP = 256
 """Rows and columns of a picture at most: the upper left corner of ``[out, in]``."""
 
-EDGES = torch.linspace(-1, 1, 41, dtype=torch.float64)
-"""The bins of a histogram of margins."""
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
+"""The bins of a histogram of margins; 0, the margin of equal weights, is one of the edges."""
 
 
 def _corner(layer: NMLayer, mask: Tensor) -> Tensor:
