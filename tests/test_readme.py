@@ -1,0 +1,109 @@
+"""What the README shows runs as it stands: its Python, its YAML, its commands; and no page links to nowhere."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import functional as nmf
+from lightning_nm.cli import main
+from tests.lightning_models import Data, Net
+from tests.test_card import QUIET
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
+
+
+def blocks(language):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == language]
+
+
+def prose(page):
+    """The text of a page; of a notebook, that of its Markdown cells."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+
+
+class ShortTrainer(pl.Trainer):
+    def __init__(self, **options):
+        super().__init__(**QUIET, max_epochs=1, logger=False, enable_checkpointing=False, **options)
+
+
+def test_one_line(monkeypatch):
+    code = next(block for block in blocks("python") if "Trainer" in block)
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    model = Net()
+    exec(code, {"model": model, "data": Data()})
+    assert nmf.is_nm(model.net[6].weight, "2:4")
+
+
+def test_without_lightning():
+    code = next(block for block in blocks("python") if "NMSparsifier" in block)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "data": [(torch.randn(8, 16), torch.randint(0, 4, (8,))) for _ in range(3)],
+        "loss_function": nn.functional.cross_entropy,
+    }
+    exec(code, names)
+    assert nmf.is_nm(model[0].weight, "2:4")
+    assert type(model[0]) is nn.Linear
+
+
+def test_yaml(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lightning-nm"])
+    words = ["fit", "--model=ResidualCNN", "--print_config"]
+    for number, block in enumerate(blocks("yaml")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block)
+        words += ["-c", str(path)]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert "method: bi-mask" in printed
+    assert "kernels: auto" in printed
+
+
+def test_commands_name_what_is_there():
+    """Files, make's targets, modules and subcommands; the commands themselves run in other tests."""
+    shown = [line for block in blocks("") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", README)
+    known = re.compile(r"(lightning-nm|make|OMP_NUM_THREADS=1 python -m) ")
+    commands = [shlex.split(line, comments=True) for line in shown if known.match(line)]
+    assert len(commands) >= 9
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands:
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[0] == "lightning-nm":
+            assert words[1] in ("fit", "doctor", "verify")
+        else:
+            assert (ROOT / words[3].replace(".", "/")).with_suffix(".py").is_file()
+        for word in words:
+            if word.startswith("configs/"):
+                assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_no_link_leads_nowhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", prose(linked), re.MULTILINE)
+            names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in names, target
