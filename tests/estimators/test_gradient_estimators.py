@@ -143,8 +143,17 @@ def test_activation_checkpointing_changes_nothing(kind, use_reentrant):
         torch.testing.assert_close(recomputed[name if name == "input" else f"inner.{name}"], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d", "hugging-face-conv1d", "attention", "cross-attention"])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+QUICK = {("mvue", "linear"), ("mvue", "cross-attention"), ("approx-mvue", "conv2d"), ("top-n", "hugging-face-conv1d")}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kind"),
+    [
+        pytest.param(estimator, kind, marks=() if (estimator, kind) in QUICK else pytest.mark.slow)
+        for estimator in ESTIMATORS
+        for kind in ("linear", "conv2d", "hugging-face-conv1d", "attention", "cross-attention")
+    ],
+)
 def test_compiled_and_eager_draw_the_same(estimator, kind):
     from torch._dynamo.testing import CompileCounterWithBackend
 

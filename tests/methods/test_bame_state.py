@@ -43,7 +43,9 @@ class PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("pattern", ["1:16", "2:4", "1:2", "8:16"])
+@pytest.mark.parametrize(
+    "pattern", ["1:16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("2:4", "1:2", "8:16"))]
+)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
     torch.manual_seed(0)
