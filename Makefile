@@ -5,6 +5,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 INTERPRETED_TRITON ?= triton==3.6.0
 
+# Test files are shared out among so many processes of one thread each.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
 .PHONY: demo test slow test-all interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
@@ -13,15 +17,15 @@ demo: .venv/.demo
 
 ## Run the test suite.
 test: .venv/.dev
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 ## Run the tests that take longer.
 slow: .venv/.dev
-	$(BIN)/python -m pytest -q -m slow
+	$(PYTEST) -m slow
 
 ## Run both in one go.
 test-all: .venv/.dev
-	$(BIN)/python -m pytest -q -m 'not gpu'
+	$(PYTEST) -m 'not gpu'
 
 ## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter
