@@ -34,6 +34,7 @@ def dry_run(tmp_path_factory):
         return json.loads(command.main(["--dry-run", "--out", str(tmp_path_factory.mktemp("gpu"))]).read_text())
 
 
+@pytest.mark.slow
 def test_a_dry_run_answers_all_questions_and_says_that_it_means_nothing(dry_run):
     assert dry_run["dry run"] is True
     assert "no figure has a meaning" in dry_run["meaning"]
@@ -47,6 +48,7 @@ def test_a_dry_run_answers_all_questions_and_says_that_it_means_nothing(dry_run)
     assert list(dry_run["parts"]["checks"]["answers"]) == [check.name for check in CHECKS]
 
 
+@pytest.mark.slow
 def test_what_is_right_in_software_is_found_right(dry_run):
     answers = {name: answer.get("value") for name, answer in dry_run["parts"]["checks"]["answers"].items()}
     assert all(row["as expected"] for row in answers["V4"].values())
@@ -62,6 +64,7 @@ def test_what_is_right_in_software_is_found_right(dry_run):
         assert answers[f"V12 {gemm} bfloat16"]["equal"] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_the_table_of_gemms_adds_up(dry_run):
     layers = {
         name: answer["value"]
@@ -88,6 +91,7 @@ SPARSE = {("sparse", False): ("forward", "dgrad"), ("sparse", True): ("forward",
 
 
 @pytest.mark.parametrize("variant", layers.VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.slow
 def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_run, variant):
     tables = [answer["value"] for answer in dry_run["parts"]["layers"]["answers"].values()]
     tables = [rows for rows in tables if set(rows) == {variant.name for variant in layers.VARIANTS}]
@@ -111,6 +115,7 @@ def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_
             assert row.get("masks ms", 1) > 0
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_too(dry_run):
     tables = {name: answer["value"] for name, answer in dry_run["parts"]["layers"]["answers"].items()}
     (compiled,) = (rows for name, rows in tables.items() if name.endswith("compiled"))
@@ -123,6 +128,7 @@ def test_compiled_layers_run_too(dry_run):
             assert rows[variant.name].get("sparse share", 0) == pytest.approx(len(gemms) / 3, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_predictions_add_up(dry_run):
     answers = dry_run["parts"]["prediction"]["answers"]
     assert list(answers) == [f"V18 {variant}" for variant in prediction.VARIANTS]
