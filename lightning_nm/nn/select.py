@@ -213,6 +213,11 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
         return f"FSDP keeps it on the {weight.device.type}, where no product is made: leave out its CPUOffloadPolicy"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
+    if weight.dim() < 2:
+        return (
+            f"its weight is flat, {tuple(weight.shape)}, as FSDP1 keeps weights in parts: use FSDP2, fully_shard in "
+            "configure_model and ModelParallelStrategy"
+        )
     own = parameter_key(candidate.module_name, candidate.spec.parameter)
     shared = [name for name in owners[id(weight)] if name != own]
     if shared:

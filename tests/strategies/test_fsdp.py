@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -252,6 +252,12 @@ def refused():
     mesh = init_device_mesh("cpu", (2,))
     left_behind = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(left_behind, mesh=mesh)
+    for names, reason in ((True, "its weight is flat"), (False, "its weight is computed, not stored")):
+        first = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), use_orig_params=names, device_id=torch.device("cpu")
+        )
+        with pytest.raises(ValueError, match=rf"no layer can be masked.*'0': {reason}"):
+            NMSparsifier(first, "2:4", "sr-ste").attach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceMesh, "device_type", "cuda")  # as if products were made there
         with pytest.raises(ValueError, match=r"'0' is named .* cannot be masked: FSDP keeps it on the cpu"):
