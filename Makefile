@@ -5,9 +5,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 INTERPRETED_TRITON ?= triton==3.6.0
 
-# Test files are shared out among so many processes of one thread each.
+# Tests are shared out among so many processes of one thread each.
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test slow test-all interpreter lint types notebooks benchmarks clean
 

@@ -1,5 +1,6 @@
 """Several processes on this machine, as torchrun starts them: they share a gloo group, and Trainers start no more."""
 
+import multiprocessing
 import os
 
 import torch
@@ -10,7 +11,9 @@ import torch.multiprocessing as mp
 def in_processes(world, folder, function, *args):
     """What ``function(*args)`` returns in each of `world` processes, in the order of their ranks."""
     folder.mkdir(exist_ok=True)
-    mp.spawn(_enter, (world, str(folder), function, args), nprocs=world)
+    # Forked from one that has imported what takes long, and has done nothing since.
+    multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "lightning_nm"])
+    mp.start_processes(_enter, (world, str(folder), function, args), nprocs=world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
