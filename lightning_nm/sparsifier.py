@@ -224,14 +224,14 @@ class NMSparsifier:
         """
         self._follower.expect(optimizer)
         for layer in self._follower.owned(optimizer):
-            grads = [p.grad for p in (layer.home, *layer.parameters.values()) if p.grad is not None]
+            parameters = (layer.home, *layer.parameters.values())
             if loss_scale != 1:
-                for grad in grads:
+                for grad in [p.grad for p in parameters if p.grad is not None]:
                     grad.div_(loss_scale)
             with layer.whole(gradient=True):
                 layer.method.before_step(layer, optimizer)
-            if loss_scale != 1:
-                for grad in grads:
+            if loss_scale != 1:  # with those that the method has made
+                for grad in [p.grad for p in parameters if p.grad is not None]:
                     grad.mul_(loss_scale)
 
     def step(self) -> bool:

@@ -72,8 +72,9 @@ class NMSparsityCallback(pl.Callback):
             forward passes and a copy of the model each time, and needs automatic optimization.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
             GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
-        compare_ranks_every: Under DDP, optimizer steps between two comparisons of all processes' masks, by one
-            all-reduce of two numbers; 0 for none. A disagreement ends the fit in all of them, with the layer's name.
+        compare_ranks_every: Under a DDPStrategy or a ModelParallelStrategy, optimizer steps between two comparisons of
+            all processes' masks, by one all-reduce of two numbers; 0 for none. A disagreement ends the fit in all of
+            them, with the layer's name.
             The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
         monitor: What logs: ``True`` takes the :class:`~lightning_nm.MaskMonitor` among the Trainer's callbacks, or one

@@ -109,9 +109,10 @@ class NMLinear(Adapter):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ W_F^T + bias``."""
-        if isinstance(self.weight, DTensor):
-            return parallel_linear(input, self.weight, self.bias, self.nm_layers["weight"])
-        return nm_linear(input, self.weight, self.bias, self.nm_layers["weight"])
+        layer = self.nm_layers["weight"]
+        if isinstance(self.weight, DTensor) or layer.cut:
+            return parallel_linear(input, self.weight, self.bias, layer)
+        return nm_linear(input, self.weight, self.bias, layer)
 
 
 class NMTransposedLinear(Adapter):

@@ -62,7 +62,7 @@ class OptimizerFollower:
             for parameter in own.values():
                 optimizer.state.pop(parameter, None)
             for group in optimizer.param_groups:
-                kept = [k for k, held_here in enumerate(group["params"]) if id(held_here) not in own]
+                kept = [k for k, member in enumerate(group["params"]) if id(member) not in own]
                 for key in ("params", "param_names"):
                     if key in group:
                         group[key] = [group[key][k] for k in kept]

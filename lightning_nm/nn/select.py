@@ -125,7 +125,10 @@ def select(
         around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
         cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
         if not reason and cuts and not isinstance(candidate.module, nn.Linear):
-            reason = "tensor parallel, which only linear layers can be"
+            reason = (
+                "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give "
+                "the module that fully_shard was given, not a part of it"
+            )
         if not reason and rule is not None:
             reasons = _eligibility(candidate, rule.pattern, cuts)
             wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad

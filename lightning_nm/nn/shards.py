@@ -135,7 +135,11 @@ class Whole:
         now = _versions(weight, weight.grad)
         if now[0] != before[0]:
             held(self._parameter).copy_(part(weight.detach(), self._parameter))
-        if self._gradient and (weight.grad is not grad or now[1:] != before[1:]):
+        if not self._gradient or (weight.grad is grad and now[1:] == before[1:]):
+            return
+        if weight.grad is not None and self._parameter.grad is not None:  # which others may hold
+            held(self._parameter.grad).copy_(part(weight.grad, self._parameter))
+        else:
             here = None if weight.grad is None else part(weight.grad, self._parameter).clone()
             self._parameter.grad = None if here is None else as_sharded(here, self._parameter)
 

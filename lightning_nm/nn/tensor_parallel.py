@@ -17,18 +17,23 @@ from lightning_nm.nn.ops import nm_linear
 from lightning_nm.nn.shards import part
 
 
-def parallel_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
     """``x @ W_F^T + bias``, a DTensor: its last dimension sharded if W's rows are, whole in each process otherwise.
 
     Args:
         x: ``[..., in]``, a DTensor, or a plain tensor that is equal in all processes.
-        weight: ``[out, in]``, replicated or sharded along one dimension, over a mesh of one dimension.
+        weight: ``[out, in]``, a DTensor, replicated or sharded along one dimension, over a mesh of one dimension.
         bias: ``[out]`` or ``None``, sharded as W's rows are.
         layer: Method, estimator and masks, of all of W.
 
     Raises:
-        RuntimeError: If FSDP should have gathered the weight, naming the layer.
+        RuntimeError: If FSDP should have gathered the weight, or has and was not known, naming the layer.
     """
+    if not isinstance(weight, DTensor):
+        raise RuntimeError(
+            f"layer '{layer.name}' was taken for tensor parallel, but FSDP gathers its weight: give the sparsifier the "
+            "module that fully_shard was given, not a part of it"
+        )
     if layer.wrappers and not layer.cut:
         raise RuntimeError(
             f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "

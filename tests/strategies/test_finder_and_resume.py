@@ -10,7 +10,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning_nm import BAME, MVUE, SRSTE, BiMask, NMSparsityCallback, RNGState, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, Net
+from tests.lightning_models import Data, Net, SaveAt
 from tests.processes import in_processes
 
 METHODS = {
@@ -33,16 +33,12 @@ class Tuned(Net):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
-class StopAt(pl.Callback):
+class StopAt(SaveAt):
     """Saves after a batch, and stops."""
 
-    def __init__(self, path, batch):
-        self.path, self.batch, self.seen = path, batch, 0
-
     def on_train_batch_end(self, trainer, *args):
-        self.seen += 1
+        super().on_train_batch_end(trainer, *args)
         if self.seen == self.batch:
-            trainer.save_checkpoint(self.path)
             trainer.should_stop = True
 
 

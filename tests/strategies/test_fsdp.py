@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
+from lightning_nm import BAME, SRSTE, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
 from lightning_nm.export.verify import read_checkpoint, verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
@@ -246,6 +246,39 @@ def test_kernels_multiply_what_fsdp_gathers(tmp_path):
             [gemm, "simulated"] for gemm in ("forward", "dgrad", "wgrad")
         ]
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
+
+
+class Ridge(SRSTE):
+    """A penalty of the whole weight, beside the decay of the part that is here."""
+
+    def penalty(self, layer):
+        return layer.weight.square().sum() / 2
+
+
+def shaped(scale):
+    """The gradient after a penalty, a decay and a loss scale, and what they should make of it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6, bias=False)).double()
+    weight = net[0].weight.detach().clone()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    sparsifier = NMSparsifier(net, "2:4", Ridge(0.5), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    (net(torch.ones(4, 8, dtype=torch.float64)).sum() * scale).backward()
+    kept = net[0].weight.grad
+    sparsifier.before_step(optimizer, scale)
+    assert net[0].weight.grad is kept
+    mask = sparsifier.layers["0"].forward_mask
+    expected = scale * (4 + weight + 0.5 * torch.where(mask, 0, weight))
+    found = net[0].weight.grad.full_tensor()
+    sparsifier.detach()
+    return found, expected
+
+
+@pytest.mark.slow
+def test_methods_that_read_the_whole_weight_shape_scaled_gradients(tmp_path):
+    for found, expected in in_processes(2, tmp_path / "run", shaped, 8.0):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def refused():
