@@ -18,6 +18,8 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.select import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
+NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
+
 
 @dataclass
 class _Watched:
@@ -110,6 +112,25 @@ class MaskMonitor(pl.Callback):
         if len(found) > 1:
             raise ValueError(f"there are {len(found)} MaskMonitors among the Trainer's callbacks: keep one of them")
         return found[0] if found else None
+
+    @classmethod
+    def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
+        """The one that a callback uses in a fit.
+
+        Args:
+            monitor: One of its own; ``True`` for that among the Trainer's callbacks, or a default one; else none.
+            trainer: The Trainer.
+            log_layers: A setting of the default one.
+
+        Raises:
+            ValueError: If ``log_layers`` is for one that is not the default.
+        """
+        if not monitor or isinstance(monitor, MaskMonitor):
+            return monitor or None
+        among = cls.of(trainer)
+        if among is not None and log_layers:
+            raise ValueError(NOT_THE_DEFAULT)
+        return among or cls(log_layers=log_layers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse to watch nothing."""

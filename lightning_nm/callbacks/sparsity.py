@@ -14,7 +14,7 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.averages import mask_average, refuse_later_averaging, restore_average
 from lightning_nm.callbacks.kernels import print_kernels
-from lightning_nm.callbacks.monitor import MaskMonitor
+from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.plan import has_schedule, planned_steps
 from lightning_nm.callbacks.ranks import Ranks
 from lightning_nm.callbacks.tables import print_layers, print_summary
@@ -126,7 +126,7 @@ class NMSparsityCallback(pl.Callback):
             raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
         NMSparsifier(nn.Module(), **self.options)  # for its errors, before any Trainer exists
         if log_layers and monitor is not True:
-            raise ValueError("log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)")
+            raise ValueError(NOT_THE_DEFAULT)
         if log_achieved_loss and not monitor:
             raise ValueError("log_achieved_loss=True needs a monitor that logs it: leave `monitor` as it is")
         self.log_layers = log_layers
@@ -175,7 +175,7 @@ class NMSparsityCallback(pl.Callback):
         refuse_later_averaging(self, trainer)
         self._fresh, self._open, self._finished = self._state is None, False, {}
         self._achieved = AchievedLoss(pl_module) if self.log_achieved_loss else None
-        self._monitor = self._choose_monitor(trainer)
+        self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         sparsifier = self._attach(trainer, pl_module)
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
@@ -190,14 +190,6 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.detach()
             raise
         self.sparsifier, self._checked = sparsifier, False
-
-    def _choose_monitor(self, trainer: pl.Trainer) -> MaskMonitor | None:
-        if isinstance(self.monitor, MaskMonitor):
-            return self.monitor
-        among = MaskMonitor.of(trainer) if self.monitor else None
-        if among is not None and self.log_layers:
-            raise ValueError("log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)")
-        return among or (MaskMonitor(log_layers=self.log_layers) if self.monitor else None)
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")

@@ -189,6 +189,27 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
     return ", ".join(differences)
 
 
+def refuse_others(layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse saved states that are not of these layers, by name.
+
+    Raises:
+        ValueError: Naming the layers and what differs.
+    """
+    differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
+    differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
+    differences += [
+        f"layer '{name}': {difference}"
+        for name in layers
+        if name in saved and (difference := state_difference(layers[name], saved[name]))
+    ]
+    if differences:
+        shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+        raise ValueError(
+            f"the checkpoint is of another sparse model: {shown}. Configure the sparsifier as it was, or load only "
+            "the weights to start anew"
+        )
+
+
 def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
     """Settings of method and estimator that are others now, and may be; those that are planned moments left out."""
     planned = {"dense_start", "dense_end"} | ({"start", "stop"} if layer.schedule else set())
