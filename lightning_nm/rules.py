@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
-from lightning_nm.nn.select import Rule, as_globs
+from lightning_nm.nn.selection import Rule, as_globs
 from lightning_nm.pattern import NMPattern, PatternLike
 
 

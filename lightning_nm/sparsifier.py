@@ -12,20 +12,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.follow import OptimizerFollower
 from lightning_nm.nn.install import install, uninstall
-from lightning_nm.nn.macs import MacsCounter
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.ranks import RankComparison, reduce_gradients
-from lightning_nm.nn.select import Plan, as_globs, select
-from lightning_nm.nn.shards import is_sharded, reshard
+from lightning_nm.nn.selection import Plan, as_globs, select
+from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import changed_settings, fits, layer_state, load_layer_state, refuse_others
-from lightning_nm.nn.totals import ModelFigures
-from lightning_nm.nn.windows import changed_schedules, plan_schedules, settle_window
 from lightning_nm.pattern import PatternLike
 from lightning_nm.rules import make_rules
+from lightning_nm.training.macs import MacsCounter
+from lightning_nm.training.model_statistics import ModelFigures
+from lightning_nm.training.optimizers import OptimizerFollower
+from lightning_nm.training.phases import changed_schedules, plan_schedules, settle_window
 
 SCHEMA = 1
 
@@ -132,8 +132,8 @@ class NMSparsifier(ModelFigures):
                 hold, and need no plan.
 
         Raises:
-            ValueError: If the selection fails, see :func:`lightning_nm.nn.select.select`, or the schedule of a method
-                or an estimator does not go with ``planned_steps``.
+            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or the schedule of a
+                method or an estimator does not go with ``planned_steps``.
         """
         if not self.attached:
             reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])

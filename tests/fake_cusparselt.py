@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import torch
 
 from lightning_nm.kernels import CuSparseLtDirectKernel
-from lightning_nm.kernels.simulated import compress, expand
-from lightning_nm.kernels.two_four import packed_width
+from lightning_nm.kernels.backends.simulated import compress, expand
+from lightning_nm.kernels.backends.two_four import packed_width
 
 STREAM = 0x57EA
 ROW, COLUMN = 2, 1

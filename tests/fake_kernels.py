@@ -3,7 +3,7 @@
 import torch
 
 from lightning_nm import NMPattern
-from lightning_nm.kernels.base import GemmKernel, GemmKey
+from lightning_nm.kernels.api import GemmKernel, GemmKey
 
 DENSE = "dense"
 

@@ -8,10 +8,11 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 ORDER = [
-    {"pattern"},
+    {"pattern", "schedule"},
     {"functional"},
     {"kernels"},
     {"nn"},
+    {"training", "distributed"},
     {"methods", "estimators"},
     {"rules", "sparsifier"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},

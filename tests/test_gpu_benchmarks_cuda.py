@@ -10,7 +10,7 @@ from benchmarks.gpu import correctness, costs, layers, plan_cache, prediction
 from benchmarks.gpu.setting import Setting, SoftwareOperators
 from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
-from lightning_nm.kernels.simulated import compress, expand
+from lightning_nm.kernels.backends.simulated import compress, expand
 
 BF16 = torch.bfloat16
 

@@ -8,8 +8,8 @@ is dropped.
 import torch
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.simulated import compress, expand
+from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.backends.simulated import compress, expand
 
 
 class TrappingOps:

@@ -23,12 +23,12 @@ import torch
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from lightning_nm.kernels import GemmKernel, GemmKey, cost, trial
-from lightning_nm.kernels.choose import Chooser
+from lightning_nm.kernels.cache import Decisions
 from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.decisions import Decisions
 from lightning_nm.kernels.environment import environment_of
 from lightning_nm.kernels.keys import format_key, multiply_adds
 from lightning_nm.kernels.timing import DeviceTimer
+from lightning_nm.kernels.tuner import Chooser
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)

@@ -29,7 +29,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
-from lightning_nm.kernels.preprocess import (
+from lightning_nm.kernels.operands import (
     BACKWARD,
     TOKENS,
     masked_backward,

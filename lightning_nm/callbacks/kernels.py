@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.router import Used
+from lightning_nm.kernels.dispatch import Used
 
 _AGAIN = "the same, see above"
 

@@ -15,7 +15,7 @@ from lightning_nm.callbacks.pictures import margin_histogram, mask_pictures, tog
 from lightning_nm.callbacks.progress import bar_figures
 from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.select import as_globs
+from lightning_nm.nn.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
 NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"

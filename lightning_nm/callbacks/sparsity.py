@@ -25,9 +25,9 @@ from lightning_nm.export.archive import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.windows import finished_windows
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
+from lightning_nm.training.phases import finished_windows
 
 
 class RuleSpec(TypedDict, total=False):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_nm.nn.move import achieved_loss_change, adapted_now
+from lightning_nm.methods.bame.exchange import achieved_loss_change, adapted_now
 from lightning_nm.sparsifier import NMSparsifier
 
 

@@ -19,8 +19,8 @@ from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_gpu, print_machine, print_report
 from lightning_nm.doctor.training import Observation, judge, watch
 from lightning_nm.kernels import Router, cost
-from lightning_nm.kernels.choose import check_mode
 from lightning_nm.kernels.cost import DeviceModel, device_model
+from lightning_nm.kernels.tuner import check_mode
 from lightning_nm.lightning_cli import EXTRA
 
 SCHEMA = 1

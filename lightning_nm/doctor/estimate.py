@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.choose import Chooser
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.backends.two_four import TwoFourKernel
+from lightning_nm.kernels.cache import Decisions
 from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.decisions import Decisions
+from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.registry import KernelRegistry, answer
-from lightning_nm.kernels.router import Product, Router
-from lightning_nm.kernels.two_four import TwoFourKernel
+from lightning_nm.kernels.tuner import Chooser
 
 
 class _Rules(TwoFourKernel):
@@ -43,14 +43,14 @@ class _Untried(KernelRegistry):
 
 
 class EstimateRouter(Router):
-    """Decides as :class:`~lightning_nm.kernels.router.Router` in mode ``"heuristic"`` would on another GPU.
+    """Decides as :class:`~lightning_nm.kernels.dispatch.Router` in mode ``"heuristic"`` would on another GPU.
 
     Nothing is probed, tried or measured, so that it says the same on every machine; the kernels are taken to work
     there. It is asked about products, and runs none.
 
     Args:
         gpu: The figures of the GPU.
-        reuse: As :class:`~lightning_nm.kernels.router.Router`'s.
+        reuse: As :class:`~lightning_nm.kernels.dispatch.Router`'s.
 
     Example::
 

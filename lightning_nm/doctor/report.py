@@ -9,11 +9,11 @@ from typing import Any
 
 from lightning_nm.doctor.estimate import EstimateRouter
 from lightning_nm.kernels import cost
+from lightning_nm.kernels.cache import Decision
 from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.decisions import Decision
+from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.keys import bucketed, multiply_adds
-from lightning_nm.kernels.router import Product, Router
-from lightning_nm.nn.routed import GEMMS
+from lightning_nm.nn.routed_ops import GEMMS
 from lightning_nm.sparsifier import NMSparsifier
 
 
@@ -108,7 +108,7 @@ class Report:
 
     Args:
         rows: By layer, in the sparsifier's order, each with its forward, dgrad and wgrad.
-        mode: How kernels were chosen, see :class:`~lightning_nm.kernels.router.Router`.
+        mode: How kernels were chosen, see :class:`~lightning_nm.kernels.dispatch.Router`.
         skipped: Why other layers are dense.
         unseen: Masked layers of which no product was seen.
         gpu: The GPU of an estimate; None where times are measured.

@@ -16,9 +16,9 @@ from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.doctor.estimate import EstimateRouter, as_16_bit
 from lightning_nm.doctor.report import Report, report
 from lightning_nm.kernels import GemmKernel, trial
-from lightning_nm.kernels.decisions import Decision
+from lightning_nm.kernels.cache import Decision
+from lightning_nm.kernels.dispatch import Product, Router, activate, routing
 from lightning_nm.kernels.keys import bucketed
-from lightning_nm.kernels.router import Product, Router, activate, routing
 from lightning_nm.plugins.routing import KernelRouting
 from lightning_nm.sparsifier import NMSparsifier
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_nm.nn.layer import Gemm, NMLayer
-from lightning_nm.nn.schedule import Moment, resolve_window
 from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import Moment, resolve_window
 
 
 class GradientEstimator:

@@ -1,14 +1,14 @@
 """GEMM kernels: how a product with an N:M operand is executed."""
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
-from lightning_nm.kernels.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.cusparselt_direct import CuSparseLtDirectKernel
-from lightning_nm.kernels.cutlass import CutlassKernel
-from lightning_nm.kernels.patterns import two_four_reason
+from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
+from lightning_nm.kernels.backends.cutlass import CutlassKernel
+from lightning_nm.kernels.backends.patterns import two_four_reason
+from lightning_nm.kernels.backends.simulated import SimulatedSparseKernel
+from lightning_nm.kernels.backends.two_four import TwoFourKernel
+from lightning_nm.kernels.dispatch import Router, routing
 from lightning_nm.kernels.registry import KernelRegistry
-from lightning_nm.kernels.router import Router, routing
-from lightning_nm.kernels.simulated import SimulatedSparseKernel
-from lightning_nm.kernels.two_four import TwoFourKernel
 
 __all__ = [
     "CuSparseLtDirectKernel",

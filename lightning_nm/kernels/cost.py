@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lightning_nm.kernels.base import GemmKey
+from lightning_nm.kernels.api import GemmKey
 
 UNFUSED = 7.125
 """Bytes per entry of a 16-bit operand: masked (read 2, write 2), then packed (read 2, write 1.125: values and 2 bits of

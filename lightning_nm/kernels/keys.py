@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from lightning_nm.kernels.base import GemmKey, GemmName
+from lightning_nm.kernels.api import GemmKey, GemmName
 from lightning_nm.pattern import NMPattern
 
 

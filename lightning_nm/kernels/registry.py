@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.cusparselt_direct import CuSparseLtDirectKernel
-from lightning_nm.kernels.cutlass import CutlassKernel
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
+from lightning_nm.kernels.backends.cutlass import CutlassKernel
 from lightning_nm.kernels.keys import multiply_adds
 from lightning_nm.kernels.trial import check
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_nm.kernels.decisions import Decisions
+from lightning_nm.kernels.cache import Decisions
 
 
 def share(decisions: Decisions, group: dist.ProcessGroup | None = None) -> Decisions:

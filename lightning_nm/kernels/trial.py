@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.preprocess import TOKENS, permuted_columns
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
 
 TOLERANCE = 1e-2

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.kernels.preprocess import masked_backward, masked_forward
+from lightning_nm.kernels.operands import masked_backward, masked_forward
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
-from lightning_nm.nn.schedule import Moment
+from lightning_nm.schedule import Moment
 
 
 class Method:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.schedule import Moment
+from lightning_nm.schedule import Moment
 
 
 class BiMask(SRSTE):

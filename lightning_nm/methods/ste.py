@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.schedule import Moment, check_window, resolve_window, within
+from lightning_nm.schedule import Moment, check_window, resolve_window, within
 
 
 class STE(MaskMethod):

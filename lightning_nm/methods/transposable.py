@@ -7,7 +7,7 @@ import torch
 from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
-from lightning_nm.nn.schedule import Moment
+from lightning_nm.schedule import Moment
 
 
 class TransposableMask(SRSTE):

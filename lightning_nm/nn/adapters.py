@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_nm.nn.access import Layout
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
-from lightning_nm.nn.shards import as_sharded
+from lightning_nm.nn.sharding import as_sharded
 from lightning_nm.nn.state import fits, layer_state, restore_weights
 from lightning_nm.nn.tensor_parallel import parallel_linear
+from lightning_nm.nn.weight import Layout
 
 
 class WeightSpec(NamedTuple):

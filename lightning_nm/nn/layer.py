@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
 from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.handles import Handled
-from lightning_nm.kernels.preprocess import BACKWARD, FORWARD
-from lightning_nm.nn.access import Layout, WeightAccess
+from lightning_nm.kernels.operands import BACKWARD, FORWARD
+from lightning_nm.nn.weight import Layout, WeightAccess
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way

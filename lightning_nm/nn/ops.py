@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
-from lightning_nm.kernels.router import Router, active
+from lightning_nm.kernels.dispatch import Router, active
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.routed import backward_gemms, forward_gemm, leave
+from lightning_nm.nn.routed_ops import backward_gemms, forward_gemm, leave
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_INPUT: dict[int, Callable[..., Tensor]] = {

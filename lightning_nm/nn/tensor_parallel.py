@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_linear
-from lightning_nm.nn.shards import part
+from lightning_nm.nn.sharding import part
 
 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer) -> Tensor:

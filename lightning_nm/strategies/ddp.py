@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_nm.nn.wire import GradientWire, kept_entries_hook
+from lightning_nm.distributed.comm_hook import GradientWire, kept_entries_hook
 
 
 class NMDDPStrategy(DDPStrategy):

@@ -12,7 +12,7 @@ from lightning_nm.callbacks.board import panel
 from lightning_nm.callbacks.pictures import CROP, EDGES, margin_histogram, mask_pictures, together
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
-from lightning_nm.kernels.router import routing
+from lightning_nm.kernels.dispatch import routing
 
 
 def layer_of(module, method="bi-mask", pattern="2:4", **options):

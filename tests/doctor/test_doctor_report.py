@@ -17,8 +17,8 @@ from lightning_nm.doctor.estimate import as_16_bit
 from lightning_nm.doctor.tables import print_machine, print_report
 from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, cost, routing
 from lightning_nm.kernels.cost import device_model
+from lightning_nm.kernels.dispatch import Product
 from lightning_nm.kernels.environment import Environment
-from lightning_nm.kernels.router import Product
 from tests.fake_kernels import FakeTimer
 
 H200 = device_model("H200")

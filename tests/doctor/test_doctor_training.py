@@ -8,7 +8,7 @@ from lightning_nm import NMPrecision, NMSparsityCallback
 from lightning_nm.doctor import EstimateRouter
 from lightning_nm.doctor.training import judge, watch
 from lightning_nm.kernels.cost import device_model
-from lightning_nm.kernels.router import active, routing
+from lightning_nm.kernels.dispatch import active, routing
 from lightning_nm.nn.adapters import Adapter
 from tests.doctor.test_doctor_report import Watched, make_router
 from tests.fake_kernels import FakeTimer

@@ -21,8 +21,8 @@ from lightning_nm import (
     TopN,
     TransposableMask,
 )
+from lightning_nm.distributed.comm_hook import GradientWire, kept_entries_hook
 from lightning_nm.functional import counter_uniform, fold_seed
-from lightning_nm.nn.wire import GradientWire, kept_entries_hook
 from tests.processes import in_processes
 
 

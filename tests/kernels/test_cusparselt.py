@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey
-from lightning_nm.kernels.cusparselt import CAPABILITIES, _claim_thread
+from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, _claim_thread
 from tests.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry, cusparselt_plans
-from lightning_nm.kernels.cusparselt_plans import Library
+from lightning_nm.kernels.backends.cusparselt_plans import Library
 from tests.fake_cusparselt import STREAM, DirectOnCpu, FakeCuSparseLt
 from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 

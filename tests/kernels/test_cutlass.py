@@ -10,7 +10,7 @@ from torch.sparse._semi_structured_conversions import (
 )
 
 from lightning_nm.kernels import CutlassKernel, KernelRegistry
-from lightning_nm.kernels.cutlass import CAPABILITIES, parts
+from lightning_nm.kernels.backends.cutlass import CAPABILITIES, parts
 from tests.fake_cutlass import CutlassOnCpu, FakeOps
 from tests.fake_kernels import gemm_key
 from tests.trapping_cslt import assert_product, normal, two_four

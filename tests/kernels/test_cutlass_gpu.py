@@ -5,7 +5,7 @@ import torch
 
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import CutlassKernel
-from lightning_nm.kernels.cutlass import CAPABILITIES
+from lightning_nm.kernels.backends.cutlass import CAPABILITIES
 from tests.trapping_cslt import assert_product, normal
 
 pytestmark = pytest.mark.gpu

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.kernels.choose import Chooser
+from lightning_nm.kernels.cache import Decision, Decisions
 from lightning_nm.kernels.cost import DeviceModel, device_model
-from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.registry import KernelRegistry
+from lightning_nm.kernels.tuner import Chooser
 from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 HERE = Environment("H200", None, "2.13.0", None, None)

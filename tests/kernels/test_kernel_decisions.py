@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import collect_env
 
 from lightning_nm.kernels import environment
-from lightning_nm.kernels.decisions import Decision, Decisions
+from lightning_nm.kernels.cache import Decision, Decisions
 from lightning_nm.kernels.environment import Environment, environment_of
 from tests.fake_kernels import gemm_key
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import timing, trial
-from lightning_nm.kernels.base import GemmKernel
+from lightning_nm.kernels.api import GemmKernel
 from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 GEMMS = ["forward", "dgrad", "wgrad"]

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.functional import fold_seed, is_nm
-from lightning_nm.kernels import preprocess
-from lightning_nm.kernels.preprocess import (
+from lightning_nm.kernels import operands as preprocess
+from lightning_nm.kernels.operands import (
     masked_backward,
     masked_forward,
     masked_pair,

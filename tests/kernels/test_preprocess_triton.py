@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed, mvue, random
-from lightning_nm.kernels.preprocess import (
+from lightning_nm.kernels.operands import (
     masked_backward,
     masked_backward_reference,
     masked_forward,

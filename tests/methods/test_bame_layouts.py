@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.nn.move import achieved_loss_change
+from lightning_nm.methods.bame.exchange import achieved_loss_change
 from tests.bame import linear, run
 
 

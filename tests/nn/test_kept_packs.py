@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels import dispatch as router_module
 from lightning_nm.kernels.cost import DeviceModel
 from tests.fake_kernels import FakeKernel, FakeTimer
 from tests.kinds import make

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_nm import NMSparsifier
-from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels import dispatch as router_module
 from lightning_nm.kernels import routing
 from lightning_nm.kernels.handles import find
 from tests.kinds import make

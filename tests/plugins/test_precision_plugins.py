@@ -26,7 +26,7 @@ from lightning_nm import (
     NMSparsityCallback,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
-from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels import dispatch as router_module
 from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS

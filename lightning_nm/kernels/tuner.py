@@ -11,9 +11,9 @@ from statistics import fmean
 import torch
 
 from lightning_nm.kernels import cost, trial
-from lightning_nm.kernels.base import GemmKey
+from lightning_nm.kernels.api import GemmKey
+from lightning_nm.kernels.cache import Decision, Decisions, Source
 from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.decisions import Decision, Decisions, Source
 from lightning_nm.kernels.keys import bucketed, multiply_adds
 from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.timing import Timer
@@ -38,7 +38,7 @@ class Chooser:
 
     Before a sparse kernel may run, its probe must pass on the device, it must support the product, and its product of
     random operands must agree with the dense one; a kernel that raises is passed over. A product without a kernel
-    is dense, with the reason in its :class:`~lightning_nm.kernels.decisions.Decision`.
+    is dense, with the reason in its :class:`~lightning_nm.kernels.cache.Decision`.
 
     Under ``torch.use_deterministic_algorithms(True)`` a kernel must also repeat its product bit for bit; decisions that
     were made without that check do not hold there.

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.kernels.preprocess import FORWARD
+from lightning_nm.kernels.operands import FORWARD
+from lightning_nm.methods.bame.optimizer_state import SIZES, entry_states
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.optimizer import SIZES, entry_states
-from lightning_nm.nn.shards import gather, held, is_sharded, part
+from lightning_nm.nn.sharding import gather, held, is_sharded, part
 
 Index = tuple[Tensor, ...]
 

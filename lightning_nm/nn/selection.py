@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import layer_name, parameter_key, plain_name
-from lightning_nm.nn.shards import cuts_in_forward, gather
+from lightning_nm.nn.sharding import cuts_in_forward, gather
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from torch import nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
+from lightning_nm.methods.bame.exchange import Move, exchange_entries
+from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, entry_states, step_size
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.move import Move, exchange_entries
-from lightning_nm.nn.optimizer import check_optimizer, clear_entries, entry_states, step_size
 from lightning_nm.pattern import NMPattern
 
 ENTRYWISE = {

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_nm.nn import figures
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.select import Plan
+from lightning_nm.nn.selection import Plan
+from lightning_nm.training import statistics as figures
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.probed import ProbedKernel, cuda_reason
+from lightning_nm.kernels.backends.probed import ProbedKernel, cuda_reason
 
 # Compute capabilities that cuSPARSELt 0.8 names. torch's other 2:4 operators know 8.x alone, and those that prune by
 # tiles write the packed form of 8.x on whatever device they run: none of them is used.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.probed import ProbedKernel, cuda_reason
+from lightning_nm.kernels.backends.probed import ProbedKernel, cuda_reason
 
 # The operators refuse all others themselves, Hopper included.
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9))

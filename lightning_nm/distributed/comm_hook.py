@@ -97,7 +97,7 @@ def kept_entries_hook(
 
     What is not sent becomes exactly 0. The parameters tell whose gradients a bucket holds: buckets are made anew after
     the first step. Under accumulation a bucket holds the sum of all micro-batches. Sizes depend on N:M and on what
-    :func:`~lightning_nm.nn.ranks.checksum` compares, so processes that agree there send equally much.
+    :func:`~lightning_nm.distributed.consistency.checksum` compares, so processes that agree there send equally much.
 
     Args:
         wire: Which weights are masked.

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.choose import Chooser, check_mode
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.cache import Decision, Decisions
 from lightning_nm.kernels.cost import DeviceModel, device_model
-from lightning_nm.kernels.decisions import Decision, Decisions
 from lightning_nm.kernels.environment import environment_of
 from lightning_nm.kernels.handles import Handled
 from lightning_nm.kernels.keys import bucketed, multiply_adds
 from lightning_nm.kernels.registry import KernelRegistry, failure
 from lightning_nm.kernels.share import share
 from lightning_nm.kernels.timing import DeviceTimer, Timer
+from lightning_nm.kernels.tuner import Chooser, check_mode
 
 Result = TypeVar("Result")
 
@@ -79,7 +79,7 @@ class Router(Handled):
     measured: products of sizes that did not run before are dense in it.
 
     Args:
-        mode: As :class:`~lightning_nm.kernels.choose.Chooser`'s.
+        mode: As :class:`~lightning_nm.kernels.tuner.Chooser`'s.
         kernels: The kernels besides the reference; ``None`` takes those of the package.
         file: Where measured decisions are kept, used in ``"auto"`` alone; ``None`` keeps none.
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on the packs of

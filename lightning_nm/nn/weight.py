@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.nn.shards import Whole, as_sharded, gather, held, is_sharded, part, reshard, sharded_dimensions
+from lightning_nm.nn.sharding import Whole, as_sharded, gather, held, is_sharded, part, reshard, sharded_dimensions
 
 Layout = Literal["plain", "flat", "transposed"]
 

@@ -1,4 +1,4 @@
-"""Triton kernels of :mod:`lightning_nm.kernels.preprocess`: each reads its input once and writes what a GEMM takes.
+"""Triton kernels of :mod:`lightning_nm.kernels.operands`: each reads its input once and writes what a GEMM takes.
 
 Tiles and warps are chosen from the assembly that Triton 3.6 makes for an H100 (vectorised reads and writes, no spills),
 but not tuned, nor timed on one. It has some 20 instructions per weight and 80 per entry of an output gradient: the
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_nm.kernels.preprocess import TOKENS, permuted_columns_reference
+from lightning_nm.kernels.operands import TOKENS, permuted_columns_reference
 from lightning_nm.pattern import NMPattern
 
 TILE = 64
@@ -56,7 +56,7 @@ def masked(
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
-    """Launch :func:`lightning_nm.kernels.preprocess.permuted_columns` on checked arguments."""
+    """Launch :func:`lightning_nm.kernels.operands.permuted_columns` on checked arguments."""
     if not _gatherable(grad):
         return permuted_columns_reference(grad, permutation)
     tokens, out = grad.shape
@@ -72,7 +72,7 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 def mvue_transposed(
     grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None, gather: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launch :func:`lightning_nm.kernels.preprocess.mvue_transposed` on checked arguments."""
+    """Launch :func:`lightning_nm.kernels.operands.mvue_transposed` on checked arguments."""
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.backends.two_four import ALIGNMENT
+from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import find
 from lightning_nm.kernels.keys import token_bucket
-from lightning_nm.kernels.preprocess import permuted_columns
-from lightning_nm.kernels.router import Product, Router
-from lightning_nm.kernels.two_four import ALIGNMENT
+from lightning_nm.kernels.operands import permuted_columns
 from lightning_nm.nn.layer import Gemm, NMLayer
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
@@ -96,7 +96,7 @@ def forward_gemm(
         trains: Whether a backward pass will follow.
         out: Rows of the weight.
         tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
-        router: Handle of the :class:`~lightning_nm.kernels.router.Router`.
+        router: Handle of the :class:`~lightning_nm.kernels.dispatch.Router`.
 
     Returns:
         ``[tokens, out]``.
@@ -164,7 +164,7 @@ def backward_gemms(
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
         tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
-        router: Handle of the :class:`~lightning_nm.kernels.router.Router`.
+        router: Handle of the :class:`~lightning_nm.kernels.dispatch.Router`.
 
     Returns:
         ``dX [tokens, in]`` and ``dW [out, in]``.

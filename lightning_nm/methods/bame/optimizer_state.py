@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.nn.shards import gather, held, part
+from lightning_nm.nn.sharding import gather, held, part
 
 SIZES = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "exp_avg_sq_hat", "step_size"}

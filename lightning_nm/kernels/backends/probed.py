@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.base import GemmKey
-from lightning_nm.kernels.patterns import two_four_violation
-from lightning_nm.kernels.two_four import TwoFourKernel, packed_width
+from lightning_nm.kernels.api import GemmKey
+from lightning_nm.kernels.backends.patterns import two_four_violation
+from lightning_nm.kernels.backends.two_four import TwoFourKernel, packed_width
 
 _REPEATS = 3
 

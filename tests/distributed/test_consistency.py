@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import NMSparsifier
-from lightning_nm.nn.ranks import checksum, mix, reduce_gradients
+from lightning_nm.distributed.consistency import checksum, mix, reduce_gradients
 from tests.outside import ScaledMask
 from tests.processes import in_processes
 
@@ -86,7 +86,7 @@ def test_each_aspect_counts(aspect):
 
 def test_one_process_compares_nothing(monkeypatch):
     sparsifier = attached(ScaledMask())
-    monkeypatch.setattr("lightning_nm.nn.ranks.mix", None)
+    monkeypatch.setattr("lightning_nm.distributed.consistency.mix", None)
     monkeypatch.setattr(dist, "all_reduce", None)
     sparsifier.compare_ranks()
     sparsifier.reduce_gradients()

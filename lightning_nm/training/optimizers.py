@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.shards import held
+from lightning_nm.nn.sharding import held
 
 
 class OptimizerFollower:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.two_four import ALIGNMENT
+from lightning_nm.kernels.backends.two_four import ALIGNMENT
 
 CAPACITY = 256
 """Plans that a thread keeps for a device: a few for each product of a model, times its batches' token counts."""

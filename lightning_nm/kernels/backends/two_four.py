@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_nm.kernels.base import GemmKernel, GemmKey
-from lightning_nm.kernels.patterns import two_four_reason
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.backends.patterns import two_four_reason
 
 # Sizes of the dense matrix are multiples of 8 for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT).
 DENSE_MULTIPLE = 8

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.schedule import within
 from lightning_nm.nn.state import same_estimator
+from lightning_nm.schedule import within
 
 _OBSERVED = 4
 """Layers whose gradient estimates are observed at a time."""

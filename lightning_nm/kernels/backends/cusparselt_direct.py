@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.cusparselt import CAPABILITIES, CuSparseLtKernel
-from lightning_nm.kernels.cusparselt_plans import Library
-from lightning_nm.kernels.probed import cuda_reason
+from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, CuSparseLtKernel
+from lightning_nm.kernels.backends.cusparselt_plans import Library
+from lightning_nm.kernels.backends.probed import cuda_reason
 
 VERSIONS = (800, 801)
 """Versions of cuSPARSELt whose documentation and headers the calls were written by: 0.8.0 and 0.8.1."""

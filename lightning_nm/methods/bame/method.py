@@ -20,12 +20,12 @@ from lightning_nm.functional.evolution import (
     select_blocks,
     swap_budget,
 )
+from lightning_nm.methods.bame.exchange import Handover, Move, exchange_entries
+from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, step_size
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
-from lightning_nm.nn.move import Handover, Move, exchange_entries
-from lightning_nm.nn.optimizer import check_optimizer, clear_entries, step_size
-from lightning_nm.nn.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
 _CHUNK = 1 << 20

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import torch
 
-from lightning_nm.kernels.base import GemmKey
+from lightning_nm.kernels.api import GemmKey
 from lightning_nm.kernels.environment import Environment
 from lightning_nm.kernels.keys import bucketed, format_key, parse_key
 

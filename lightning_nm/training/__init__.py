@@ -1,0 +1,1 @@
+"""What advances while a model trains: steps, phases, statistics."""
