@@ -44,6 +44,7 @@ def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) 
             f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
             "data without a length, changing gradient accumulation or manual optimization): "
             + (f"give {name} as an integer" if name != "dense_end" else "leave dense_end out")
+            + ", or pass planned_steps to NMSparsifier"
         )
     return planned_steps
 

@@ -16,16 +16,25 @@ from lightning_nm.distributed.consistency import RankComparison, reduce_gradient
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.install import install, uninstall
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.selection import Plan, as_globs, select
 from lightning_nm.nn.sharding import is_sharded, reshard
-from lightning_nm.nn.state import changed_settings, fits, layer_state, load_layer_state, refuse_others
+from lightning_nm.nn.state import (
+    changed_settings,
+    fits,
+    layer_state,
+    load_layer_state,
+    refuse_others,
+    saved_layer,
+    state_difference,
+)
 from lightning_nm.pattern import PatternLike
 from lightning_nm.rules import make_rules
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.model_statistics import ModelFigures
-from lightning_nm.training.optimizers import OptimizerFollower
-from lightning_nm.training.phases import changed_schedules, plan_schedules, settle_window
+from lightning_nm.training.phases import changed_schedules, plan_schedules
+from lightning_nm.training.step import TrainingStep
 
 SCHEMA = 1
 
@@ -106,13 +115,11 @@ class NMSparsifier(ModelFigures):
         self.planned_steps = planned_steps
         self.data_rank = data_rank
         self.grad_snr_every = grad_snr_every
-        self.clock = 0
-        """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
         self.plan = Plan()
         self.attached = False
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
-        self._follower = OptimizerFollower(())
+        self._step = TrainingStep(())
         self._comparison = RankComparison(())
 
     # --------------------------------------------------------------------------------------------- in and out
@@ -145,21 +152,34 @@ class NMSparsifier(ModelFigures):
                 conv_layout=self.conv_layout,
                 seed=self.seed,
             )
-            plan_schedules(self.plan.layers, _by_plain_name(state["layers"]) if state else {}, self.planned_steps)
+            saved = _by_plain_name(state["layers"]) if state else {}
+            plan_schedules(self.plan.layers, saved, self.planned_steps)
             for layer in self.plan.layers:
-                with layer.whole():
-                    layer.method.init(layer)
-                layer.dense_gradient = layer.method.needs_dense_gradient(layer)
-                layer.data_rank = self.data_rank
-                layer.draw_seed()
-            settle_window(self.plan.layers, self.clock, self.grad_snr_every)
+                self._first_masks(layer, saved.get(layer.name))
+                layer.noise.follow_data(self.data_rank)
+                layer.draw_noise()
+            self._step = TrainingStep(self.plan.layers, self.grad_snr_every)
+            self._step.begin_window()
             install(self.model, self.plan.layers)
-            self._follower = OptimizerFollower(self.plan.layers)
             self._comparison = RankComparison(self.plan.layers)
             self._counter = MacsCounter(self.model)
             self.macs = self._counter.macs
             self.attached = True
         return self
+
+    @staticmethod
+    def _first_masks(layer: NMLayer, saved: dict[str, Any] | None) -> None:
+        """The masks of a saved state that fits the layer, or those that the method chooses: a search may take long."""
+        if saved is not None and not state_difference(layer, saved):
+            layer.adopt(saved_layer(layer, saved))
+        else:
+            with layer.full():
+                layer.method.init_masks(layer)
+
+    @property
+    def clock(self) -> int:
+        """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
+        return self._step.clock
 
     def detach(self, *, keep_parameters: bool = False) -> None:
         """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones.
@@ -168,7 +188,7 @@ class NMSparsifier(ModelFigures):
             keep_parameters: Leave the parameters that methods own in the optimizers, whose state dict is then as that
                 of the training.
         """
-        self._follower.release(keep_parameters=keep_parameters)
+        self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
             uninstall(self.model, self.plan.layers)
@@ -178,7 +198,7 @@ class NMSparsifier(ModelFigures):
     def bake(self) -> None:
         """Set every masked parameter to W_F: the latent values of pruned entries are gone from the model."""
         for layer in self.plan.layers:
-            layer.here.copy_(layer.forward_part())
+            layer.local_weight.copy_(layer.local_forward_weight())
 
     # -------------------------------------------------------------------------------------------------- a step
 
@@ -202,12 +222,12 @@ class NMSparsifier(ModelFigures):
                 f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M "
                 "could be lost; pass the torch optimizer that it wraps"
             )
-        self._follower.add(optimizer)
+        self._step.register(optimizer)
 
     @property
     def unowned(self) -> list[str]:
         """Masked layers that no registered optimizer trains: their clocks and masks stand still."""
-        return [layer.name for layer in self._follower.unowned()]
+        return [layer.name for layer in self._step.unowned()]
 
     def before_step(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients just before ``optimizer.step()``, before clipping.
@@ -216,17 +236,7 @@ class NMSparsifier(ModelFigures):
             optimizer: A registered optimizer.
             loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
         """
-        self._follower.expect(optimizer)
-        for layer in self._follower.owned(optimizer):
-            parameters = (layer.home, *layer.parameters.values())
-            if loss_scale != 1:
-                for grad in [p.grad for p in parameters if p.grad is not None]:
-                    grad.div_(loss_scale)
-            with layer.whole(gradient=True):
-                layer.method.before_step(layer, optimizer)
-            if loss_scale != 1:  # with those that the method has made
-                for grad in [p.grad for p in parameters if p.grad is not None]:
-                    grad.mul_(loss_scale)
+        self._step.before_optimizer(optimizer, loss_scale)
 
     def step(self) -> bool:
         """Move the masks of every layer whose optimizer has stepped since the last call; call it after every batch.
@@ -241,31 +251,14 @@ class NMSparsifier(ModelFigures):
         Raises:
             RuntimeError: If no optimizer was registered, so that no step was ever counted.
         """
-        self._require_attached("step")
-        if not self._follower:
+        if not self.attached or not self._step.optimizers:
+            self._require_attached("step")
             raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
         if self.macs and self._counter is not None:
             self._counter.settle()
             if self.macs:
                 self._close_counter()
-        stepped = self._follower.settle()
-        self.clock += stepped
-        for layer in self.plan.layers:
-            layer.clock = self.clock
-            if stepped and layer.step == layer.updated_at:
-                layer.count_cost()
-            # What begins or ends now does so in layers that made no step, too.
-            if layer.step > layer.updated_at or (stepped and self.clock in layer.schedule):
-                with layer.whole():
-                    layer.method.update(layer)
-                layer.updated_at = layer.step
-                layer.parked = None
-            layer.draw_seed()
-        if stepped:
-            for layer in self.plan.layers:
-                layer.dense_gradient = layer.method.needs_dense_gradient(layer)
-            settle_window(self.plan.layers, self.clock, self.grad_snr_every)
-        return stepped
+        return self._step.end_batch()
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Fail in all processes if the masks, or what decides on them, are not equal in all; call it in all.
@@ -332,7 +325,7 @@ class NMSparsifier(ModelFigures):
             "schema": SCHEMA,
             "seed": self.seed,
             "clock": self.clock,
-            "stepped": self._follower.stepped,
+            "stepped": self._step.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
             "macs": dict(self.macs),
         }
@@ -353,7 +346,7 @@ class NMSparsifier(ModelFigures):
             if fits(layer, saved[name]):
                 continue
             forward = layer.forward_weight()
-            if layer.parked is not None and fits(layer, saved[name], forward):
+            if layer.replaced_state is not None and fits(layer, saved[name], forward):
                 unveiled[name] = forward
             else:
                 raise ValueError(
@@ -362,7 +355,6 @@ class NMSparsifier(ModelFigures):
                     "with the averaging callback, too"
                 )
         self.seed = state["seed"]
-        self.clock, self._follower.stepped = state["clock"], state["stepped"]
         for name, then, here in changed_schedules(self.plan.layers, saved, self.planned_steps):
             warnings.warn(
                 f"this training began with {name} scheduled at steps {then}, which stays; the settings and the plan of "
@@ -373,12 +365,12 @@ class NMSparsifier(ModelFigures):
         if changes:
             warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
         for name, layer in layers.items():
-            layer.seed = self.seed
+            layer.noise.reseed(self.seed)
             if name in unveiled:
-                layer.here.copy_(layer.part(unveiled[name]))
+                layer.local_weight.copy_(layer.local_shard(unveiled[name]))
             load_layer_state(layer, saved[name])
-            layer.parked = None
-        settle_window(self.plan.layers, self.clock, self.grad_snr_every)
+            layer.forget_replaced_state()
+        self._step.load(state["clock"], state["stepped"])
         if state["macs"]:
             self.macs.clear()
             self.macs.update(_by_plain_name(state["macs"]))

@@ -11,14 +11,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.1, amsgrad=True),
     "nadam": lambda p: torch.optim.NAdam(p, 0.02),
     "radam": lambda p: torch.optim.RAdam(p, 0.02),
-    "adamax": lambda p: torch.optim.Adamax(p, 0.02),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
-    "adadelta": lambda p: torch.optim.Adadelta(p, 20.0, weight_decay=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5),
-    "rprop": lambda p: torch.optim.Rprop(p, 0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, 0.05),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 0.05),
-    "muon": lambda p: torch.optim.Muon(p, 0.02),
 }
 
 

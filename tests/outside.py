@@ -29,7 +29,7 @@ class ScaledMask(MaskMethod):
     def __init__(self, strength=0.1):
         self.strength = strength
 
-    def init(self, layer):
+    def init_masks(self, layer):
         if "scale" not in layer.parameters:
             layer.parameters["scale"] = nn.Parameter(torch.full((), 1.5, dtype=layer.weight.dtype))
         self.update(layer)

@@ -125,7 +125,7 @@ def results(model, x, grad, router, call=None):
     x = x.detach().clone().requires_grad_()
     model.zero_grad()
     for layer in layers_of(model):
-        layer.draw_seed(7)
+        layer.draw_noise(7)
     with routing(router):
         y = (model if call is None else call)(x)
         y.backward(grad)
@@ -135,8 +135,8 @@ def results(model, x, grad, router, call=None):
 def exact(module, x, grad):
     """The same for one layer in float64 on the CPU: of the same weight and masks, and of the same sample of dY."""
     (layer,) = layers_of(module)
-    layer.draw_seed(7)
-    sample = None if layer.estimator is None else layer.estimate(grad, layer.call_noise(layer.noise, 0))
+    layer.draw_noise(7)
+    sample = None if layer.estimator is None else layer.estimate(grad, layer.noise.for_call(layer.noise.words, 0))
     module = copy.deepcopy(module).cpu().double()
     (layer,) = layers_of(module)
     if sample is not None:

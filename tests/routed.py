@@ -35,7 +35,7 @@ def gradients(module, x, router):
     module.zero_grad()
     for part in module.modules():
         for layer in getattr(part, "nm_layers", {}).values():
-            layer.draw_seed(7)
+            layer.draw_noise(7)
     with routing(router):
         y = module(x)
     (y.square() * torch.linspace(1, 2, y.shape[-1], dtype=y.dtype)).sum().backward()

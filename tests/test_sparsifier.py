@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, SRSTE, BiMask, GradientEstimator, NMSparsifier
+from lightning_nm import ASP, SRSTE, BiMask, GradientEstimator, NMPattern, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.nn.layer import Gemm
 from tests.outside import ScaledMask
 
 
@@ -225,8 +224,8 @@ class Halve(GradientEstimator):
         scale[::2] = 2
         return grad * scale
 
-    def gemm(self, layer):
-        return Gemm("1:2", "", 0.5, 0.5, 0.5)
+    def pattern_of(self, layer):
+        return NMPattern(1, 2)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -344,18 +343,18 @@ def test_swapping_weights_out_and_in_again_loses_nothing():
     sparsifier.register(optimizer)
     one_step(model, sparsifier, optimizer)
     layer = sparsifier.layers["2"]
-    latent, marks, permutation = (t.detach().clone() for t in (layer.weight, layer.marks, layer.permutation))
+    latent, marks, permutation = (t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.permutation))
     backup = {key: value.clone() for key, value in model.state_dict().items()}
     for factor in (0.5, 0.25):
         model.load_state_dict({key: factor * value + 0.01 for key, value in backup.items()})
         assert torch.equal(model.state_dict()["2.weight"], nmf.nm_prune(layer.weight.detach(), "2:4"))
     model.load_state_dict(backup)
     assert torch.equal(layer.weight, latent)
-    assert torch.equal(layer.marks, marks)
+    assert torch.equal(layer.masks.bits, marks)
     assert torch.equal(layer.permutation, permutation)
     assert layer.step == 1
     one_step(model, sparsifier, optimizer, seed=1)
-    assert layer.parked is None, "a copy of the weights is not kept for good"
+    assert layer.replaced_state is None, "a copy of the weights is not kept for good"
 
 
 def test_parameters_that_join_an_optimizer_are_followed():
@@ -414,9 +413,9 @@ def test_random_choices_depend_on_seed_layer_and_step():
     first, second = sparsifier.layers.values()
     draws = {torch.rand(1, generator=layer.generator()).item() for layer in (first, second, first)}
     assert len(draws) == 2
-    first.step = 1
+    first.progress.step = 1
     draws.add(torch.rand(1, generator=first.generator()).item())
-    first.seed = 4
+    first.noise.reseed(4)
     draws.add(torch.rand(1, generator=first.generator()).item())
     assert len(draws) == 4
 
@@ -432,7 +431,7 @@ def test_a_state_brings_its_seed_and_its_sums():
     other = NMSparsifier(other_model, "2:4", "sr-ste", seed=9).attach()
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(sparsifier.state_dict())
-    assert other.seed == other.layers["2"].seed == 3
+    assert other.seed == other.layers["2"].noise.seed == 3
     assert other.macs == sparsifier.macs
     assert other.mean_flip_rate() == sparsifier.mean_flip_rate() > 0
     assert other.mean_flops_ratios() == sparsifier.mean_flops_ratios()

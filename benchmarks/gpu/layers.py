@@ -181,7 +181,7 @@ class Layer:
         """Y, dX and the weights' gradients of one step by a router, with the first draw of its random numbers."""
         assert self.sparsifier is not None
         for layer in self.sparsifier.layers.values():
-            layer.draw_seed(1)
+            layer.draw_noise(1)
         own, self.router = self.router, router
         try:
             y = self.step().detach()

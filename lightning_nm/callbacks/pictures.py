@@ -74,7 +74,7 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     """
     if layer.forward_mask is None:
         return None
-    with torch.no_grad(), layer.whole():
+    with torch.no_grad(), layer.full():
         margins = mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1).double()
     known = ~margins.isnan()
     margins = torch.where(known, margins, 0)

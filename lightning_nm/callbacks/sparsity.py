@@ -27,7 +27,7 @@ from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier, check_schema
-from lightning_nm.training.phases import finished_windows
+from lightning_nm.training.phases import finished_phases
 
 
 class RuleSpec(TypedDict, total=False):
@@ -266,7 +266,7 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.step()
         self._open = False
         if not self._fresh:
-            for over in finished_windows(sparsifier.plan.layers):
+            for over in finished_phases(sparsifier.plan.layers):
                 rank_zero_warn(f"{over}; for another training with phases of its own, make a new callback")
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")

@@ -59,7 +59,7 @@ def _phases(sparsifier: NMSparsifier) -> list[str]:
         if window and (layer.method.dense_start or layer.method.dense_end):
             until = f" to {window[1]}; the model is dense after that" if len(window) > 1 else ""
             lines.append(f"{type(layer.method).__name__}: masks from training step {window[0]}{until}")
-        window = layer.estimator_schedule
+        window = layer.progress.estimator_schedule
         if window:
             until = f" to {window[1]}, then wgrad is dense" if len(window) > 1 else ""
             lines.append(f"{type(layer.estimator).__name__}: from training step {window[0]}{until}")

@@ -62,14 +62,14 @@ class GradientWire:
         layer = self._layers.get(id(parameter))
         if layer is None or layer.param is not parameter:
             return None
-        return None if layer.kept is None or layer.method.gradient_at_pruned(layer) else layer
+        return None if layer.forward_mask_view is None or layer.method.gradient_at_pruned(layer) else layer
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Where the kept entries of each block lie, ``[blocks, N]``, kept until the masks move: N / M bytes a weight.
 
         A block that keeps fewer is filled up with the first pruned ones, so that no size depends on a value.
         """
-        marks = layer.marks
+        marks = layer.masks.bits
         assert marks is not None
         key = id(layer.param)
         known = self._entries.get(key)
@@ -80,7 +80,7 @@ class GradientWire:
 
 def kept_entries(layer: NMLayer) -> Tensor:
     """Positions of the kept entries within each block, uint8 or int16 ``[blocks, N]``, kept ones first."""
-    kept, (n, m) = layer.kept, (layer.pattern.n, layer.pattern.m)
+    kept, (n, m) = layer.forward_mask_view, (layer.pattern.n, layer.pattern.m)
     assert kept is not None
     blocks = as_blocks(layer.rows(kept), m)
     # All keys of a block differ, so the order is the same in every process.
@@ -145,7 +145,7 @@ def _sent(grad: Tensor, layer: NMLayer | None, wire: GradientWire) -> Tensor:
     """What is sent of a gradient, one-dimensional."""
     if layer is None:
         return grad.reshape(-1)
-    kept, places, m = layer.kept, wire.entries(layer).long(), layer.pattern.m
+    kept, places, m = layer.forward_mask_view, wire.entries(layer).long(), layer.pattern.m
     assert kept is not None
     values = as_blocks(layer.rows(grad), m).gather(1, places)
     return torch.where(as_blocks(layer.rows(kept), m).gather(1, places), values, 0).flatten()

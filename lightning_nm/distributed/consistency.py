@@ -21,17 +21,17 @@ def agreed(layer: NMLayer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "shape": tuple(layer.param.shape),
-        "layout": layer.layout,
+        "layout": layer.spec.layout,
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
         "estimator": type(layer.estimator).__name__,
-        "seed": layer.seed,
+        "seed": layer.noise.seed,
         "schedule": layer.schedule,
-        "estimator_schedule": layer.estimator_schedule,
+        "estimator_schedule": layer.progress.estimator_schedule,
         "estimating": layer.estimating,
         "dense_gradient": layer.dense_gradient,
         "gradient_at_pruned": layer.method.gradient_at_pruned(layer),
-        "own_backward": layer.own_backward,
+        "own_backward": layer.masks.has_backward,
         "clock": layer.clock,
         "step": layer.step,
         "updated_at": layer.updated_at,
@@ -54,7 +54,7 @@ def checksum(layer: NMLayer) -> Tensor:
         >>> from lightning_nm import NMSparsifier
         >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
         >>> before = checksum(layer)
-        >>> layer.marks[0] = 1 - layer.marks[0]
+        >>> layer.masks.bits[0] = 1 - layer.masks.bits[0]
         >>> (checksum(layer) == before).tolist()
         [True, False, True, True]
     """
@@ -69,7 +69,7 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
 
 def _of_masks(layer: NMLayer) -> Tensor:
     device = layer.param.device
-    return torch.stack([_sum([] if t is None else [t], device) for t in (layer.marks, layer.permutation)])
+    return torch.stack([_sum([] if t is None else [t], device) for t in (layer.masks.bits, layer.permutation)])
 
 
 def _of_parameters(layer: NMLayer) -> Tensor:
@@ -139,7 +139,7 @@ class RankComparison:
             self._explain(group)
 
     def _of_masks(self, layer: NMLayer) -> Tensor:
-        tensors = [t for t in (layer.marks, layer.permutation) if t is not None]
+        tensors = [t for t in (layer.masks.bits, layer.permutation) if t is not None]
         versions = [t._version for t in tensors]
         known = self._known.get(layer.name)
         if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:

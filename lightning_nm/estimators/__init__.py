@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from lightning_nm.estimators.base import GradientEstimator
+from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
 from lightning_nm.estimators.top_n import TopN
 
-__all__ = ["MVUE", "ApproxMVUE", "EstimatorName", "GradientEstimator", "TopN", "resolve_estimator"]
+__all__ = ["MVUE", "ApproxMVUE", "BlockEstimator", "EstimatorName", "GradientEstimator", "TopN", "resolve_estimator"]
 
 EstimatorName = Literal["mvue", "approx-mvue", "top-n"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from lightning_nm.nn.layer import Gemm, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, resolve_window
 
@@ -20,6 +22,11 @@ class GradientEstimator:
     """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
     dense_end: Moment = 0
     """How long wgrad is dense again before training ends, likewise."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if callable(vars(cls).get("gemm")):
+            raise TypeError(f"{cls.__name__} defines gemm(), which is not a hook any more: define pattern_of()")
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
         """``E(dY)``; the identity unless overridden. Traced by ``torch.compile``, so it must be plain tensor code.
@@ -51,10 +58,6 @@ class GradientEstimator:
             same pass made it, else ``None``.
         """
         return layer.estimate(grad, seed).t().contiguous(), None
-
-    def gemm(self, layer: NMLayer) -> Gemm:
-        """What the wgrad GEMM does with this estimator and what it costs."""
-        return Gemm("dense")
 
     def pattern_of(self, layer: NMLayer) -> NMPattern | None:
         """The pattern along the tokens; ``None`` for an estimator without blocks."""

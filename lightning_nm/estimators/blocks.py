@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_nm.estimators.base import GradientEstimator
 from lightning_nm.functional import counter_uniform
-from lightning_nm.nn.layer import Gemm, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import Moment, check_window
 
@@ -60,8 +60,3 @@ class BlockEstimator(GradientEstimator):
         blocks = padded.shape[0] // pattern.m
         uniform = counter_uniform(self.numbers * blocks * out, seed).view(self.numbers, blocks, out)
         return self.prune(padded, pattern, uniform)[:tokens]
-
-    def gemm(self, layer: NMLayer) -> Gemm:
-        """N:M along the tokens."""
-        pattern = self.pattern_of(layer)
-        return Gemm(str(pattern), "", pattern.density, pattern.density, pattern.density)

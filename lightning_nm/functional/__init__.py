@@ -2,9 +2,9 @@
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.margin import mask_margin
-from lightning_nm.functional.masks import count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
+from lightning_nm.functional.masks import backward_mask, count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
-from lightning_nm.functional.permutation import backward_mask, permutation_score, search_permutation
+from lightning_nm.functional.permutation import permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed
 from lightning_nm.functional.statistics import (
     gradient_snr,

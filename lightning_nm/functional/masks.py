@@ -12,6 +12,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.block_masks import broadcast_mask, sorted_mask, unrolled_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Up to this many entries a block, comparing each pair where it lies in memory beats gathering the entries first.
@@ -76,6 +77,57 @@ def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tenso
         [0, 1, 0, 1]
     """
     return _mask(weight, pattern, dim, magnitude=True)
+
+
+def backward_mask(
+    weight: Tensor,
+    forward_mask: Tensor | None,
+    pattern: PatternLike,
+    permutation: Tensor | None = None,
+    groups: int = 1,
+) -> Tensor:
+    r"""Mask of the weight in the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
+
+    ``B = F & P^-1 top(|P (F * W)|)``: P permutes the rows, and top keeps the N largest of every M consecutive rows per
+    column, ties to the lower row position.
+
+    Args:
+        weight: ``[out, ...]``, real; read as ``[out, K]``, every column alone.
+        forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+        permutation: Integers ``[out]``, the original row at every position. None is the identity.
+        groups: Equal runs of output rows that blocks and permutation must not cross (grouped convolutions).
+
+    Returns:
+        Boolean, the shape of ``weight``.
+
+    Raises:
+        ValueError: If M does not divide ``out / groups``, or ``permutation`` is not one or crosses groups.
+
+    Example::
+
+        >>> weight = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
+        >>> backward_mask(weight, None, "1:2").flatten().tolist()
+        [True, False, True, False]
+        >>> backward_mask(weight, None, "1:2", torch.tensor([0, 3, 1, 2])).flatten().tolist()
+        [True, True, False, False]
+
+    Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
+    """
+    pattern = pattern if isinstance(pattern, NMPattern) else NMPattern.parse(pattern)
+    check_output_blocks(weight, forward_mask, pattern, groups)
+    magnitudes = weight.detach().abs()
+    if forward_mask is not None:
+        magnitudes = magnitudes.where(forward_mask, 0)
+    magnitudes = magnitudes.flatten(1).contiguous()
+    if permutation is None:
+        mask = _mask(magnitudes, pattern, 0, magnitude=False)
+    else:
+        permutation = checked_permutation(permutation, weight, groups)
+        mask = torch.empty_like(magnitudes, dtype=torch.bool)
+        mask[permutation] = _mask(magnitudes[permutation], pattern, 0, magnitude=False)
+    mask = mask.view(weight.shape)
+    return mask if forward_mask is None else mask & forward_mask
 
 
 def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -156,6 +208,51 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
     return (nonzeros > pattern.n).sum()
 
 
+def check_output_blocks(weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int) -> None:
+    """Refuse a weight along whose output axis no blocks lie, and a forward mask that does not belong to it.
+
+    Raises:
+        ValueError: Naming the sizes.
+    """
+    if weight.ndim < 2:
+        raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
+    out = weight.shape[0]
+    if groups < 1 or out % groups:
+        raise ValueError(f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups")
+    if out // groups % pattern.m:
+        raise ValueError(
+            f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}: "
+            f"keep this layer's input gradient dense, or choose a pattern whose M divides {out // groups}"
+        )
+    if forward_mask is not None and (forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool):
+        raise ValueError(
+            f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the "
+            f"shape of the weight, {tuple(weight.shape)}"
+        )
+
+
+def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
+    """A copy of the permutation (None: the identity) as int64 on the weight's device."""
+    rows = torch.arange(len(weight), device=weight.device)
+    if permutation is None:
+        return rows
+    held = permutation.to(weight.device, torch.int64, copy=True)
+    if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
+        raise ValueError(
+            f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once: "
+            f"pass integers such as torch.randperm({len(rows)}), or None for the identity"
+        )
+    size = len(rows) // groups
+    crossing = (held // size != rows // size).nonzero()
+    if len(crossing):
+        at = int(crossing[0])
+        raise ValueError(
+            f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows: permute within "
+            f"each of the {groups} groups, or pass groups=1 if the layer is not grouped"
+        )
+    return held
+
+
 def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
     """Return ``dim`` counted from the front, or explain why no blocks lie along it."""
     shape = tuple(tensor.shape)
@@ -179,15 +276,15 @@ def _comparable(scores: Tensor) -> Tensor:
 
 
 def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
-    pattern = NMPattern.parse(pattern)
+    pattern = pattern if isinstance(pattern, NMPattern) else NMPattern.parse(pattern)
     dim = _check_blocks(scores, pattern, dim)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
     if pattern.m > _MAX_PAIRWISE_M:
-        return _sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
+        return sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
     if torch.compiler.is_compiling():
-        traced = _unrolled_mask if pattern.m <= _MAX_STRIDED_M else _broadcast_mask
+        traced = unrolled_mask if pattern.m <= _MAX_STRIDED_M else broadcast_mask
         return traced(scores.abs() if magnitude else scores, pattern, dim)
     return _chunked_mask(scores, pattern, dim, magnitude)
 
@@ -301,41 +398,3 @@ def _wide(scores: Tensor) -> Tensor:
     """Widen half dtypes, whose comparisons are slow on a CPU; the cast keeps order and ties."""
     half = scores.is_floating_point() and scores.itemsize < 4
     return scores.float() if half and scores.device.type == "cpu" else scores
-
-
-def _unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Compare pair by pair without side effects: a compiler fuses this into one pass without a reduction."""
-    entries = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).unbind(-1)
-    ranks = [torch.zeros_like(entry, dtype=torch.int32) for entry in entries]
-    for i, j in combinations(range(pattern.m), 2):
-        won = (entries[i] >= entries[j]) | entries[j].isnan()
-        ranks[i] = ranks[i] + ~won
-        ranks[j] = ranks[j] + won
-    return torch.stack([rank < pattern.n for rank in ranks], -1).flatten(-2).movedim(-1, dim)
-
-
-def _broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Compare all pairs in one expression without side effects: a compiler need not store them."""
-    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
-    mine, other = blocks.unsqueeze(-1), blocks.unsqueeze(-2)
-    index = torch.arange(pattern.m, device=scores.device)
-    beaten_by_earlier = (other >= mine) | mine.isnan()
-    beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
-    rank = torch.where(index < index.unsqueeze(-1), beaten_by_earlier, beaten_by_later).sum(-1)
-    return (rank < pattern.n).flatten(-2).movedim(-1, dim)
-
-
-def _sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Mark the first N of a stable descending sort."""
-    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
-    # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
-    floating = scores.is_floating_point()
-    order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
-    mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)
-
-
-def _nm_mask_reference(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
-    """Do what :func:`nm_mask` does by one stable sort: what the tests compare every other path with."""
-    pattern = NMPattern.parse(pattern)
-    return _sorted_mask(_comparable(scores.detach()), pattern, _check_blocks(scores, pattern, dim))

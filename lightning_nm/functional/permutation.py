@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor
 
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import check_output_blocks, checked_permutation
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Search: TypeAlias = Literal["swap", "random"]
@@ -24,52 +24,6 @@ Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 _LEVELS = 4  # thresholds that stand for the magnitudes while "swap" searches by "l1"
 _TILE = 256  # blocks that exchange rows in one assignment: the cost of a round is linear in it, the gain grows slowly
 _CACHE = 2**17  # elements that one step of the scoring works on, so that its temporaries stay in the cache
-
-
-def backward_mask(
-    weight: Tensor,
-    forward_mask: Tensor | None,
-    pattern: PatternLike,
-    permutation: Tensor | None = None,
-    groups: int = 1,
-) -> Tensor:
-    r"""Mask of the weight in the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
-
-    ``B = F & P^-1 top(|P (F * W)|)``: P permutes the rows, and top keeps the N largest of every M consecutive rows per
-    column, ties to the lower row position.
-
-    Args:
-        weight: ``[out, ...]``, real; read as ``[out, K]``, every column alone.
-        forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
-        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
-        permutation: Integers ``[out]``, the original row at every position. None is the identity.
-        groups: Equal runs of output rows that blocks and permutation must not cross (grouped convolutions).
-
-    Returns:
-        Boolean, the shape of ``weight``.
-
-    Raises:
-        ValueError: If M does not divide ``out / groups``, or ``permutation`` is not one or crosses groups.
-
-    Example::
-
-        >>> weight = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
-        >>> backward_mask(weight, None, "1:2").flatten().tolist()
-        [True, False, True, False]
-        >>> backward_mask(weight, None, "1:2", torch.tensor([0, 3, 1, 2])).flatten().tolist()
-        [True, True, False, False]
-
-    Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
-    """
-    magnitudes, pattern, _, _ = _problem(weight, forward_mask, pattern, "l1", groups)
-    if permutation is None:
-        mask = nm_mask(magnitudes, pattern, dim=0)
-    else:
-        permutation = _checked(permutation, weight, groups)
-        mask = torch.empty_like(magnitudes, dtype=torch.bool)
-        mask[permutation] = nm_mask(magnitudes[permutation], pattern, dim=0)
-    mask = mask.view(weight.shape)
-    return mask if forward_mask is None else mask & forward_mask
 
 
 @torch.no_grad()
@@ -107,7 +61,7 @@ def permutation_score(
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
-    return float(_scores(problem, _checked(permutation, weight, groups)[None])[0])
+    return float(_scores(problem, checked_permutation(permutation, weight, groups)[None])[0])
 
 
 @torch.no_grad()
@@ -164,7 +118,7 @@ def search_permutation(
     if candidates < 1:
         raise ValueError(f"candidates={candidates}: the search needs at least one, for example candidates=100")
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
-    start = _checked(initial, weight, groups)
+    start = checked_permutation(initial, weight, groups)
     if problem.table.numel() == 0 or len(start) == groups * problem.pattern.m:  # one block a group: all score the same
         return start
     if search == "random":
@@ -198,48 +152,12 @@ def _problem(
 ) -> _Problem:
     pattern = NMPattern.parse(pattern)
     _choice("criterion", criterion, get_args(Criterion))
-    if weight.ndim < 2:
-        raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
-    out = weight.shape[0]
-    if groups < 1 or out % groups:
-        raise ValueError(f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups")
-    if out // groups % pattern.m:
-        raise ValueError(
-            f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}: "
-            f"keep this layer's input gradient dense, or choose a pattern whose M divides {out // groups}"
-        )
+    check_output_blocks(weight, forward_mask, pattern, groups)
     weight = weight.detach()
     table = weight.abs() if criterion == "l1" else weight.bool()
     if forward_mask is not None:
-        if forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool:
-            raise ValueError(
-                f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the "
-                f"shape of the weight, {tuple(weight.shape)}"
-            )
         table = table.where(forward_mask, 0) if criterion == "l1" else table & forward_mask
     return _Problem(table.flatten(1).contiguous(), pattern, criterion, groups)
-
-
-def _checked(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
-    """A copy of the permutation (None: the identity) as int64 on the weight's device."""
-    rows = torch.arange(len(weight), device=weight.device)
-    if permutation is None:
-        return rows
-    held = permutation.to(weight.device, torch.int64, copy=True)
-    if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
-        raise ValueError(
-            f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once: "
-            f"pass integers such as torch.randperm({len(rows)}), or None for the identity"
-        )
-    size = len(rows) // groups
-    crossing = (held // size != rows // size).nonzero()
-    if len(crossing):
-        at = int(crossing[0])
-        raise ValueError(
-            f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows: permute within "
-            f"each of the {groups} groups, or pass groups=1 if the layer is not grouped"
-        )
-    return held
 
 
 def _first_rows(rows: Tensor, groups: int) -> Tensor:

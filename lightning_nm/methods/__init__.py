@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from lightning_nm.methods.asp import ASP
@@ -26,9 +29,20 @@ __all__ = [
 ]
 
 MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
+"""The short names; each is the ``short_name`` of a class in this package."""
 
-_CLASSES: tuple[type[Method], ...] = (Dense, STE, SRSTE, ASP, TransposableMask, BiMask, BAME)
-_BY_NAME: dict[str, type[Method]] = dict(zip(get_args(MethodName), _CLASSES, strict=True))
+
+def _by_short_name(base: type[Method] = Method) -> Iterator[tuple[str, type[Method]]]:
+    for cls in base.__subclasses__():
+        if "short_name" in vars(cls) and cls.__module__.startswith(f"{__name__}."):
+            yield cls.short_name, cls
+        yield from _by_short_name(cls)
+
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+_BY_NAME: dict[str, type[Method]] = dict(_by_short_name())
+assert sorted(_BY_NAME) == sorted(get_args(MethodName)), "MethodName and the classes' short names differ"
 
 
 def resolve_method(method: MethodName | Method | Any) -> Method:
@@ -42,8 +56,7 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
         return method
     if isinstance(method, str):
         if method not in _BY_NAME:
-            raise ValueError(
-                f"method {method!r} does not exist: use one of {', '.join(map(repr, _BY_NAME))} or an object"
-            )
+            names = ", ".join(map(repr, get_args(MethodName)))
+            raise ValueError(f"method {method!r} does not exist: use one of {names} or an object")
         return _BY_NAME[method]()
     raise TypeError(f"method must be a short name or a Method, not {method!r}")

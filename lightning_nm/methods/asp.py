@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.methods.base import MaskMethod
-from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.layer import NMLayer
 
 
 class ASP(MaskMethod):
@@ -29,6 +29,8 @@ class ASP(MaskMethod):
             N:M sparse with ``init="zeros"``.
     """
 
+    short_name = "asp"
+
     latent = False
 
     def __init__(self, start: int = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
@@ -39,9 +41,9 @@ class ASP(MaskMethod):
         if init == "zeros" and start > 0:
             raise ValueError(f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}")
         self.start = start
-        self.source = init
+        self.init = init
 
-    def init(self, layer: NMLayer) -> None:
+    def init_masks(self, layer: NMLayer) -> None:
         """Prune now if the run starts pruned."""
         layer.set_masks(None)
         if layer.step >= self.start:
@@ -49,14 +51,14 @@ class ASP(MaskMethod):
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``."""
-        if layer.marks is None and layer.step >= self.start:
+        if layer.masks.bits is None and layer.step >= self.start:
             self._prune(layer)
 
     @torch.no_grad()
     def _prune(self, layer: NMLayer) -> None:
         if layer.forward_reason:
             return
-        if self.source == "zeros":
+        if self.init == "zeros":
             weight = layer.weight.detach()
             if not is_nm(layer.rows(weight), layer.pattern, dim=1):
                 raise ValueError(
@@ -68,28 +70,20 @@ class ASP(MaskMethod):
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
         if layer.step:  # else after the first step: a fit that fails before it has cost the user no weight
-            layer.here.masked_fill_(~layer.part(mask), 0)
+            layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Only before pruning, when there are no pruned entries."""
-        return layer.marks is None
+        return layer.masks.bits is None
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""
-        mask = layer.kept
+        mask = layer.forward_mask_view
         return (grad if mask is None else grad.masked_fill_(~mask, 0),)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        mask = layer.kept
+        mask = layer.forward_mask_view
         if mask is not None:
-            layer.here.masked_fill_(~layer.part(mask), 0)
-
-    def gemms(self, layer: NMLayer) -> Gemms:
-        """As every mask method; once pruned, wgrad is needed at kept entries alone."""
-        gemms = super().gemms(layer)
-        if layer.marks is None:
-            return gemms
-        kept = Gemm("dense", "dW only at kept entries", arithmetic=layer.pattern.density)
-        return gemms._replace(wgrad=self._wgrad(layer, kept))
+            layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)

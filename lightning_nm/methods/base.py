@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.kernels.operands import masked_backward, masked_forward
-from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment
+
+_REPLACED_HOOKS = {
+    "init": "rename it init_masks()",
+    "forward_part": "set selects_entries",
+    "forward_operand": "set selects_entries",
+    "backward_operand": "set selects_entries",
+    "gemms": "set transposable or paper_counts_masked, or define gradient_at_pruned() or current_pattern()",
+}
 
 
 class Method:
@@ -20,14 +29,16 @@ class Method:
     whatever belongs to one layer is kept on the :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``,
     ``permutation``, ``parameters``).
 
-    The order of calls is: :meth:`check` and :meth:`check_optimizer` before anything else, :meth:`init` once; then for
-    each real optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), the optimizer's
-    step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler skips has a
-    :meth:`before_step` alone. Within a step, :meth:`forward_weight` runs in every forward, :meth:`backward_weight` and
-    :meth:`weight_gradient` in every backward; these three are traced by ``torch.compile`` and so must be plain tensor
-    code.
+    The order of calls is: :meth:`check` and :meth:`check_optimizer` before anything else, :meth:`init_masks` once, but
+    not for a layer whose training continues; then for each real optimizer step :meth:`before_step` (gradients are
+    complete, unscaled and not yet clipped), the optimizer's step, :meth:`after_step`, and at the end of the batch
+    :meth:`update`. A step that a gradient scaler skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in
+    every forward pass, :meth:`backward_weight` and :meth:`weight_gradient` in every backward pass; these three are
+    traced by ``torch.compile`` and so must be plain tensor code.
     """
 
+    short_name: str = ""
+    """The name of a built-in method in YAML and on command lines."""
     sparse_forward: bool = False
     """Whether the method makes the forward weight N:M along `in`."""
     sparse_dgrad: bool = False
@@ -38,14 +49,36 @@ class Method:
     dense_end: Moment = 0
     """How long it is dense again at the end, likewise."""
 
+    uses_masks: bool = False
+    """Whether the method prunes by the layer's masks."""
+    transposable: bool = False
+    """Whether the forward mask is N:M along `out`, too, in layers where dgrad can be N:M."""
+    paper_counts_masked: bool = False
+    """Whether the paper counts GEMMs as sparse that are masked, but not N:M along the contraction axis."""
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
+    selects_entries: bool = True
+    """Whether W_F and W_B are W at the entries that the layer's masks keep, and 0 elsewhere: then kernels mask while
+    they pack, and processes mask their shards. ``False`` by default in a class that defines ``forward_weight`` or
+    ``backward_weight``."""
 
     headline: str = "kept_magnitude"
     """The statistic that tells most of the method, for progress bars: one of the sparsifier's or the method's own."""
 
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused. Other settings may change."""
+
+    hooks: frozenset[str] = frozenset()
+    """The hooks that a class defines; the others are not called."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, replacement in _REPLACED_HOOKS.items():
+            if callable(vars(cls).get(name)):
+                raise TypeError(f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}")
+        cls.hooks = frozenset(name for name in vars(Method) if getattr(cls, name) is not getattr(Method, name))
+        if "selects_entries" not in vars(cls) and not {"forward_weight", "backward_weight"}.isdisjoint(vars(cls)):
+            cls.selects_entries = False
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
@@ -79,34 +112,16 @@ class Method:
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
 
-    def init(self, layer: NMLayer) -> None:
+    def init_masks(self, layer: NMLayer) -> None:
         """Choose the first masks of a layer whose weight has just been set or loaded."""
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
         return weight
 
-    def forward_part(self, layer: NMLayer, here: Tensor) -> Tensor | None:
-        """W_F at the entries of W that this process holds; ``None`` if it takes all of W, which is then gathered."""
-        return here if type(self).forward_weight is Method.forward_weight else None
-
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_B, of the weight's shape; the forward weight unless overridden."""
         return self.forward_weight(layer, weight)
-
-    def forward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_F as a kernel for N:M operands packs it: ``[out, in]``, contiguous."""
-        return layer.matrix(self.forward_weight(layer, weight)).to(dtype).contiguous()
-
-    def backward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_B^T as a kernel packs it: ``[in, out]``, contiguous, its columns in the order of ``layer.permutation``.
-
-        Without a backward mask of its own a layer has no permutation.
-        """
-        rows = layer.matrix(self.backward_weight(layer, weight)).to(dtype)
-        if layer.own_backward and layer.permutation is not None:
-            rows = rows[layer.permutation]
-        return rows.t().contiguous()
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
@@ -125,16 +140,7 @@ class Method:
         return None
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Shape the complete gradient just before the optimizer uses it."""
-        with torch.enable_grad():
-            penalty = self.penalty(layer)
-            if penalty is None:
-                return
-            owners = [p for p in (layer.weight, *layer.parameters.values()) if p.requires_grad]
-            grads = torch.autograd.grad(penalty, owners, allow_unused=True)
-        for owner, grad in zip(owners, grads, strict=True):
-            if grad is not None:
-                owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+        """Shape the complete gradient just before the optimizer uses it; the :meth:`penalty` is in it already."""
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Repair the weight right after an optimizer step, as methods without latent weights must.
@@ -150,25 +156,13 @@ class Method:
         ``layer.clock`` counts training steps, this one included.
         """
 
-    def gemms(self, layer: NMLayer) -> Gemms:
-        """What each GEMM does at present and what it costs."""
-        return Gemms(Gemm("dense"), Gemm("dense"), self._wgrad(layer))
+    def current_pattern(self, layer: NMLayer) -> NMPattern:
+        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""
+        return layer.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Further statistics of these layers together, all of which use methods of this class; logged as ``nm/...``."""
         return {}
-
-    @staticmethod
-    def _wgrad(layer: NMLayer, own: Gemm = Gemm("dense")) -> Gemm:  # noqa: B008  # a constant
-        """The wgrad GEMM: sparse only through an estimator; ``own`` is what it is without one."""
-        if not layer.param.requires_grad:
-            return Gemm("none", "frozen, so no weight gradient")
-        if layer.estimator is None:
-            return own
-        if not layer.estimating:
-            return own._replace(reason="; ".join(filter(None, ("dense phase", own.reason))))
-        gemm = layer.estimator.gemm(layer)
-        return gemm._replace(arithmetic=gemm.arithmetic * own.arithmetic, paper=min(gemm.paper, own.paper))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -178,6 +172,8 @@ class Method:
 class Dense(Method):
     """No masks at all: the baseline that every comparison needs, through the same code path."""
 
+    short_name = "dense"
+
     headline = "grad_snr"
 
 
@@ -185,57 +181,15 @@ class MaskMethod(Method):
     """W_F is W under the forward mask, W_B is W under the backward mask."""
 
     sparse_forward = True
+    uses_masks = True
+    selects_entries = True
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""
-        mask = layer.kept
+        mask = layer.forward_mask_view
         return weight if mask is None else torch.where(mask, weight, 0)
-
-    def forward_part(self, layer: NMLayer, here: Tensor) -> Tensor | None:
-        """The same, entry by entry."""
-        mask = layer.kept
-        if type(self).forward_weight is not MaskMethod.forward_weight:
-            return None
-        return here if mask is None else torch.where(layer.part(mask), here, 0)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
         mask = layer.backward_mask
         return self.forward_weight(layer, weight) if mask is None else torch.where(mask, weight, 0)
-
-    def forward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_F in one pass over the weight and its masks."""
-        marks = layer.marks
-        own = type(self).forward_weight is not MaskMethod.forward_weight
-        if own or marks is None or marks.stride() != weight.stride() or layer.forward_reason:
-            return super().forward_operand(layer, weight, dtype)
-        return masked_forward(layer.matrix(weight), layer.matrix(marks), dtype)
-
-    def backward_operand(self, layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_B^T in one pass over the weight and its masks."""
-        marks = layer.marks
-        own = (type(self).forward_weight, type(self).backward_weight) != (
-            MaskMethod.forward_weight,
-            MaskMethod.backward_weight,
-        )
-        unmasked = layer.forward_reason and not layer.own_backward
-        if own or marks is None or marks.stride() != weight.stride() or unmasked:
-            return super().backward_operand(layer, weight, dtype)
-        order = layer.permutation if layer.own_backward else None
-        return masked_backward(layer.matrix(weight), layer.matrix(marks), dtype, order, own_backward=layer.own_backward)
-
-    def gemms(self, layer: NMLayer) -> Gemms:
-        """Forward N:M along `in`; dgrad N:M along `out` only with a backward mask; wgrad dense."""
-        pattern, density = str(layer.pattern), layer.pattern.density
-        if layer.marks is None or layer.forward_reason:
-            forward = Gemm("dense", layer.forward_reason or "dense phase")
-        else:
-            forward = Gemm(pattern, "", density, density, density)
-        if layer.own_backward:
-            measured = density if layer.backward_density is None else layer.backward_density
-            dgrad = Gemm(pattern, "", measured, density, density)
-        elif forward.treatment == pattern:
-            dgrad = Gemm("masked", layer.dgrad_reason or "not N:M along out", arithmetic=density)
-        else:
-            dgrad = Gemm("dense", layer.dgrad_reason)
-        return Gemms(forward, dgrad, self._wgrad(layer))

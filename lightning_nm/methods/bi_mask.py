@@ -41,6 +41,8 @@ class BiMask(SRSTE):
         ValueError: For an unknown ``search`` or ``criterion``, numbers below 1, and as :class:`STE`.
     """
 
+    short_name = "bi-mask"
+
     sparse_dgrad = True
     headline = "overlap"
 
@@ -67,10 +69,10 @@ class BiMask(SRSTE):
         self.search = search
         self.criterion = criterion
 
-    def init(self, layer: NMLayer) -> None:
+    def init_masks(self, layer: NMLayer) -> None:
         """Search the first permutation and select both masks, unless training starts dense."""
-        layer.permutation = None
-        super().init(layer)
+        layer.masks.set_permutation(None)
+        super().init_masks(layer)
 
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
@@ -110,11 +112,8 @@ class BiMask(SRSTE):
                 groups=layer.groups,
                 generator=layer.generator(),
             )
-            if layer.permutation is None:
-                layer.permutation = permutation
-            else:
-                layer.permutation.copy_(permutation)
+            layer.masks.set_permutation(permutation)
         backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
         if due:  # reading it waits for the device; it hardly changes in between
-            layer.backward_density = int(backward.sum()) / backward.numel()
+            layer.masks.measure_backward(backward)
         return backward

@@ -31,6 +31,8 @@ class STE(MaskMethod):
             the number of steps of the training and that is not known.
     """
 
+    short_name = "ste"
+
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
         self.dense_start = dense_start
@@ -44,7 +46,7 @@ class STE(MaskMethod):
         """
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
-    def init(self, layer: NMLayer) -> None:
+    def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
         if within(layer.schedule, layer.clock):
             self.select(layer)
@@ -53,9 +55,10 @@ class STE(MaskMethod):
 
     def update(self, layer: NMLayer) -> None:
         """Select the masks anew when it is time; none in a dense phase."""
-        if not within(layer.schedule, layer.clock):
+        progress = layer.progress
+        if progress.schedule and not within(progress.schedule, progress.clock):
             layer.set_masks(None)
-        elif layer.marks is None or self.due(layer):
+        elif layer.masks.bits is None or self.due(layer):
             self.select(layer)
 
     def due(self, layer: NMLayer) -> bool:
@@ -84,6 +87,8 @@ class SRSTE(STE):
         ValueError: If ``decay`` is negative, and as :class:`STE`.
     """
 
+    short_name = "sr-ste"
+
     def __init__(self, decay: float = 2e-4, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         super().__init__(dense_start, dense_end)
         if decay < 0:
@@ -93,7 +98,6 @@ class SRSTE(STE):
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add the decay of the pruned entries to the gradient."""
-        super().before_step(layer, optimizer)
-        mask, grad = layer.forward_mask, layer.grad_here
-        if mask is not None and grad is not None:
-            grad.add_(torch.where(layer.part(mask), 0, layer.here), alpha=self.decay)
+        mask, grad = layer.forward_mask_view, layer.local_grad
+        if self.decay and mask is not None and grad is not None:
+            grad.add_(torch.where(layer.local_shard(mask), 0, layer.local_weight), alpha=self.decay)

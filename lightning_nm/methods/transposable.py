@@ -6,7 +6,7 @@ import torch
 
 from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.ste import SRSTE
-from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
 
@@ -29,7 +29,9 @@ class TransposableMask(SRSTE):
         ValueError: If ``update_every`` is below 1, ``decay`` is negative, and as :class:`STE`.
     """
 
-    # Not `sparse_dgrad`: without a forward mask there is none for dgrad.
+    short_name = "transposable"
+
+    transposable = True  # and not `sparse_dgrad`: without a forward mask there is none for dgrad
 
     def __init__(
         self, update_every: int = 40, decay: float = 0.0, dense_start: Moment = 0, dense_end: Moment = 0
@@ -51,11 +53,3 @@ class TransposableMask(SRSTE):
         else:
             rows = layer.rows(layer.weight.detach())
             layer.set_masks(layer.unrows(transposable_mask(rows, layer.pattern, layer.groups)))
-
-    def gemms(self, layer: NMLayer) -> Gemms:
-        """As every mask method, but dgrad has the forward's operand, which is N:M along `out`, too."""
-        gemms = super().gemms(layer)
-        if layer.dgrad_reason or layer.forward_mask is None:
-            return gemms
-        density = layer.pattern.density
-        return gemms._replace(dgrad=Gemm(str(layer.pattern), "", density, density, density))

@@ -1,1 +1,30 @@
-"""The op seam, the layer adapters, and their installation in a model."""
+"""Masked layers: one weight and its masks, the layer kinds, and the products that they run."""
+
+from lightning_nm.nn.adapters import (
+    Adapter,
+    NMConv1d,
+    NMConv2d,
+    NMConv3d,
+    NMLinear,
+    NMMultiheadAttention,
+    NMTransposedLinear,
+    WeightSpec,
+    register_adapter,
+)
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.ops import nm_conv, nm_linear
+
+__all__ = [
+    "Adapter",
+    "NMConv1d",
+    "NMConv2d",
+    "NMConv3d",
+    "NMLayer",
+    "NMLinear",
+    "NMMultiheadAttention",
+    "NMTransposedLinear",
+    "WeightSpec",
+    "nm_conv",
+    "nm_linear",
+    "register_adapter",
+]

@@ -6,15 +6,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from lightning_nm.nn.adapters import Adapter, adapted_class
+from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, adapted_class, find_adapter
 from lightning_nm.nn.layer import NMLayer
 
-_FAST_PATH = (
-    # In evaluation these classes call a fused kernel that reads the weights of their parts directly. Each has an
-    # attribute that switches it off for the instance, so the switch also travels with copies and pickles.
-    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
-    (nn.TransformerEncoder, "use_nested_tensor", False),
-)
 _SAVED = "_nm_fast_path"
 
 
@@ -24,11 +18,10 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
         _adapt(layer.module)
         _nm_layers(layer.module)[layer.parameter] = layer
     for module in model.modules():
-        # A masked out_proj alone needs the attention around it to call it.
-        if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, Adapter):
+        if _needed_around(module):
             _adapt(module)
     for module in model.modules():
-        for kind, attribute, off in _FAST_PATH:
+        for kind, attribute, off in FUSED_PATHS:
             if isinstance(module, kind) and _is_masked(module) and attribute not in vars(module).get(_SAVED, {}):
                 vars(module).setdefault(_SAVED, {})[attribute] = getattr(module, attribute)
                 setattr(module, attribute, off)
@@ -39,13 +32,9 @@ def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     for layer in layers:
         if isinstance(layer.module, Adapter):
             layer.module.nm_layers.pop(layer.parameter, None)
-    # Children come after their parents, and an attention stays adapted as long as its out_proj is.
+    # Children come after their parents, which may be needed around them.
     for module in reversed(list(model.modules())):
-        if (
-            isinstance(module, Adapter)
-            and not module.nm_layers
-            and not isinstance(getattr(module, "out_proj", None), Adapter)
-        ):
+        if isinstance(module, Adapter) and not module.nm_layers and not _needed_around(module):
             module.__class__ = type(module).nm_base  # type: ignore[assignment]
             del module.nm_layers
     for module in model.modules():
@@ -62,6 +51,11 @@ def _adapt(module: nn.Module) -> None:
 
 def _nm_layers(module: nn.Module) -> dict[str, NMLayer]:
     return vars(module)["nm_layers"]
+
+
+def _needed_around(module: nn.Module) -> bool:
+    found = find_adapter(type(module))
+    return found is not None and found[0].needed_around(module)
 
 
 def _is_masked(module: nn.Module) -> bool:

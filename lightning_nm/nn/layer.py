@@ -1,76 +1,39 @@
-"""One masked weight: where it lives, how its blocks lie, and what its method keeps beside it."""
+"""One masked weight: its parts, and what methods and operators ask of it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
-from lightning_nm.functional.statistics import gradient_energies
+from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.kernels.handles import Handled
-from lightning_nm.kernels.operands import BACKWARD, FORWARD
-from lightning_nm.nn.weight import Layout, WeightAccess
+from lightning_nm.nn.gemms import Gemms, LayerCosts, layer_gemms
+from lightning_nm.nn.masks import LayerMasks
+from lightning_nm.nn.noise import LayerNoise
+from lightning_nm.nn.observation import GradientObservation
+from lightning_nm.nn.progress import LayerProgress
+from lightning_nm.nn.sharding import as_sharded, gather, is_sharded, local_shard, sharded_dimensions
+from lightning_nm.nn.weight import ShardedWeight
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator
     from lightning_nm.methods.base import Method
 
-
-@lru_cache(maxsize=256)
-def _pattern(treatment: str) -> NMPattern | None:
-    return NMPattern.parse(treatment) if ":" in treatment else None
-
-
-class Gemm(NamedTuple):
-    """What one GEMM of a layer does, and its multiply-adds relative to the dense GEMM counted in three ways.
-
-    Args:
-        treatment: ``"2:4"`` (an operand is N:M along the contraction axis), ``"masked"`` (zeros, but not along the
-            contraction axis), ``"dense"``, or ``"none"`` (a frozen weight's wgrad: neither this training nor the
-            dense one runs it, so it counts as dense).
-        reason: Why, in a few words; empty when there is nothing to explain.
-        arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
-        paper: Share counted as the N:M training papers count it.
-        eligible: Share that N:M hardware would execute.
-    """
-
-    treatment: str
-    reason: str = ""
-    arithmetic: float = 1.0
-    paper: float = 1.0
-    eligible: float = 1.0
-
-    @property
-    def pattern(self) -> NMPattern | None:
-        """The N:M pattern along the contraction axis; ``None`` for an operand without."""
-        return _pattern(self.treatment)
+Layout = Literal["plain", "flat", "transposed"]
+"""``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
+``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight."""
 
 
-class Gemms(NamedTuple):
-    """The three GEMMs of a layer: ``Y = X W_F^T``, ``dX = dY W_B`` and ``dW = E(dY)^T X``."""
-
-    forward: Gemm
-    dgrad: Gemm
-    wgrad: Gemm
-
-
-def _as_bool(marks: Tensor) -> Tensor:
-    """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
-    return marks.ne(0) if torch.compiler.is_compiling() else marks.view(torch.bool)
-
-
-class NMLayer(Handled, WeightAccess):
-    """A weight under an N:M method.
-
-    The masks are two bits of one byte per weight (``marks``), so both masks together cost one byte, are one input of a
-    compiled graph, and move in place. Processes that shard the weight hold all of its masks, each of them.
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """What was decided when a weight was selected; never changed.
 
     Args:
         name: Name in the model: the module's, with the parameter's appended when that is not ``weight``.
@@ -79,101 +42,108 @@ class NMLayer(Handled, WeightAccess):
         pattern: The N:M pattern.
         method: Decides the weights of the forward and the dgrad GEMM.
         estimator: Replaces dY in the wgrad GEMM; ``None`` uses dY itself.
-        layout: ``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same
-            after ``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed
-            weight.
+        layout: How blocks lie.
         groups: The output rows are split into this many equal groups that no dgrad block crosses.
-        seed: Base of the layer's random choices.
         forward_reason: Why the forward GEMM cannot be N:M; empty when it can.
         dgrad_reason: Why the dgrad GEMM cannot be N:M; empty when it can.
+        tensor_parallel: Whether tensor parallelism shards the weight while its module runs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        parameter: str,
-        pattern: NMPattern,
-        method: Method,
-        estimator: GradientEstimator | None = None,
-        *,
-        layout: Layout = "plain",
-        groups: int = 1,
-        seed: int = 0,
-        forward_reason: str = "",
-        dgrad_reason: str = "",
-    ) -> None:
-        WeightAccess.__init__(self, module, parameter, layout)
-        self.name = name
-        self.pattern = pattern
-        self.method = method
-        self.estimator = estimator
-        self.groups = groups
-        self.seed = seed
-        self.forward_reason = forward_reason
-        self.dgrad_reason = dgrad_reason
+    name: str
+    module: nn.Module
+    parameter: str
+    pattern: NMPattern
+    method: Method
+    estimator: GradientEstimator | None = None
+    layout: Layout = "plain"
+    groups: int = 1
+    forward_reason: str = ""
+    dgrad_reason: str = ""
+    tensor_parallel: bool = False
 
-        self.tag = torch.empty(self.handle, 0, device=self.param.device)
-        """An empty tensor whose size is the layer's number."""
-        self.marks: Tensor | None = None
-        self.own_backward = False
-        """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
-        self.permutation: Tensor | None = None
+
+class NMLayer(Handled):
+    """A weight under an N:M method: a composition of parts, each of which says who changes it.
+
+    Args:
+        spec: What was decided at selection.
+        seed: Base of the layer's random choices.
+        wrappers: The FSDP modules around the layer's module.
+    """
+
+    def __init__(self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()) -> None:
+        self.spec = spec
+        self.shards = ShardedWeight(spec.module, spec.parameter, wrappers) if is_sharded(self.param) else None
+        """Access to a weight that processes hold together; ``None`` for an ordinary one."""
+        self.masks = LayerMasks()
+        self.noise = LayerNoise(seed, spec.name, by_process=spec.tensor_parallel)
+        self.progress = LayerProgress()
+        self.costs = LayerCosts()
+        self.observation = GradientObservation()
         self.buffers: dict[str, Tensor] = {}
         """Further tensors of the method; they are saved as they are and follow the weight's device."""
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that the method owns; the sparsifier hands them to the optimizer of the weight."""
-        self.dense_gradient = False
-        """Whether the method needs dL/dW_F at pruned entries, too: settled before a window's first forward."""
-        self.handover: Any = None
-        """What the method hands from one call of a step to the next; never saved."""
-        self.clock = 0
-        """Training steps so far, of all layers together: batches after which any optimizer had stepped."""
-        self.schedule: tuple[int, ...] = ()
-        """The training steps at which the method begins or ends something, as they were planned when training began."""
-        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
-        """Density of each GEMM, summed over the steps so far."""
-        self.counted = 0
-        """How many steps these are."""
-        self.estimating = estimator is not None
-        """Whether the estimator works in the current window: settled before its first forward."""
-        self.estimator_schedule: tuple[int, ...] = ()
-        """As ``schedule``, the estimator's."""
-        self.data_rank: int | None = None
-        """Which part of the global batch this process sees, where that is not its rank."""
-        self.cut = False
-        """Whether tensor parallelism cuts the weight: processes that see the same batch have gradients of their own."""
-        self.draws = 0
-        """Number of the last :meth:`draw_seed`."""
-        self.calls: dict[int, int] = {}
-        """Backward passes since then, by first output row; compiled ones are not counted."""
-        self.noise: Tensor | None = None
-        """Four words that the estimator's random numbers are made of, int64 [4]; others after each
-        :meth:`NMSparsifier.step` and each optimizer step."""
-        self.observing = False
-        """Whether the coming backward passes compare the estimate with the exact gradient."""
-        self.observed: Tensor | None = None
-        """What the last such passes found: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
-        self.observed_at = 0
-        """The clock at which they were."""
-        self.step = 0
-        """Real optimizer steps of the weight so far."""
-        self.updated_at = 0
-        """The step at which the masks last moved."""
-        self.flips: Tensor | None = None
-        """Forward mask bits that the last update changed."""
-        self.total_flips: Tensor | None = None
-        """Forward mask bits that all updates together changed."""
-        self.parked: dict[str, Any] | None = None
+        self.pending: Any = None
+        """What the method keeps from one call of a step to the next, such as a pending exchange; never saved."""
+        self.replaced_state: dict[str, Any] | None = None
         """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
-        self.backward_density: float | None = None
-        """Share of W that the backward mask keeps, when last measured."""
+        self.handle_tensor = torch.empty(self.handle, 0, device=self.param.device)
+        """An empty tensor whose size is the layer's handle."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.tag = self.tag.new_empty(self.handle, 0)
+        self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
-    # ----------------------------------------------------------------------------------------------- the masks
+    def __repr__(self) -> str:
+        return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.method})"
+
+    # ------------------------------------------------------------------------------------------- decided at selection
+
+    @property
+    def name(self) -> str:
+        """Name in the model."""
+        return self.spec.name
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that owns the parameter."""
+        return self.spec.module
+
+    @property
+    def parameter(self) -> str:
+        """The parameter's name in the module."""
+        return self.spec.parameter
+
+    @property
+    def pattern(self) -> NMPattern:
+        """The N:M pattern."""
+        return self.spec.pattern
+
+    @property
+    def method(self) -> Method:
+        """The method."""
+        return self.spec.method
+
+    @property
+    def estimator(self) -> GradientEstimator | None:
+        """The gradient estimator; ``None`` uses dY itself."""
+        return self.spec.estimator
+
+    @property
+    def groups(self) -> int:
+        """Groups of output rows that no dgrad block crosses."""
+        return self.spec.groups
+
+    @property
+    def forward_reason(self) -> str:
+        """Why the forward GEMM cannot be N:M; empty when it can."""
+        return self.spec.forward_reason
+
+    @property
+    def dgrad_reason(self) -> str:
+        """Why the dgrad GEMM cannot be N:M; empty when it can."""
+        return self.spec.dgrad_reason
 
     @property
     def maskable(self) -> bool:
@@ -181,22 +151,103 @@ class NMLayer(Handled, WeightAccess):
         forward, dgrad = self.method.sparse_forward, self.method.sparse_dgrad
         return (forward and not self.forward_reason) or (dgrad and not self.dgrad_reason)
 
+    # --------------------------------------------------------------------------------------------------- the weight
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The latent parameter as the module holds it, for its identity and shape: its values may be sharded."""
+        return getattr(self.spec.module, self.spec.parameter)
+
+    @property
+    def optimizer_param(self) -> nn.Parameter:
+        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
+        return self.param if self.shards is None else self.shards.parameter
+
+    @property
+    def sharded(self) -> bool:
+        """Whether processes hold the parameter's values together."""
+        return self.shards is not None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
+        return self.param if self.shards is None else self.shards.weight
+
+    @property
+    def local_weight(self) -> Tensor:
+        """The values of the parameter that this process holds, detached: to be written in place."""
+        return self.param.detach() if self.shards is None else self.shards.local
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """The part of its gradient that this process holds."""
+        return self.param.grad if self.shards is None else self.shards.local_grad
+
+    def local_shard(self, full: Tensor) -> Tensor:
+        """View of those entries of a weight-shaped tensor whose values are in :attr:`local_weight`."""
+        return full if self.shards is None else self.shards.shard_of(full)
+
+    def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
+        """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
+        return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
+        if self.spec.layout == "flat":
+            return tensor.flatten(1)
+        return tensor.t() if self.spec.layout == "transposed" else tensor
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
+        return self.rows(tensor).flatten(1)
+
+    def unrows(self, tensor: Tensor) -> Tensor:
+        """Undo :meth:`rows`."""
+        if self.spec.layout == "flat":
+            return tensor.unflatten(1, self.param.shape[1:])
+        return tensor.t() if self.spec.layout == "transposed" else tensor
+
+    def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
+        if self.spec.layout == "flat":
+            return index[0], *torch.unravel_index(index[1], self.param.shape[1:])
+        return index[::-1] if self.spec.layout == "transposed" else index
+
+    @torch.no_grad()
+    def by_rows(self, mask: Callable[[Tensor], Tensor]) -> Tensor:
+        """A bool mask of the weight's shape, each of whose rows depends on the same row of the weight alone.
+
+        Processes that shard the weight by rows make the mask of theirs and gather its bytes instead of the weight.
+
+        Args:
+            mask: Makes it of the weight, both as :meth:`rows` views them.
+        """
+        if self.sharded and sharded_dimensions(self.param) <= {1 if self.spec.layout == "transposed" else 0}:
+            found = self.unrows(mask(self.rows(self.local_weight)))
+            return gather(as_sharded(found.to(torch.uint8).contiguous(), self.param)).ne(0)
+        return self.unrows(mask(self.rows(self.weight.detach())))
+
+    # --------------------------------------------------------------------------------------------------- the masks
+
     @property
     def forward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
-        return None if self.marks is None or self.forward_reason else _as_bool(self.marks & FORWARD)
+        return self.masks.forward
 
     @property
-    def kept(self) -> Tensor | None:
-        """:attr:`forward_mask` for use at once: it may be a view of ``marks``, which changes when the masks move."""
-        if self.marks is None or self.own_backward:
-            return self.forward_mask
-        return None if self.forward_reason else _as_bool(self.marks)
+    def forward_mask_view(self) -> Tensor | None:
+        """:attr:`forward_mask` for use at once: it may share memory with the masks, which move in place."""
+        return self.masks.forward_view
 
     @property
     def backward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
-        return (self.marks & BACKWARD).ne(0) if self.marks is not None and self.own_backward else None
+        return self.masks.backward
+
+    @property
+    def permutation(self) -> Tensor | None:
+        """Order of the output rows in which the backward mask is N:M, int64 ``[out]``."""
+        return self.masks.permutation
 
     @torch.no_grad()
     def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
@@ -206,48 +257,57 @@ class NMLayer(Handled, WeightAccess):
             forward: Bool mask of the weight's shape, or ``None`` for a dense forward weight.
             backward: Bool mask of the weight's shape, or ``None`` when dgrad uses the forward weight.
         """
-        if forward is None and backward is None:
-            self.marks, self.flips, self.own_backward = None, None, False
-            return
-        shape = self.param.shape
-        marks = (
-            torch.full(shape, FORWARD, dtype=torch.uint8, device=self.param.device)
-            if forward is None
-            else forward.to(torch.uint8)
-        )
-        if backward is not None:
-            marks += backward.to(torch.uint8) * BACKWARD
-        self.own_backward = backward is not None
-        if self.marks is None:
-            # In memory like the weight's own values: one elementwise pass reads both.
-            like = marks.contiguous() if self.sharded else self.param
-            self.marks = torch.empty_like(like, dtype=torch.uint8).copy_(marks)
-            self.flips = torch.zeros((), dtype=torch.int64, device=marks.device)
-            self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
-        else:
-            self.flips = torch.count_nonzero((self.marks ^ marks) & FORWARD)
-            self.total_flips = self.flips if self.total_flips is None else self.total_flips + self.flips
-            self.marks.copy_(marks)  # in place: a compiled graph sees the new masks without recompiling
+        self.masks.set(forward, backward, self.param if self.shards is None else None)
 
     def forward_weight(self) -> Tensor:
         """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
-        with torch.no_grad(), self.whole():
+        with torch.no_grad(), self.full():
             return self.method.forward_weight(self, self.weight.detach())
 
     def backward_weight(self) -> Tensor:
         """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded."""
-        with torch.no_grad(), self.whole():
+        with torch.no_grad(), self.full():
             return self.method.backward_weight(self, self.weight.detach())
 
-    def forward_part(self) -> Tensor:
-        """W_F where this process holds W, detached; of a method that selects entries without a word from the others."""
-        if not self.sharded:
-            return self.forward_weight()
-        with torch.no_grad():
-            found = self.method.forward_part(self, self.here)
-        return self.part(self.forward_weight()) if found is None else found
+    @torch.no_grad()
+    def local_forward_weight(self) -> Tensor:
+        """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
+        if not self.method.selects_entries:
+            return self.local_shard(self.forward_weight())
+        mask = self.forward_mask_view
+        return self.local_weight if mask is None else torch.where(self.local_shard(mask), self.local_weight, 0)
 
-    # ------------------------------------------------------------------------------------------------ and beside
+    # -------------------------------------------------------------------------------------------------- the progress
+
+    @property
+    def step(self) -> int:
+        """Real optimizer steps of the weight so far."""
+        return self.progress.step
+
+    @property
+    def updated_at(self) -> int:
+        """The step at which the masks last moved."""
+        return self.progress.updated_at
+
+    @property
+    def clock(self) -> int:
+        """Training steps so far, of all layers together: batches after which any optimizer had stepped."""
+        return self.progress.clock
+
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        """The training steps at which the method begins or ends something."""
+        return self.progress.schedule
+
+    @property
+    def dense_gradient(self) -> bool:
+        """Whether the window before the next step needs dL/dW_F at pruned entries, too."""
+        return self.progress.dense_gradient
+
+    @property
+    def estimating(self) -> bool:
+        """Whether the estimator works in this window."""
+        return self.progress.estimating
 
     def crossed(self, every: int) -> bool:
         """Whether a multiple of `every` steps lies in ``(updated_at, step]``."""
@@ -255,37 +315,14 @@ class NMLayer(Handled, WeightAccess):
 
     def generator(self) -> torch.Generator:
         """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
-        key = hashlib.sha256(f"{self.seed}/{self.name}/{self.step}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        return self.noise.generator(self.step)
 
-    def draw_seed(self, draw: int | None = None) -> None:
-        """Make the ``noise`` of this draw, by default the next: the seed, the layer's name and the process do the rest.
+    # ------------------------------------------------------------------------------------------------- the estimator
 
-        The old tensor stays as it is: a graph that was made with it keeps it.
-        """
-        if self.estimator is not None:
-            rank = self.data_rank
-            if rank is None or self.cut:
-                rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            self.draws = self.draws + 1 if draw is None else draw
-            self.calls.clear()
-            seed = fold_seed(self.seed, self.name, self.draws, rank)
-            self.noise = seed.to(self.param.device, non_blocking=True)
-
-    def call_noise(self, noise: Tensor, row: int) -> Tensor:
-        """The noise of one backward pass.
-
-        Parts of a joint projection have noise of their own, and so has, in eager code, each call of a module that is
-        called several times in a micro-batch: a compiled graph would be compiled anew for each count.
-
-        Args:
-            noise: The noise that the forward pass saw.
-            row: The first output row of the part.
-        """
-        if torch.compiler.is_compiling():
-            return noise + row
-        count = self.calls[row] = self.calls.get(row, 0) + 1
-        return noise + (row + (count - 1) * 0x9E3779B1)
+    def draw_noise(self, number: int | None = None) -> None:
+        """Draw the estimator's next noise; nothing without an estimator."""
+        if self.spec.estimator is not None:
+            self.noise.draw(self.param.device, number)
 
     def estimate(self, grad: Tensor, seed: Tensor) -> Tensor:
         """E(dY) for ``dY [tokens, out]``, by the layer's estimator.
@@ -302,68 +339,64 @@ class NMLayer(Handled, WeightAccess):
             )
         return pruned
 
-    @torch.no_grad()
-    def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
-        """Add what one backward pass of an observed layer tells.
-
-        Args:
-            estimate: E(dY).
-            exact: dW made of dY.
-            found: dW made of E(dY).
-        """
-        nonzeros = torch.count_nonzero(estimate).double()
-        size = torch.full_like(nonzeros, estimate.numel())
-        sums = torch.stack([*gradient_energies(exact, found), nonzeros, size])
-        sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
-        before = self.observed if self.observed_at == self.clock else None
-        self.observed = sums if before is None else before + sums
-        self.observed_at = self.clock
+    # --------------------------------------------------------------------------------------------------- all parts
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        for tensor in (self.marks, self.permutation, *self.buffers.values(), *self.parameters.values()):
+        masks = self.masks
+        for tensor in (masks.bits, masks.permutation, *self.buffers.values(), *self.parameters.values()):
             if tensor is not None:
                 yield tensor
 
-    def follow(self) -> None:
+    def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.param.device
-        for name in ("tag", "marks", "permutation", "flips", "total_flips", "noise", "observed"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                setattr(self, name, tensor.to(device))
+        for part in (self.masks, self.noise, self.observation):
+            part.to(device)
+        self.handle_tensor = self.handle_tensor.to(device)
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
 
+    def local_view(self, sharded: Tensor) -> NMLayer:
+        """This layer for one shard of the weight, whose passes are not observed.
+
+        Args:
+            sharded: The weight as it is sharded while the module runs.
+        """
+        view = copy.copy(self)
+        view.masks = self.masks.with_bits(None if self.masks.bits is None else local_shard(self.masks.bits, sharded))
+        view.observation = GradientObservation()
+        return view
+
+    def with_state(self, masks: LayerMasks, buffers: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> NMLayer:
+        """This layer with other masks, buffers and parameters of the method."""
+        other = copy.copy(self)
+        other.masks, other.buffers, other.parameters = masks, buffers, parameters
+        return other
+
+    def remember_state(self, state: dict[str, Any]) -> None:
+        """Keep the state that loaded weights replace, if none is kept since the masks last moved."""
+        self.replaced_state = self.replaced_state or state
+
+    def forget_replaced_state(self) -> None:
+        """The masks moved, or another state was loaded: weights that come back find no state."""
+        self.replaced_state = None
+
+    def adopt(self, other: NMLayer) -> None:
+        """Take over the masks, buffers and parameters of :meth:`with_state`; known parameters are written in place."""
+        self.masks, self.buffers = other.masks, other.buffers
+        with torch.no_grad():
+            for name, parameter in other.parameters.items():
+                if name in self.parameters:  # an optimizer may hold this object
+                    self.parameters[name].copy_(parameter)
+                else:
+                    self.parameters[name] = parameter
+
     def gemms(self) -> Gemms:
         """What each of the three GEMMs does now."""
-        return self.method.gemms(self)
-
-    def densities(self) -> dict[FlopsKind, GemmDensity]:
-        """What the three GEMMs cost now, in each counting."""
-        gemms = self.gemms()
-        return {kind: GemmDensity(*(getattr(gemm, kind) for gemm in gemms)) for kind in get_args(FlopsKind)}
+        return layer_gemms(self)
 
     def mean_densities(self) -> dict[FlopsKind, GemmDensity]:
-        """What they cost on average over the steps so far; now if there were none."""
-        if not self.counted:
-            return self.densities()
-        return {kind: GemmDensity(*(total / self.counted for total in totals)) for kind, totals in self.spent.items()}
-
-    def count_step(self) -> None:
-        """Advance by a real optimizer step and add up what its GEMMs cost."""
-        self.count_cost()
-        self.step += 1
-
-    def count_cost(self) -> None:
-        """Add up what the GEMMs of a training step cost, whether or not it trained this layer."""
-        gemms = self.gemms()
-        for kind, totals in self.spent.items():
-            for k, gemm in enumerate(gemms):
-                totals[k] += getattr(gemm, kind)
-        self.counted += 1
-
-    def __repr__(self) -> str:
-        settings: dict[str, Any] = {"pattern": str(self.pattern), "method": self.method}
-        return f"NMLayer({self.name!r}, {', '.join(f'{key}={value}' for key, value in settings.items())})"
+        """What the GEMMs cost on average over the steps so far; now if there were none."""
+        return self.costs.mean() or self.gemms().densities()

@@ -71,7 +71,7 @@ def nm_linear(
         # Outside of the function, so that its output is no view: that may be changed in place.
         tokens = x.reshape(-1, x.shape[-1])
         route = None if router is None else (router, torch.is_grad_enabled())
-        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise, *layer.tensors())
+        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise.words, *layer.tensors())
         # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
@@ -105,7 +105,7 @@ def nm_conv(
     x, bias, dtype = _autocast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
-        return _Conv.apply(x, weight, bias, layer, dtype, geometry, active(), layer.noise, *layer.tensors())
+        return _Conv.apply(x, weight, bias, layer, dtype, geometry, active(), layer.noise.words, *layer.tensors())
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -125,11 +125,11 @@ def _wgrad(
         return gemm(grad)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
     tokens = by_token.flatten(0, -2)
-    pruned = layer.estimate(tokens, layer.call_noise(noise, row))
+    pruned = layer.estimate(tokens, layer.noise.for_call(noise, row))
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
-    if not torch.compiler.is_compiling() and layer.observing:  # a compiled graph cannot hand figures out
-        layer.observe(estimate, gemm(grad), found)
+    if not torch.compiler.is_compiling() and layer.observation.active:  # a compiled graph cannot hand figures out
+        layer.observation.add(layer.clock, estimate, gemm(grad), found)
     return found
 
 
@@ -161,7 +161,7 @@ class _Linear(torch.autograd.Function):
         if route is not None and rows is None:
             router, trains = route
             out = layer.matrix(weight).shape[0]
-            return forward_gemm(x, weight, bias, tensors, trains, out, layer.tag, router.handle)
+            return forward_gemm(x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle)
         leave(layer, ctx.router, ("forward",), len(x), x, _PART)
         return F.linear(x, layer.matrix(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
@@ -177,7 +177,7 @@ class _Linear(torch.autograd.Function):
         whole = ctx.rows == slice(None)
         if ctx.router is not None and whole and not _differentiated():
             made = backward_gemms(
-                grad, x, weight, noise, tensors, needs_input, needs_weight, layer.tag, ctx.router.handle
+                grad, x, weight, noise, tensors, needs_input, needs_weight, layer.handle_tensor, ctx.router.handle
             )
             grad_x, found = made[0] if needs_input else None, made[1]
         else:

@@ -22,7 +22,9 @@ from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import find
 from lightning_nm.kernels.keys import token_bucket
 from lightning_nm.kernels.operands import permuted_columns
-from lightning_nm.nn.layer import Gemm, NMLayer
+from lightning_nm.nn.gemms import Gemm
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.packable import packable_backward, packable_forward
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
@@ -37,7 +39,7 @@ def products(
     for gemm in gemms:
         how: Gemm = getattr(treated, gemm)
         reason = "" if how.pattern else "; ".join(filter(None, (how.treatment, how.reason)))
-        permuted = gemm == "dgrad" and layer.own_backward and layer.permutation is not None
+        permuted = gemm == "dgrad" and layer.masks.has_backward and layer.permutation is not None
         key = GemmKey(gemm, *sizes[gemm], dtype, how.pattern or layer.pattern, str(device), permuted)
         found.append(Product(layer.name, key, reason))
     return found
@@ -112,7 +114,7 @@ def forward_gemm(
 
     def sparse() -> Tensor:
         def operand() -> Tensor:
-            return nm.method.forward_operand(nm, weight, x.dtype)
+            return packable_forward(nm, weight, x.dtype)
 
         # Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
         packed = _pack(nm, route, kernel, product, weight, operand) if trains else kernel.pack(operand())
@@ -232,13 +234,13 @@ class _Gradient:
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad
         estimating = layer.estimator is not None and layer.estimating
-        self.seed = layer.call_noise(noise, 0) if estimating and noise is not None else None
+        self.seed = layer.noise.for_call(noise, 0) if estimating and noise is not None else None
         self._transposed: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:
         """``dY[:, order]``."""
         layer, grad, estimator, seed = self.layer, self.grad, self.layer.estimator, self.seed
-        if not self.packed or estimator is None or seed is None or layer.observing:
+        if not self.packed or estimator is None or seed is None or layer.observation.active:
             return permuted_columns(grad, order)
 
         def two_passes() -> tuple[Tensor, Tensor]:
@@ -271,9 +273,7 @@ def _dgrad(
         return grad @ layer.matrix(layer.method.backward_weight(layer, weight)).to(grad.dtype)
 
     def sparse() -> Tensor:
-        packed = _pack(
-            layer, router, kernel, product, weight, lambda: layer.method.backward_operand(layer, weight, grad.dtype)
-        )
+        packed = _pack(layer, router, kernel, product, weight, lambda: packable_backward(layer, weight, grad.dtype))
         order = layer.permutation if product.key.permuted else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
@@ -286,10 +286,10 @@ def _wgrad(
     grad, seed = gradient.grad, gradient.seed
     if seed is None:
         return grad.t() @ x
-    if layer.observing:
+    if layer.observation.active:
         estimate = layer.estimate(grad, seed)
         found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), _plain(x))
-        layer.observe(estimate, grad.t() @ x, found)
+        layer.observation.add(layer.clock, estimate, grad.t() @ x, found)
         return found
 
     def sparse() -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.nn.names import layer_name, parameter_key, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
 from lightning_nm.pattern import NMPattern
@@ -61,6 +61,7 @@ class _Candidate:
     name: str
     module_name: str
     module: nn.Module
+    adapter: type[Adapter]
     spec: WeightSpec
 
 
@@ -124,7 +125,7 @@ def select(
         own = f"{candidate.module_name}."
         around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
         cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
-        if not reason and cuts and not isinstance(candidate.module, nn.Linear):
+        if not reason and cuts and not candidate.adapter.tensor_parallel:
             reason = (
                 "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give "
                 "the module that fully_shard was given, not a part of it"
@@ -146,7 +147,7 @@ def select(
         weight = getattr(candidate.module, candidate.spec.parameter)
         if gather(torch.isnan(weight.detach()).any()):
             raise ValueError(f"the weight of layer '{candidate.name}' holds NaN: load or initialise it before masking")
-        layer = NMLayer(
+        spec = LayerSpec(
             candidate.name,
             candidate.module,
             candidate.spec.parameter,
@@ -155,13 +156,11 @@ def select(
             rule.estimator,
             layout=candidate.spec.layout,
             groups=candidate.spec.groups * cuts.get(0, 1),
-            seed=seed,
             forward_reason=reasons[0],
             dgrad_reason=reasons[1],
+            tensor_parallel=bool(cuts),
         )
-        layer.cut = bool(cuts)
-        layer.wrappers = around
-        plan.layers.append(layer)
+        plan.layers.append(NMLayer(spec, seed=seed, wrappers=around))
     if not plan.layers:
         raise ValueError("no layer can be masked. " + _advice(plan))
     return plan
@@ -170,7 +169,7 @@ def select(
 def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Candidate]:
     """Every weight of a known layer kind; modules of other kinds that own a matrix are noted as skipped."""
     wrapped: tuple[str, ...] = ()
-    readers: dict[str, str] = {}  # projections that an attention reads without calling, unless it is adapted itself
+    readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if any(child.startswith("lora_") for child, _ in module.named_children()):
@@ -193,11 +192,10 @@ def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Can
             reason = "parametrized: its weight is computed, not stored"
         if reason:
             plan.skipped[name] = reason
-            if handled is nn.MultiheadAttention:
-                readers[f"{name}.out_proj" if name else "out_proj"] = kind.__name__
+            readers.update({f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children})
             continue
         for spec in adapter.specs(module, conv_layout):
-            yield _Candidate(layer_name(name, spec.parameter), name, module, spec)
+            yield _Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
 
 
 def _size(weight: Tensor) -> int:
@@ -256,8 +254,8 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
 
 
 def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:
-    convolutions = [c for c in candidates if isinstance(c.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
-    linears = [c for c in candidates if isinstance(c.module, nn.Linear) and not c.module_name.endswith(".out_proj")]
+    convolutions = [c for c in candidates if c.adapter.role == "convolution"]
+    linears = [c for c in candidates if c.adapter.role == "linear" and not c.module_name.endswith(".out_proj")]
     ends = {}
     if convolutions:
         ends[convolutions[0].module_name] = "first convolution"

@@ -1,4 +1,4 @@
-"""Weights that are sharded over processes: the part that is here, and the whole for as long as it is needed."""
+"""Tensors that are sharded over processes: local shards, and full tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _dimension(placement: Placement) -> int | None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def held(tensor: Tensor) -> Tensor:
-    """The values that this process holds, detached: who writes to them changes the tensor."""
+def local_values(tensor: Tensor) -> Tensor:
+    """The local shard, detached; it shares memory with the tensor."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -57,15 +57,15 @@ def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
     return cuts
 
 
-def part(whole: Tensor, sharded: Tensor) -> Tensor:
-    """The part of a whole tensor that this process would hold, were it sharded as another; a view.
+def local_shard(full: Tensor, sharded: Tensor) -> Tensor:
+    """View of the shard of a full tensor that this process would hold if it were sharded as another one.
 
     Args:
-        whole: A tensor that is equal in all processes.
-        sharded: A tensor of its shape, whose placements count; a plain one is no sharding.
+        full: A tensor that is equal in all processes.
+        sharded: A tensor of its shape, whose placements count; a plain tensor is not sharded.
     """
     if not isinstance(sharded, DTensor):
-        return whole
+        return full
     coordinate = sharded.device_mesh.get_coordinate()
     assert coordinate is not None
     # Where two dimensions of the mesh cut one of the tensor, FSDP cuts what tensor parallelism has cut before.
@@ -73,37 +73,37 @@ def part(whole: Tensor, sharded: Tensor) -> Tensor:
     for k in sorted(range(len(strided)), key=lambda k: strided[k]):
         dim = _dimension(sharded.placements[k])
         if dim is not None:
-            chunks, here = whole.chunk(sharded.device_mesh.size(k), dim), coordinate[k]
-            whole = chunks[here] if here < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole
+            chunks, here = full.chunk(sharded.device_mesh.size(k), dim), coordinate[k]
+            full = chunks[here] if here < len(chunks) else full.narrow(dim, 0, 0)
+    return full
 
 
-def as_sharded(here: Tensor, like: Tensor) -> Tensor:
-    """Parts of all processes as one tensor that is sharded as another; a plain one is no sharding."""
+def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+    """The local shards of all processes as one tensor, sharded as another one; a plain tensor is not sharded."""
     if not isinstance(like, DTensor):
-        return here
+        return local
     return DTensor.from_local(
-        here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, detached, in every process: to be called in all of them."""
+    """The full tensor, detached, in every process; to be called in all of them."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(modules: Sequence[nn.Module]) -> None:
-    """Put the sharded parameters back: between forward passes, FSDP may leave whole or differently sharded ones."""
+    """Put the sharded parameters back: FSDP may leave full or differently sharded ones between forward passes."""
     for module in modules:
         assert isinstance(module, FSDPModule)
         module.reshard()
 
 
-class Whole:
-    """A sharded parameter as a plain one: gathered when first read, and what changed of it is put back in the end.
+class GatheredParameter:
+    """A sharded parameter as a plain one: gathered when first read; changes are written back into the shards.
 
     Args:
         parameter: The sharded parameter.
@@ -117,7 +117,7 @@ class Whole:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The whole parameter: to be read first in all processes alike."""
+        """The full parameter; the first read must be in all processes."""
         if self._read is None:
             with torch.inference_mode(False):
                 weight = nn.Parameter(gather(self._parameter), self._parameter.requires_grad)
@@ -127,20 +127,20 @@ class Whole:
         return self._read[0]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Write what was changed into this process's part."""
+    def write_back(self) -> None:
+        """Write changes into the local shard."""
         if self._read is None:
             return
         (weight, grad, before), self._read = self._read, None
         now = _versions(weight, weight.grad)
         if now[0] != before[0]:
-            held(self._parameter).copy_(part(weight.detach(), self._parameter))
+            local_values(self._parameter).copy_(local_shard(weight.detach(), self._parameter))
         if not self._gradient or (weight.grad is grad and now[1:] == before[1:]):
             return
         if weight.grad is not None and self._parameter.grad is not None:  # which others may hold
-            held(self._parameter.grad).copy_(part(weight.grad, self._parameter))
+            local_values(self._parameter.grad).copy_(local_shard(weight.grad, self._parameter))
         else:
-            here = None if weight.grad is None else part(weight.grad, self._parameter).clone()
+            here = None if weight.grad is None else local_shard(weight.grad, self._parameter).clone()
             self._parameter.grad = None if here is None else as_sharded(here, self._parameter)
 
 

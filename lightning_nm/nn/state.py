@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.masks import LayerMasks
 
 
 @torch.no_grad()
@@ -22,33 +23,34 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
     latent weights and has made a step, the pruned entries in row-major order if W_F is W under the forward mask, else W
     itself.
     """
-    forward = layer.forward_mask
-    with layer.whole():
+    masks, progress, costs = layer.masks, layer.progress, layer.costs
+    forward = masks.forward
+    with layer.full():
         weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     return {
         "parameter": layer.parameter,
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
         "settings": _settings(layer.method),
-        "layout": layer.layout,
+        "layout": layer.spec.layout,
         "shape": list(weight.shape),
         "masked": forward is not None,
-        "step": layer.step,
-        "updated_at": layer.updated_at,
-        "flips": 0 if layer.flips is None else int(layer.flips),
-        "total_flips": 0 if layer.total_flips is None else int(layer.total_flips),
-        "dense_gradient": layer.dense_gradient,
-        "schedule": list(layer.schedule),
+        "step": progress.step,
+        "updated_at": progress.updated_at,
+        "flips": 0 if masks.flips is None else int(masks.flips),
+        "total_flips": 0 if masks.total_flips is None else int(masks.total_flips),
+        "dense_gradient": progress.dense_gradient,
+        "schedule": list(progress.schedule),
         "estimator": type(layer.estimator).__name__,
         "estimator_settings": _estimator_settings(layer),
-        "estimator_schedule": list(layer.estimator_schedule),
-        "draws": layer.draws,
-        "backward_density": layer.backward_density,
-        "spent": {kind: list(sums) for kind, sums in layer.spent.items()},
-        "counted": layer.counted,
+        "estimator_schedule": list(progress.estimator_schedule),
+        "draws": layer.noise.draws,
+        "backward_density": masks.backward_density,
+        "spent": {kind: list(sums) for kind, sums in costs.spent.items()},
+        "counted": costs.counted,
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
-        "backward_mask": None if layer.backward_mask is None else pack_mask(layer.backward_mask).cpu(),
-        "permutation": None if layer.permutation is None else layer.permutation.to("cpu", torch.int32),
+        "backward_mask": None if masks.backward is None else pack_mask(masks.backward).cpu(),
+        "permutation": None if masks.permutation is None else masks.permutation.to("cpu", torch.int32),
         "buffers": {name: tensor.detach().clone().cpu() for name, tensor in layer.buffers.items()},
         "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
         "latent": dropped(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
@@ -97,71 +99,58 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) -> bool:
-    """Whether W_F made of the saved state equals what the module holds, or `weight`; nothing is changed."""
+    """Whether W_F made of the saved state equals what the module holds, or `weight`; the layer is not changed."""
     if weight is None:
-        with layer.whole():
+        with layer.full():
             weight = layer.weight.detach()
-    mask, latent = _mask(layer, state["forward_mask"]), state["latent"]
-    (total, magnitude), (total_here, magnitude_here) = state["checksum"], _checksum(weight)
-    tolerance = 1e-4 * max(magnitude, magnitude_here)  # another device or precision may sum a little differently
-    if not (abs(total - total_here) <= tolerance and abs(magnitude - magnitude_here) <= tolerance):
-        return math.isnan(magnitude) and math.isnan(magnitude_here)
+    mask, latent = _unpacked(layer, state["forward_mask"]), state["latent"]
+    (saved_total, saved_magnitude), (total, magnitude) = state["checksum"], _checksum(weight)
+    tolerance = 1e-4 * max(saved_magnitude, magnitude)  # another device or precision may sum a little differently
+    if not (abs(saved_total - total) <= tolerance and abs(saved_magnitude - magnitude) <= tolerance):
+        return math.isnan(saved_magnitude) and math.isnan(magnitude)
     if latent is None or latent.shape != weight.shape:
         return mask is None or not bool(weight[~mask].any())
-    kept = {name: getattr(layer, name) for name in _AROUND}
-    _restore_around(layer, state)
-    forward = layer.method.forward_weight(layer, latent.to(weight.device, weight.dtype))
-    for name, value in kept.items():
-        setattr(layer, name, value)
-    return _same(forward, weight)
+    saved = saved_layer(layer, state)
+    return _same(layer.method.forward_weight(saved, latent.to(weight.device, weight.dtype)), weight)
 
 
 @torch.no_grad()
 def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
-    device = layer.param.device
-    with layer.whole():
+    with layer.full():
         weight = layer.weight
-        weight.copy_(latent_weight(weight, state["latent"], _mask(layer, state["forward_mask"])))
-    parameters = layer.parameters
-    _restore_around(layer, state)
-    for name, parameter in parameters.items():  # the optimizer may know these objects
-        parameter.copy_(layer.parameters[name])
-    layer.parameters = parameters
-    layer.flips = torch.tensor(state["flips"], device=device)
-    layer.total_flips = torch.tensor(state["total_flips"], device=device)
-    layer.backward_density = state["backward_density"]
+        weight.copy_(latent_weight(weight, state["latent"], _unpacked(layer, state["forward_mask"])))
+    layer.adopt(saved_layer(layer, state))
 
 
 def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     """Set a layer whose module holds W_F to a saved state that :func:`fits`: its weights, clocks and counts."""
     restore_weights(layer, state)
-    layer.step, layer.updated_at = state["step"], state["updated_at"]
-    layer.dense_gradient = state["dense_gradient"]
-    layer.schedule = tuple(state["schedule"])
+    layer.progress.load(state["step"], state["updated_at"], state["dense_gradient"], tuple(state["schedule"]))
     if same_estimator(layer, state):
-        layer.estimator_schedule = tuple(state["estimator_schedule"])
-        layer.draw_seed(state["draws"])
-    layer.spent = {kind: list(sums) for kind, sums in state["spent"].items()}
-    layer.counted = state.get("counted", state["step"])
+        layer.progress.load_estimator(tuple(state["estimator_schedule"]))
+        layer.draw_noise(state["draws"])
+    layer.costs.load(state["spent"], state.get("counted", state["step"]))
 
 
-_AROUND = ("marks", "own_backward", "flips", "total_flips", "permutation", "buffers", "parameters")
-"""What :func:`_restore_around` replaces."""
-
-
-def _restore_around(layer: NMLayer, state: dict[str, Any]) -> None:
-    """Replace everything beside the weight by fresh tensors, leaving the old ones untouched."""
+def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
+    """The layer with the masks, buffers and parameters of a saved state, in tensors of their own."""
     device = layer.param.device
-    layer.marks = None
-    layer.set_masks(_mask(layer, state["forward_mask"]), _mask(layer, state["backward_mask"]))
+    masks = LayerMasks()
+    masks.set(
+        _unpacked(layer, state["forward_mask"]),
+        _unpacked(layer, state["backward_mask"]),
+        None if layer.sharded else layer.param,
+    )
     permutation = state["permutation"]
-    layer.permutation = None if permutation is None else permutation.to(device, torch.int64)
-    layer.buffers = {name: value.to(device) for name, value in state["buffers"].items()}
-    layer.parameters = {name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()}
+    masks.set_permutation(None if permutation is None else permutation.to(device, torch.int64))
+    masks.load(state["flips"], state["total_flips"], state["backward_density"], device)
+    buffers = {name: value.to(device) for name, value in state["buffers"].items()}
+    parameters = {name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()}
+    return layer.with_state(masks, buffers, parameters)
 
 
-def _mask(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
+def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     return None if packed is None else unpack_mask(packed.to(layer.param.device), tuple(layer.param.shape))
 
 
@@ -176,7 +165,7 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
         "shape": list(layer.param.shape),
         "pattern": str(layer.pattern),
         "method": type(layer.method).__name__,
-        "layout": layer.layout,
+        "layout": layer.spec.layout,
         "estimator": type(layer.estimator).__name__,
     }
     differences = _differences(own, state)

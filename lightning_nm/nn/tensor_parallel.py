@@ -7,14 +7,11 @@ products add up to Y. Blocks along `in` and along `out` must lie within one part
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_linear
-from lightning_nm.nn.sharding import part
 
 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
@@ -34,7 +31,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
             f"layer '{layer.name}' was taken for tensor parallel, but FSDP gathers its weight: give the sparsifier the "
             "module that fully_shard was given, not a part of it"
         )
-    if layer.wrappers and not layer.cut:
+    if layer.shards is not None and layer.shards.wrappers and not layer.spec.tensor_parallel:
         raise RuntimeError(
             f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "
             "was given, whose hooks gather it, not its parts"
@@ -44,14 +41,11 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     by_rows, by_columns = placement.is_shard(0), placement.is_shard(1)
     x = x.redistribute(mesh, [Shard(x.dim() - 1) if by_columns else Replicate()])
-    here = copy.copy(layer)
-    here.marks = None if layer.marks is None else part(layer.marks, weight)
-    here.observing = False
     y = nm_linear(
         x.to_local(grad_placements=[Partial()] if by_rows else x.placements),
         weight.to_local(grad_placements=weight.placements),
         None if bias is None or by_columns else bias.to_local() if isinstance(bias, DTensor) else bias,
-        here,
+        layer.local_view(weight),
         routed=False,
     )
     if not by_columns:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.nn.adapters import Adapter, find_adapter
+from lightning_nm.nn.adapters import find_adapter
 from lightning_nm.nn.names import layer_name, plain_name
 
 
@@ -33,8 +33,7 @@ class MacsCounter:
         self._seen: set[nn.Module] = set()
         self._over = False
         for name, module in model.named_modules():
-            kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-            if find_adapter(kind) is not None:
+            if find_adapter(type(module)) is not None:
                 self._handles[module] = module.register_forward_hook(_Hook(self, plain_name(name)), with_kwargs=True)
 
     def hidden(self) -> set[nn.Module]:
@@ -70,16 +69,15 @@ class _Hook:
         self.counter, self.name = counter, name
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found = find_adapter(type(module).nm_base if isinstance(module, Adapter) else type(module))
+        found = find_adapter(type(module))
         if found is None or torch.compiler.is_compiling():  # a compiled graph must not depend on a counter
             return
         if self.counter._over:
             return
         self.counter._seen.add(module)
-        inputs = (*args, *(kwargs[key] for key in ("query", "key", "value") if key in kwargs))
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
-            cost = found[0].macs(module, spec.parameter, inputs, output)
+            cost = found[0].macs(module, spec.parameter, args, kwargs, output)
             if not self.counter.known:
                 self.counter.macs[key] = self.counter.macs.get(key, 0) + cost
             if module.training:

@@ -60,7 +60,9 @@ class ModelFigures:
         multiply-adds that the first batches showed. Before any batch, and for a model that is compiled, or parts of
         it, whose batches are not seen, by the number of weights.
         """
-        return figures.flops_ratios({name: layer.densities() for name, layer in self.layers.items()}, self._costs)
+        return figures.flops_ratios(
+            {name: layer.gemms().densities() for name, layer in self.layers.items()}, self._costs
+        )
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """:meth:`flops_ratios` averaged over the steps so far, so that dense phases count as dense."""
@@ -103,7 +105,7 @@ class ModelFigures:
 
     def mean_flip_rate(self) -> float:
         """:meth:`stats`' ``flip_rate`` averaged over all steps so far."""
-        totals = [0 if layer.total_flips is None else int(layer.total_flips) for layer in self.plan.layers]
+        totals = [0 if layer.masks.total_flips is None else int(layer.masks.total_flips) for layer in self.plan.layers]
         sizes = [layer.param.numel() * max(layer.step, 1) for layer in self.plan.layers]
         return sum(totals) / sum(sizes)
 

@@ -39,13 +39,13 @@ def count(layer: NMLayer) -> Counts:
     Raises:
         ValueError: If the weight holds NaN, naming the layer.
     """
-    with layer.whole():
+    with layer.full():
         weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     forward, backward = layer.forward_mask, layer.backward_mask
     size = torch.tensor(weight.numel(), device=weight.device)
     kept = size if forward is None else torch.count_nonzero(forward)
     both = kept if backward is None else torch.count_nonzero(backward)
-    flips = torch.zeros_like(size) if layer.flips is None else layer.flips
+    flips = torch.zeros_like(size) if layer.masks.flips is None else layer.masks.flips
     magnitudes = (forward_weight.abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
     counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
     if math.isnan(counts.magnitude):
@@ -69,7 +69,7 @@ def statistics(counts: Sequence[Counts]) -> dict[str, float]:
 
 def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """What the last observation of these layers' gradient estimates found; empty if there was nothing to be seen."""
-    observed = [layer.observed for layer in layers if layer.observed is not None]
+    observed = [layer.observation.sums for layer in layers if layer.observation.sums is not None]
     if not observed:
         return {}
     exact, error, nonzeros, entries = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()

@@ -252,7 +252,7 @@ def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
         make_trainer(tmp_path, [callback(log_achieved_loss=True)]).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
     nm = callback(BAME(stop=9, every=2, score="taylor-abs"))
-    look = Look(nm, lambda s: s.layers["net.6"].total_flips)
+    look = Look(nm, lambda s: s.layers["net.6"].masks.total_flips)
     make_trainer(tmp_path, [nm, look]).fit(Manual(), Data())
     assert look.seen[-1] > 0
 
@@ -264,7 +264,7 @@ def test_a_step_that_cannot_be_repeated_costs_the_figure_not_the_run(tmp_path):
             return self.last
 
     nm = callback(log_achieved_loss=True)
-    look = Look(nm, lambda s: s.layers["net.6"].total_flips)
+    look = Look(nm, lambda s: s.layers["net.6"].masks.total_flips)
     trainer = make_trainer(tmp_path, [nm, look])
     with pytest.warns(UserWarning, match=r"log_achieved_loss is switched off: a copy of Keeps cannot repeat"):
         trainer.fit(Keeps(), Data())

@@ -288,6 +288,6 @@ def test_graphs_without_gradients(method, make, quiet):
 class Three(ScaledMask):
     """A method whose layers have three tensors."""
 
-    def init(self, layer):
-        super().init(layer)
+    def init_masks(self, layer):
+        super().init_masks(layer)
         layer.buffers["other"] = torch.zeros(3)

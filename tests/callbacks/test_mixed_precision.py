@@ -115,7 +115,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         for _ in range(self.draws.get(batch_idx, 0)):
             for layer in self.layers:
-                layer.draw_seed()
+                layer.draw_noise()
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.look(pl_module)
@@ -160,7 +160,7 @@ def test_fused_and_foreach_are_the_loop(method, optimizer, scaled, tmp_path):
 
     def look(trainer, model):
         for layer in (module.nm_layers["weight"] for module in model.net[::2]):
-            masks.append(plain({"masks": layer.marks, "permutation": layer.permutation}))
+            masks.append(plain({"masks": layer.masks.bits, "permutation": layer.permutation}))
             weights.append(layer.weight.detach().flatten().clone())
 
     found = []

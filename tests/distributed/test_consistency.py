@@ -1,5 +1,7 @@
 """Checksums tell layers apart, and processes that disagree fail together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,22 +48,22 @@ def test_equal_layers_have_equal_checksums():
 def test_every_bit_of_the_masks_counts(row, column, bit):
     layer = attached().layers["0"]
     before = checksum(layer)
-    layer.marks[row, column] ^= bit
+    layer.masks.bits[row, column] ^= bit
     assert (checksum(layer) != before).tolist() == [False, True, False, False]
-    layer.marks[row, column] ^= bit
+    layer.masks.bits[row, column] ^= bit
     assert torch.equal(checksum(layer), before)
 
 
 CHANGES = {
-    "seed": lambda layer: setattr(layer, "seed", 1),
-    "schedule": lambda layer: setattr(layer, "schedule", (3, 9)),
-    "estimator_schedule": lambda layer: setattr(layer, "estimator_schedule", (3, 9)),
-    "estimating": lambda layer: setattr(layer, "estimating", True),
-    "dense_gradient": lambda layer: setattr(layer, "dense_gradient", not layer.dense_gradient),
-    "gradient_at_pruned": lambda layer: setattr(layer, "method", _Other()),
-    "clock": lambda layer: setattr(layer, "clock", 7),
-    "step": lambda layer: setattr(layer, "step", 7),
-    "masks": lambda layer: layer.marks[0].fill_(0),
+    "seed": lambda layer: layer.noise.reseed(1),
+    "schedule": lambda layer: setattr(layer.progress, "schedule", (3, 9)),
+    "estimator_schedule": lambda layer: setattr(layer.progress, "estimator_schedule", (3, 9)),
+    "estimating": lambda layer: setattr(layer.progress, "estimating", True),
+    "dense_gradient": lambda layer: setattr(layer.progress, "dense_gradient", not layer.dense_gradient),
+    "gradient_at_pruned": lambda layer: setattr(layer, "spec", replace(layer.spec, method=_Other())),
+    "clock": lambda layer: setattr(layer.progress, "clock", 7),
+    "step": lambda layer: setattr(layer.progress, "step", 7),
+    "masks": lambda layer: layer.masks.bits[0].fill_(0),
     "permutation": lambda layer: layer.permutation.copy_(layer.permutation.flip(0)),
     "parameters": lambda layer: layer.parameters["scale"].data.fill_(1.25),
 }

@@ -42,7 +42,7 @@ class ByGlobalSample:
         pattern, (tokens, out) = self.pattern_of(layer), grad.shape
         assert tokens % pattern.m == 0
         blocks = tokens // pattern.m
-        everyone = counter_uniform(self.numbers * world * blocks * out, fold_seed(layer.name, layer.draws))
+        everyone = counter_uniform(self.numbers * world * blocks * out, fold_seed(layer.name, layer.noise.draws))
         uniform = everyone.view(world * blocks, self.numbers, out)[rank * blocks : (rank + 1) * blocks]
         return self.prune(grad, pattern, uniform.movedim(1, 0))
 
@@ -189,8 +189,8 @@ def gradients(method, estimator, strategy="ddp", seeds=SEEDS):
     for seed in range(seeds):
         optimizer.zero_grad()
         for layer in layers:
-            layer.seed = seed
-            layer.draw_seed(0)
+            layer.noise.seed = seed
+            layer.draw_noise(0)
         F.cross_entropy(parallel(x), y).backward()
         sparsifier.before_step(optimizer)
         found.append(torch.cat([layer.weight.grad.flatten() for layer in layers]))

@@ -40,8 +40,8 @@ class Spy(GradientEstimator):
         self.seen.append((layer.name, grad, result, seed))
         return result
 
-    def gemm(self, layer):
-        return self.inner.gemm(layer)
+    def pattern_of(self, layer):
+        return self.inner.pattern_of(layer)
 
 
 def gradients(module, x, dy_seed=0):
@@ -49,7 +49,7 @@ def gradients(module, x, dy_seed=0):
     module.zero_grad()
     for part in module.modules():
         for layer in getattr(part, "nm_layers", {}).values():
-            layer.draw_seed(layer.draws)
+            layer.draw_noise(layer.noise.draws)
     x = x.detach().clone().requires_grad_()
     y = module(x)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed), dtype=y.dtype))
@@ -71,7 +71,7 @@ def test_the_weight_gradient_is_unbiased_and_nothing_else_changes(kind):
         for k, weight in enumerate(weights):
             sums[k], squares[k] = sums[k] + weight.grad, squares[k] + weight.grad**2
         for layer in sparsifier.layers.values():
-            layer.draw_seed()
+            layer.draw_noise()
     masked = {id(weight) for weight in weights}
     others = {"input"} | {name for name, p in module.named_parameters() if id(p) not in masked}
     for name in others:
@@ -214,7 +214,7 @@ def test_the_scale_of_the_loss_does_not_matter():
     module(x).backward(dy)
     plain = layer.weight.grad.clone()
     module.zero_grad()
-    layer.draw_seed(layer.draws)
+    layer.draw_noise(layer.noise.draws)
     module(x).backward(2.0**16 * dy)
     assert torch.equal(layer.weight.grad, 2.0**16 * plain)
 
@@ -249,9 +249,9 @@ def test_two_steps_in_one_batch_draw_anew_and_an_open_graph_keeps_its_seed():
     sparsifier.register(optimizer)
     x = torch.randn(8, 16)
     (layer,) = sparsifier.layers.values()
-    before = layer.noise.clone()
+    before = layer.noise.words.clone()
     y = model(x)
-    layer.draw_seed()
+    layer.draw_noise()
     y.square().mean().backward()
     assert torch.equal(spy.seen[0][3], before)
     optimizer.step()  # as in manual optimization: the batch goes on
@@ -271,7 +271,7 @@ def test_a_module_that_is_called_again_draws_anew():
     seeds = [tuple(seed.tolist()) for *_, seed in (*spy.seen, *copied.nm_layers["weight"].estimator.seen[3:])]
     assert len(set(seeds)) == 6
     (layer,) = sparsifier.layers.values()
-    layer.draw_seed(layer.draws)
+    layer.draw_noise(layer.noise.draws)
     cell(cell(cell(x))).square().mean().backward()
     assert [tuple(seed.tolist()) for *_, seed in spy.seen[3:]] == seeds[:3]
 
@@ -282,7 +282,11 @@ def test_second_derivatives_leave_nothing_behind():
     x = torch.randn(8, 16, requires_grad=True)
     (g,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     (g.norm(2, 1) - 1).square().mean().backward()
-    assert not any(layer.observed.requires_grad for layer in sparsifier.layers.values() if layer.observed is not None)
+    assert not any(
+        layer.observation.sums.requires_grad
+        for layer in sparsifier.layers.values()
+        if layer.observation.sums is not None
+    )
     copy.deepcopy(module)
 
 
@@ -330,13 +334,13 @@ def test_an_estimator_that_changes_shape_or_dtype_is_named(wrong):
 def test_ranks_draw_different_numbers(monkeypatch):
     module = nn.Linear(16, 16)
     (layer,) = attach(module, "mvue").layers.values()
-    alone = layer.noise
-    monkeypatch.setattr("lightning_nm.nn.layer.dist.is_initialized", lambda: True)
+    alone = layer.noise.words
+    monkeypatch.setattr("lightning_nm.nn.noise.dist.is_initialized", lambda: True)
     seeds = []
     for rank in range(3):
-        monkeypatch.setattr("lightning_nm.nn.layer.dist.get_rank", lambda rank=rank: rank)
-        layer.draw_seed(layer.draws)
-        seeds.append(layer.noise)
+        monkeypatch.setattr("lightning_nm.nn.noise.dist.get_rank", lambda rank=rank: rank)
+        layer.draw_noise(layer.noise.draws)
+        seeds.append(layer.noise.words)
     assert torch.equal(seeds[0], alone)
     assert len({tuple(seed.tolist()) for seed in seeds}) == 3
 

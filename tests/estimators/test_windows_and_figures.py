@@ -44,7 +44,7 @@ def train(model, sparsifier, steps, look=None, accumulate=1):
 def test_wgrad_is_dense_before_and_after_the_window(accumulate):
     model = network()
     sparsifier = attach(model, MVUE("1:2", dense_start=2, dense_end=0.3), planned_steps=10)
-    assert [layer.estimator_schedule for layer in sparsifier.layers.values()] == [(2, 7)] * 3
+    assert [layer.progress.estimator_schedule for layer in sparsifier.layers.values()] == [(2, 7)] * 3
     exact, treatments = [], []
 
     def look(step):
@@ -135,7 +135,7 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     assert "frozen, so no weight gradient" in row
     train(model, sparsifier, 2)
     assert model[2].weight.grad is None
-    assert sparsifier.layers["2"].observed is None
+    assert sparsifier.layers["2"].observation.sums is None
     model[2].weight.requires_grad_()
     assert sparsifier.layers["2"].gemms().wgrad.treatment == "2:4"
 
@@ -192,7 +192,7 @@ def test_a_loaded_state_keeps_the_estimators_schedule():
     fresh.load_state_dict(model.state_dict())
     with pytest.warns(UserWarning, match=r"MVUE scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"):
         resumed.load_state_dict(sparsifier.state_dict())
-    assert resumed.layers["0"].estimator_schedule == (0, 10)
+    assert resumed.layers["0"].progress.estimator_schedule == (0, 10)
 
 
 def test_a_second_fit_in_the_dense_phase_is_said(tmp_path):
@@ -251,7 +251,7 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
         turns = []
 
         def look(step):
-            turns.append([name for name, layer in sparsifier.layers.items() if layer.observing])
+            turns.append([name for name, layer in sparsifier.layers.items() if layer.observation.active])
 
         train(model, sparsifier, 7, look)
         return list(model.parameters()), turns, sparsifier.stats()

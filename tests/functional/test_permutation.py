@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import permutation as module
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import backward_mask, nm_mask
 from lightning_nm.functional.permutation import (
     Criterion,
     Search,
-    backward_mask,
     permutation_score,
     search_permutation,
 )

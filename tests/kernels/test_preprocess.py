@@ -42,7 +42,7 @@ def test_marks_are_the_layers():
 def test_a_pair_is_the_layers_two_weights(dtype):
     layer = bi_mask_layer()
     permutation = torch.randperm(24)
-    forward, backward = masked_pair(layer.weight, layer.marks, dtype, permutation, own_backward=True)
+    forward, backward = masked_pair(layer.weight, layer.masks.bits, dtype, permutation, own_backward=True)
     assert torch.equal(forward, layer.forward_weight().to(dtype))
     assert torch.equal(backward, layer.backward_weight()[permutation].t().to(dtype))
     for result in (forward, backward):
@@ -55,9 +55,9 @@ def test_a_pair_is_the_layers_two_weights(dtype):
 def test_a_pair_in_the_layers_order_is_sparse_along_rows():
     layer = bi_mask_layer()
     forward, backward = masked_pair(
-        layer.weight, layer.marks, torch.bfloat16, layer.permutation, own_backward=layer.own_backward
+        layer.weight, layer.masks.bits, torch.bfloat16, layer.permutation, own_backward=layer.masks.has_backward
     )
-    assert layer.own_backward
+    assert layer.masks.has_backward
     assert is_nm(forward, "2:4", -1)
     assert is_nm(backward, "2:4", -1)
     assert backward.count_nonzero() > 0
@@ -65,7 +65,7 @@ def test_a_pair_in_the_layers_order_is_sparse_along_rows():
 
 def test_without_a_backward_mask_both_are_the_forward_weight():
     layer = bi_mask_layer()
-    forward, backward = masked_pair(layer.weight, layer.marks, torch.float32, own_backward=False)
+    forward, backward = masked_pair(layer.weight, layer.masks.bits, torch.float32, own_backward=False)
     assert torch.equal(forward, layer.forward_weight())
     assert torch.equal(backward, forward.t())
 
@@ -77,7 +77,7 @@ def test_without_a_backward_mask_both_are_the_forward_weight():
 def test_halves_and_strides_of_a_pair(dtype, own_backward, permuted, transposed):
     """Each half alone is what the pair holds, and a weight that lies as [in, out] gives what a copy of it gives."""
     layer = bi_mask_layer()
-    weight, marks = layer.weight.detach(), layer.marks
+    weight, marks = layer.weight.detach(), layer.masks.bits
     permutation = torch.randperm(24) if permuted else None
     expected = masked_pair(weight, marks, dtype, permutation, own_backward=own_backward)
     if transposed:
@@ -103,12 +103,12 @@ def test_permuted_columns_keep_the_product(dtype):
     layer = bi_mask_layer()
     grad = torch.randint(-4, 5, (7, 24)).to(dtype)
     weight = torch.randint(-4, 5, layer.weight.shape).to(dtype)
-    backward = masked_backward(weight, layer.marks, dtype, layer.permutation, own_backward=True)
+    backward = masked_backward(weight, layer.masks.bits, dtype, layer.permutation, own_backward=True)
     permuted = permuted_columns(grad.requires_grad_(), layer.permutation)
     assert permuted.is_contiguous()
     assert not permuted.requires_grad
     assert torch.equal(permuted, grad[:, layer.permutation])
-    plain = masked_backward(weight, layer.marks, dtype, own_backward=True)
+    plain = masked_backward(weight, layer.masks.bits, dtype, own_backward=True)
     assert torch.equal(permuted @ backward.t(), grad @ plain.t())
 
 

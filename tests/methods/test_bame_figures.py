@@ -25,7 +25,7 @@ def test_statistics_against_their_definitions():
         generator = torch.Generator().manual_seed(step)
         module(torch.randn(8, 16, generator=generator)).sub(1).square().mean().backward()
         sparsifier.before_step(optimizer)
-        moves = [layer.handover.move for layer in layers]
+        moves = [layer.pending.exchange for layer in layers]
         before = [layer.forward_mask for layer in layers]
         optimizer.step()
         sparsifier.step()
@@ -91,12 +91,12 @@ def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
     loss().backward()
     sparsifier.before_step(optimizer)
     optimizer.step()
-    before = copy.deepcopy((layer.weight.detach(), layer.marks))
-    predicted = float(layer.handover.move.loss_change)
+    before = copy.deepcopy((layer.weight.detach(), layer.masks.bits))
+    predicted = float(layer.pending.exchange.loss_change)
     achieved = achieved_loss_change([layer], loss)
     assert predicted < 0
     assert achieved == pytest.approx(predicted, rel=0.02)
     assert torch.equal(layer.weight.detach(), before[0])
-    assert torch.equal(layer.marks, before[1])
+    assert torch.equal(layer.masks.bits, before[1])
     sparsifier.step()
     assert achieved_loss_change([layer], loss) is None

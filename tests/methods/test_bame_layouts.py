@@ -50,7 +50,7 @@ def test_dgrad_bi_mask_follows_the_weights_between_adaptations():
         module, sparsifier, optimizer, layer = linear(method)
     method._bi_mask.permute_every = 4
     marks = []
-    run(module, sparsifier, optimizer, 9, look=lambda step: marks.append((layer.backward_mask, layer.flips)))
+    run(module, sparsifier, optimizer, 9, look=lambda step: marks.append((layer.backward_mask, layer.masks.flips)))
     moved = [step for step in range(8) if not torch.equal(marks[step][0], marks[step + 1][0])]
     assert set(moved) <= {3, 7}
     assert moved, "the weights moved, so the mask should have"
@@ -79,7 +79,7 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
             achieved = achieved_loss_change([layer], lambda: (module(x) - 1).square().mean())
             assert not layer.weight[pruned].any()
             sparsifier.step()
-        return conv.weight.detach().contiguous(), int(layer.total_flips), achieved
+        return conv.weight.detach().contiguous(), int(layer.masks.total_flips), achieved
 
     plain, channels_last = train(torch.contiguous_format), train(torch.channels_last)
     torch.testing.assert_close(plain[0], channels_last[0])
@@ -110,7 +110,7 @@ def test_the_transposed_layout_evolves_as_the_plain_one():
             optimizer.step()
             sparsifier.step()
         (layer,) = sparsifier.layers.values()
-        assert layer.total_flips > 0
+        assert layer.masks.total_flips > 0
         weights.append(layer.rows(layer.weight.detach()))
     torch.testing.assert_close(*weights)
 

@@ -59,7 +59,7 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
         weight = layer.weight
         weight.grad = torch.randn(2048, 2048)
         states = [s for s in optimizer.state[weight].values() if isinstance(s, torch.Tensor)]
-        known = [weight, weight.grad, layer.marks, *layer.buffers.values(), *states]
+        known = [weight, weight.grad, layer.masks.bits, *layer.buffers.values(), *states]
         gc.collect()
         with PeakMemory(*known) as found:
             sparsifier.before_step(optimizer)
@@ -68,7 +68,7 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
             sparsifier.step()
     with PeakMemory(*known) as applied:  # the exchanges themselves, as they follow the optimizer's step
         layer.method.after_step(layer, optimizer)
-    assert layer.handover.move.adapted > 0.1 * weight.numel() / layer.pattern.m
+    assert layer.pending.exchange.adapted > 0.1 * weight.numel() / layer.pattern.m
     copies = max(found.peak, applied.peak) / (4 * weight.numel())
     assert 0.5 < copies <= 6
 

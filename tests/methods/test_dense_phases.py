@@ -94,7 +94,7 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
         optimizer.step()
         sparsifier.step()
     first, second = (sparsifier.layers[name].gemms() for name in ("0", "2"))
-    assert first.forward == ("dense", "in 18 % 4 != 0", 1.0, 1.0, 1.0)
+    assert first.forward == ("dense", None, "in 18 % 4 != 0", 1.0, 1.0, 1.0)
     assert first.wgrad.treatment == second.wgrad.treatment == "2:4"
     assert second.forward.treatment == "2:4"
     assert second.dgrad.reason == "out 18 % 4 != 0"

@@ -6,9 +6,9 @@ from torch import nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
-from lightning_nm.methods.bame.exchange import Move, exchange_entries
+from lightning_nm.methods.bame.exchange import Exchange, exchange_entries
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, entry_states, step_size
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.pattern import NMPattern
 
 ENTRYWISE = {
@@ -18,27 +18,16 @@ ENTRYWISE = {
     "adam": lambda p: torch.optim.Adam(p, 1e-2),
     "adam-maximize": lambda p: torch.optim.Adam(p, 1e-2, maximize=True),
     "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), weight_decay=0.0),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2),
     "adam-no-epsilon": lambda p: torch.optim.Adam(p, 1e-2, eps=0),
     "radam": lambda p: torch.optim.RAdam(p, 1e-2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 1e-1),
-    "adagrad-decay": lambda p: torch.optim.Adagrad(p, 1e-1, lr_decay=0.1),
 }
-WHOLE = {
-    "muon": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0),
-    "muon-rms": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
-    "adamax": lambda p: torch.optim.Adamax(p, 1e-2),
+CLOSE = {
     "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
     "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "rprop": lambda p: torch.optim.Rprop(p),
 }
 STATEFUL = {
     **ENTRYWISE,
-    **WHOLE,
-    "asgd": torch.optim.ASGD,
-    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
+    **CLOSE,
     "adam-capturable-like": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
 }
 
@@ -82,9 +71,9 @@ def test_momentum_of_one_has_no_end_and_counts_as_none():
 
 
 @pytest.mark.parametrize("steps", [0, 3, 100])
-@pytest.mark.parametrize("name", WHOLE)
-def test_other_optimizers_are_matched_by_size(name, steps):
-    weight, mask, optimizer = stepped(WHOLE[name], steps, dtype=torch.float32)
+@pytest.mark.parametrize("name", CLOSE)
+def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps):
+    weight, mask, optimizer = stepped(CLOSE[name], steps, dtype=torch.float32)
     size = step_size(optimizer, weight, mask)
     moment = None if size.moment is None else as_blocks(size.moment, 4)
     grad = as_blocks(weight.grad, 4)
@@ -116,11 +105,11 @@ def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_r
 def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name):
     weight, mask, optimizer = stepped(STATEFUL[name], 4, dtype=torch.float32)
     check_optimizer(optimizer, weight, "l")
-    sizes = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size"}
+    sizes = {"exp_avg_sq", "max_exp_avg_sq"}
     states = dict(entry_states(optimizer, weight, "l"))
     assert set(states) == {
         key for key, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor) and value.dim() == 2
-    } - {"row_var", "col_var"}
+    }
     clear_entries(optimizer, weight, ~mask, "l")
     assert all(not state[~mask].any() for state in states.values())
 
@@ -135,9 +124,9 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     at_pruned, at_regrown = (block_index(weight.shape, 4, blocks, e) for e in (pruned, regrown))
     module = nn.Linear(32, 16)
     module.weight = weight
-    layer = NMLayer("l", module, "weight", NMPattern(2, 4), method=None)
+    layer = NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))
     nothing = torch.zeros(())
-    exchange_entries(optimizer, layer, mask, Move(blocks, at_pruned, at_regrown, nothing, 3, nothing, nothing))
+    exchange_entries(optimizer, layer, mask, Exchange(blocks, at_pruned, at_regrown, nothing, 3, nothing, nothing))
     for key, state in states.items():
         expected = before[key].clone()
         for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):
@@ -164,26 +153,39 @@ class Blockwise(torch.optim.SGD):
     [
         (torch.zeros(16, 32, dtype=torch.uint8), r"Blockwise keeps 'kept' as torch.uint8 of shape \(16, 32\)"),
         (torch.zeros(7), r"Blockwise keeps 'kept' as torch.float32 of shape \(7,\) for a weight of shape \(16, 32\)"),
-        ([torch.zeros(16, 16), torch.zeros(32, 32)], "Blockwise keeps 'kept' as a list of tensors"),
-        ({"left": torch.zeros(16, 16)}, "Blockwise keeps 'kept' as a dict of tensors"),
+        (torch.zeros(16, 1), r"Blockwise keeps 'kept' as torch.float32 of shape \(16, 1\)"),
+        ([torch.zeros(16, 16), torch.zeros(32, 32)], "Blockwise keeps 'kept' as a list"),
+        ({"left": torch.zeros(16, 16)}, "Blockwise keeps 'kept' as a dict"),
     ],
 )
 def test_state_that_belongs_to_no_entry_is_refused(kept, message):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
-    with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use an optimizer"):
+    with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use SGD"):
         check_optimizer(optimizer, weight, "blocks.3")
 
 
-@pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), torch.zeros(16, 1), torch.zeros(32), []])
-def test_numbers_and_factors_are_left_alone(kept):
+@pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), []])
+def test_numbers_are_left_alone(kept):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     check_optimizer(optimizer, weight, "l")
     assert list(entry_states(optimizer, weight, "l")) == []
 
 
-def test_a_joint_history_is_refused_before_any_step():
+OTHERS = {
+    "LBFGS": torch.optim.LBFGS,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": torch.optim.RMSprop,
+}
+if hasattr(torch.optim, "Muon"):
+    OTHERS["Muon"] = torch.optim.Muon
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_are_refused_by_name_before_any_step(name):
     weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=r"LBFGS keeps one history.*layer 'l'"):
-        check_optimizer(torch.optim.LBFGS([weight]), weight, "l")
+    with pytest.raises(ValueError, match=rf"{name} is neither SGD nor of the Adam family.*layer 'l'.*use SGD, Adam"):
+        check_optimizer(OTHERS[name]([weight]), weight, "l")

@@ -155,12 +155,12 @@ def test_transformer_layers_run_masked_everywhere(kind, training, grad):
     torch.testing.assert_close(output[visible], expected[visible], rtol=1e-5, atol=1e-5)
 
     for name, one in sparsifier.layers.items():  # each claimed layer really ran masked: emptying it shows
-        marks = one.marks.clone()
+        marks = one.masks.bits.clone()
         one.set_masks(torch.zeros_like(marks, dtype=torch.bool))
         with torch.set_grad_enabled(grad):
             changed = model(*arguments, **kwargs)
         assert not torch.allclose(changed[visible], output[visible]), name
-        one.marks.copy_(marks)
+        one.masks.bits.copy_(marks)
     sparsifier.detach()
     for name, module in model.named_modules():
         assert {k: v for k, v in vars(module).items() if k[0] != "_"} == {

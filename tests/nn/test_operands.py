@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import Router
+from lightning_nm.nn.packable import packable_backward, packable_forward
 from tests.kinds import KINDS, make
 from tests.routed import METHODS, attach
 
@@ -21,12 +22,12 @@ def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
     for layer in attach(module, "2:4", METHODS[method]()).layers.values():
         weight = layer.weight.detach()
         expected = layer.matrix(layer.forward_weight()).bfloat16()
-        found = layer.method.forward_operand(layer, weight, torch.bfloat16)
+        found = packable_forward(layer, weight, torch.bfloat16)
         assert torch.equal(found, expected)
         backward = layer.matrix(layer.backward_weight()).bfloat16()
-        if layer.own_backward:
+        if layer.masks.has_backward:
             backward = backward[layer.permutation]
-        transposed = layer.method.backward_operand(layer, weight, torch.bfloat16)
+        transposed = packable_backward(layer, weight, torch.bfloat16)
         assert torch.equal(transposed, backward.t())
         for operand in (found, transposed):
             assert operand.is_contiguous()
@@ -48,9 +49,9 @@ def test_the_transposed_estimate_is_the_estimate(tokens, estimator, gather, seed
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(tokens, 12, generator=generator)
     order = torch.randperm(12, generator=generator) if gather else None
-    found, gathered = layer.estimator.estimate_transposed(layer, grad, layer.noise, order)
+    found, gathered = layer.estimator.estimate_transposed(layer, grad, layer.noise.words, order)
     assert found.is_contiguous()
-    assert torch.equal(found[:, :tokens], layer.estimate(grad, layer.noise).t())
+    assert torch.equal(found[:, :tokens], layer.estimate(grad, layer.noise.words).t())
     assert not found[:, tokens:].any()
     assert gathered is None or torch.equal(gathered, grad[:, order])
 
@@ -62,9 +63,9 @@ def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
     sparsifier = NMSparsifier(module, "2:4", "dense", MVUE(pattern), skip_first_last=False).attach()
     (layer,) = sparsifier.layers.values()
     grad = torch.randn(12, tokens).t()
-    expected = layer.estimate(grad, layer.noise)
+    expected = layer.estimate(grad, layer.noise.words)
     monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
-    found = layer.estimate(grad, layer.noise)
+    found = layer.estimate(grad, layer.noise.words)
     assert torch.equal(found, expected)
     assert found.t().stride()[-1] == 1, "the product takes it without a copy"
 

@@ -66,11 +66,11 @@ def test_the_operators_are_well_made(estimator):
     weight, bias, tensors = module.weight.detach(), module.bias.detach(), list(layer.tensors())
     grad = torch.randn(6, 64).double()
     ops = torch.ops.lightning_nm
-    torch.library.opcheck(ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.tag, router.handle))
-    torch.library.opcheck(ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.tag, router.handle))
+    torch.library.opcheck(ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.handle_tensor, router.handle))
+    torch.library.opcheck(ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.handle_tensor, router.handle))
     for needs in ((True, True), (True, False), (False, True)):
-        layer.estimating = False  # every call draws other noise
-        arguments = (grad, x, weight, layer.noise, tensors, *needs, layer.tag, router.handle)
+        layer.progress.estimating = False  # every call draws other noise
+        arguments = (grad, x, weight, layer.noise.words, tensors, *needs, layer.handle_tensor, router.handle)
         torch.library.opcheck(ops.backward_gemms, arguments)
 
 
@@ -138,7 +138,7 @@ def test_copies_are_layers_of_their_own(again):
     (layer,), (other,) = module.nm_layers.values(), copied.nm_layers.values()
     assert find(layer.handle) is layer
     assert find(other.handle) is other
-    assert layer.tag.shape != other.tag.shape
+    assert layer.handle_tensor.shape != other.handle_tensor.shape
     other.set_masks(other.forward_mask.roll(1, 0), other.backward_mask.roll(1, 1))
     for mine in (module, copied):
         assert_equal(gradients(mine, x, simulated()), gradients(mine, x, None))

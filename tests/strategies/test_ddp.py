@@ -121,7 +121,7 @@ class Flip(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_rank == 1 and batch_idx == 1:
             layer = trainer.callbacks[0].sparsifier.layers["net.2"]
-            layer.marks[0] = layer.marks[0].roll(1)
+            layer.masks.bits[0] = layer.masks.bits[0].roll(1)
 
 
 class Logged(pl.Callback):

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.kernels.operands import FORWARD
-from lightning_nm.methods.bame.optimizer_state import SIZES, entry_states
+from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.sharding import gather, held, is_sharded, part
+from lightning_nm.nn.sharding import gather, is_sharded, local_shard, local_values
 
 Index = tuple[Tensor, ...]
 
 
 @dataclass
-class Move:
+class Exchange:
     """What an adaptation exchanges: found before the optimizer's step, applied after it, then kept until batch end.
 
     Args:
@@ -46,22 +46,22 @@ class Move:
 
 
 @dataclass
-class Handover:
+class PendingExchange:
     """What one call of a step tells the next.
 
     Args:
         fresh: The masks are new: pruned entries of the weight and of the optimizer's state may hold something yet.
         ready: ``before_step`` has run for the step to come.
-        move: What to exchange after that step; afterwards what was exchanged, until the batch ends.
+        exchange: What to exchange after that step; afterwards what was exchanged, until the batch ends.
     """
 
     fresh: bool = False
     ready: bool = False
-    move: Move | None = None
+    exchange: Exchange | None = None
 
 
 @torch.no_grad()
-def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: Move) -> None:
+def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: Exchange) -> None:
     """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
 
     Args:
@@ -74,19 +74,19 @@ def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: M
     for key, kept_state in entry_states(optimizer, layer.param, layer.name):
         state = gather(kept_state)
         start: Tensor | int = 0
-        if key in SIZES:
+        if key in SECOND_MOMENTS:
             kept = as_blocks(layer.rows(mask), m)[move.blocks]
             start = torch.where(kept, as_blocks(layer.rows(state), m)[move.blocks], 0).sum(1) / kept.sum(1)
         state[move.pruned] = 0
         state[move.regrown] = start
         if is_sharded(kept_state):
-            held(kept_state).copy_(part(state, kept_state))
+            local_values(kept_state).copy_(local_shard(state, kept_state))
 
 
 def adapted_now(layer: NMLayer) -> bool:
     """Whether the optimizer step just made was followed by an adaptation of this layer."""
-    handed = layer.handover
-    return isinstance(handed, Handover) and handed.move is not None and handed.move.before is not None
+    pending = layer.pending
+    return isinstance(pending, PendingExchange) and pending.exchange is not None and pending.exchange.before is not None
 
 
 @torch.no_grad()
@@ -110,15 +110,15 @@ def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) 
     for new in (True, False):
         with ExitStack() as stack:
             for layer in moved:
-                stack.enter_context(_trial(layer, layer.handover.move, new))
+                stack.enter_context(_trial(layer, layer.pending.exchange, new))
             losses.append(float(loss()))
     return losses[0] - losses[1]
 
 
 @contextmanager
-def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
+def _trial(layer: NMLayer, move: Exchange, new: bool) -> Iterator[None]:
     """Within, the layer computes as after the step with the new or the old masks."""
-    weight, marks = layer.weight.detach(), layer.marks
+    weight, marks = layer.weight.detach(), layer.masks.bits
     assert marks is not None
     assert move.before is not None
     if new:
@@ -127,10 +127,10 @@ def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
         old = marks.clone()
         old[move.regrown] &= ~FORWARD
         old[move.pruned] |= FORWARD
-        layer.marks = old
+        layer.masks.bits = old
         weight[move.pruned] = move.before
     try:
         yield
     finally:
         weight[move.regrown if new else move.pruned] = 0
-        layer.marks = marks
+        layer.masks.bits = marks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,15 +21,20 @@ from lightning_nm.functional.evolution import (
     select_blocks,
     swap_budget,
 )
-from lightning_nm.methods.bame.exchange import Handover, Move, exchange_entries
+from lightning_nm.methods.bame.exchange import Exchange, PendingExchange, exchange_entries
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, step_size
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
-from lightning_nm.nn.layer import Gemm, Gemms, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 # Weights that an adaptation handles at a time: it bounds the temporaries.
 _CHUNK = 1 << 20
+
+
+def _pending(layer: NMLayer) -> PendingExchange:
+    """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
+    return layer.pending or PendingExchange(fresh=True)
 
 
 class BAME(MaskMethod):
@@ -79,7 +85,10 @@ class BAME(MaskMethod):
         (0, 500)
     """
 
+    short_name = "bame"
+
     latent = False
+    paper_counts_masked = True
     fixed = ("dgrad",)
     headline = "adapted_blocks"
 
@@ -182,84 +191,84 @@ class BAME(MaskMethod):
     # --------------------------------------------------------------------------------------------------- the masks
 
     @torch.no_grad()
-    def init(self, layer: NMLayer) -> None:
+    def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
-        layer.permutation, layer.handover = None, Handover(fresh=True)
-        layer.buffers = {}
+        layer.masks.set_permutation(None)
+        layer.pending = PendingExchange(fresh=True)
+        layer.buffers.clear()
         forward = None
         if not layer.forward_reason:
             forward = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
             size, device = layer.param.numel(), layer.param.device
-            layer.buffers = {
-                # Entries that were exchanged at least once, one bit each, and oscillations of each block, up to 255.
-                "exchanged": torch.zeros((size + 7) // 8, dtype=torch.uint8, device=device),
-                "oscillation": torch.zeros(size // layer.pattern.m, dtype=torch.uint8, device=device),
-                # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
-                "adaptation": torch.zeros(3, device=device),
-            }
-        self._set(layer, forward)
+            layer.buffers.update(
+                {
+                    # Entries that were exchanged at least once, one bit each; oscillations of each block, up to 255.
+                    "exchanged": torch.zeros((size + 7) // 8, dtype=torch.uint8, device=device),
+                    "oscillation": torch.zeros(size // layer.pattern.m, dtype=torch.uint8, device=device),
+                    # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
+                    "adaptation": torch.zeros(3, device=device),
+                }
+            )
+        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
         if layer.step and forward is not None:  # weights that replace trained ones, which had no latent values either
-            layer.here.masked_fill_(~layer.part(forward), 0)
+            layer.local_weight.masked_fill_(~layer.local_shard(forward), 0)
 
-    def _set(self, layer: NMLayer, forward: Tensor | None, search: bool = False) -> None:
-        """Set the forward mask, and select the backward mask that goes with it."""
-        backward = None
-        if self._bi_mask is not None and not layer.dgrad_reason:
-            weight, mask = layer.rows(layer.weight.detach()), None if forward is None else layer.rows(forward)
-            backward = layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
-        layer.set_masks(forward, backward)
+    def _select_backward(self, layer: NMLayer, forward: Tensor | None, *, search: bool) -> Tensor | None:
+        """The backward mask for a forward mask; ``None`` where dgrad has none."""
+        if self._bi_mask is None or layer.dgrad_reason:
+            return None
+        weight, mask = layer.rows(layer.weight.detach()), None if forward is None else layer.rows(forward)
+        return layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient, except in a window that adapts."""
-        mask = None if layer.dense_gradient else layer.kept
+        mask = None if layer.dense_gradient else layer.forward_mask_view
         return (grad if mask is None else grad.masked_fill_(~mask, 0),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchanges from the dense gradient, then leave the optimizer the gradient of kept entries."""
-        super().before_step(layer, optimizer)
-        mask = layer.kept
+        mask = layer.forward_mask_view
         if mask is None:
             return
-        move = None
-        grad = layer.grad_here if layer.dense_gradient else None
+        exchange = None
+        grad = layer.local_grad if layer.dense_gradient else None
         if grad is not None:
-            move = self._find(layer, optimizer, layer.rows(mask))
-            grad.masked_fill_(~layer.part(mask), 0)
-        layer.handover = Handover(layer.handover.fresh, ready=True, move=move)
+            exchange = self._find(layer, optimizer, layer.rows(mask))
+            grad.masked_fill_(~layer.local_shard(mask), 0)
+        layer.pending = PendingExchange(_pending(layer).fresh, ready=True, exchange=exchange)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
-        mask, handed = layer.kept, layer.handover
+        mask, pending = layer.forward_mask_view, _pending(layer)
         if mask is None:
             return
-        layer.here.masked_fill_(~layer.part(mask), 0)
-        if handed.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
+        layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
+        if pending.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
             clear_entries(optimizer, layer.param, ~mask, layer.name)
-        if handed.ready and handed.move is not None:
-            self._apply(layer, optimizer, mask, handed.move)
-            layer.dense_gradient = False
-        elif layer.dense_gradient and layer.param.grad is not None and not handed.ready:
+        if pending.ready and pending.exchange is not None:
+            self._apply(layer, optimizer, mask, pending.exchange)
+        elif layer.dense_gradient and layer.param.grad is not None and not pending.ready:
             raise RuntimeError(
                 f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
                 "call sparsifier.before_step(optimizer) before optimizer.step(); with Lightning, step the optimizer "
                 "that self.optimizers() returns, so that its hooks run"
             )
-        layer.handover = Handover(move=handed.move if handed.ready else None)
+        layer.pending = PendingExchange(exchange=pending.exchange if pending.ready else None)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
-        layer.handover.move = None
+        layer.pending = replace(_pending(layer), exchange=None)
         if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
-            flips = layer.flips
-            self._set(layer, layer.forward_mask, search=True)
-            layer.flips = flips  # those of the last adaptation
+            backward = self._select_backward(layer, layer.forward_mask, search=True)
+            if backward is not None:
+                layer.masks.set_backward(backward)
 
     # ------------------------------------------------------------------------------------------------ an adaptation
 
-    def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Move:
+    def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Exchange:
         """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
         weight, m = layer.weight.detach(), layer.pattern.m
         assert layer.weight.grad is not None
@@ -284,7 +293,7 @@ class BAME(MaskMethod):
         budget = swap_budget(len(value), self.budget, progress)
         chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
         blocks, pruned, regrown, ahead = chosen_swaps(swaps, chosen)
-        return Move(
+        return Exchange(
             blocks,
             layer.locate(block_index(mask.shape, m, blocks, pruned)),
             layer.locate(block_index(mask.shape, m, blocks, regrown)),
@@ -294,28 +303,28 @@ class BAME(MaskMethod):
             swaps.loss_change[chosen].sum(),
         )
 
-    def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, move: Move) -> None:
+    def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange) -> None:
         """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
         weight = layer.weight.detach()
-        move.before = weight[move.pruned]
-        exchange_entries(optimizer, layer, mask, move)
-        weight[move.pruned] = 0
+        exchange.before = weight[exchange.pruned]
+        exchange_entries(optimizer, layer, mask, exchange)
+        weight[exchange.pruned] = 0
         if layer.weight.grad is not None:  # gradients that are not zeroed before the next window
-            layer.weight.grad[move.pruned] = 0
+            layer.weight.grad[exchange.pruned] = 0
         forward = mask.clone()
-        forward[move.pruned] = False
-        forward[move.regrown] = True
-        self._set(layer, forward)
+        forward[exchange.pruned] = False
+        forward[exchange.regrown] = True
+        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
 
         exchanged = unpack_mask(layer.buffers["exchanged"], weight.shape)
-        again = (exchanged[move.pruned] | exchanged[move.regrown]) | (self.oscillation == "flip")
+        again = (exchanged[exchange.pruned] | exchanged[exchange.regrown]) | (self.oscillation == "flip")
         oscillation = layer.buffers["oscillation"]
-        blocks = move.blocks[again]  # a block that occurs twice counts once
+        blocks = exchange.blocks[again]  # a block that occurs twice counts once
         oscillation[blocks] = oscillation[blocks].clamp(max=254) + 1
-        exchanged[move.pruned] = True
-        exchanged[move.regrown] = True
+        exchanged[exchange.pruned] = True
+        exchanged[exchange.regrown] = True
         layer.buffers["exchanged"].copy_(pack_mask(exchanged))
-        figures = (torch.as_tensor(move.adapted), move.held, move.loss_change)
+        figures = (torch.as_tensor(exchange.adapted), exchange.held, exchange.loss_change)
         layer.buffers["adaptation"].copy_(torch.stack([x.to(weight.device, torch.float32) for x in figures]))
 
     # ----------------------------------------------------------------------------------------------------- figures
@@ -346,18 +355,3 @@ class BAME(MaskMethod):
             "frozen_blocks": held / blocks,
             "predicted_loss_change": loss,
         }
-
-    def gemms(self, layer: NMLayer) -> Gemms:
-        """As every mask method, but dW is needed at kept entries alone, except in a window that adapts.
-
-        The papers' counting takes all three GEMMs as sparse between adaptations. Hardware gains nothing from outputs
-        that are not needed.
-        """
-        gemms = super().gemms(layer)
-        if layer.forward_mask is None:
-            return gemms
-        density = layer.pattern.density
-        dgrad = gemms.dgrad if layer.own_backward else gemms.dgrad._replace(paper=density)
-        needed = 1.0 if layer.dense_gradient else density
-        wgrad = self._wgrad(layer, Gemm("dense", "dW at kept entries, at all when masks adapt", needed, needed))
-        return Gemms(gemms.forward, dgrad, wgrad)

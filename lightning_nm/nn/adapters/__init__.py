@@ -1,0 +1,22 @@
+"""The layer kinds: how each module class runs its products through the op seam."""
+
+from lightning_nm.nn.adapters.attention import FUSED_PATHS, NMMultiheadAttention
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, _new, adapted_class, find_adapter, register_adapter
+from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
+from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
+
+__all__ = [
+    "FUSED_PATHS",
+    "Adapter",
+    "NMConv1d",
+    "NMConv2d",
+    "NMConv3d",
+    "NMLinear",
+    "NMMultiheadAttention",
+    "NMTransposedLinear",
+    "WeightSpec",
+    "_new",
+    "adapted_class",
+    "find_adapter",
+    "register_adapter",
+]

@@ -1,0 +1,153 @@
+"""Multi-head attention, and the fused paths of torch that would bypass it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.ops import nm_linear
+
+FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
+    # In evaluation these classes call a fused kernel that reads the weights of their parts directly. Each has an
+    # attribute that switches it off for the instance, so the switch also travels with copies and pickles.
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+"""Module class, attribute, and the value that switches its fused path off."""
+
+
+@register_adapter
+class NMMultiheadAttention(Adapter):
+    """``nn.MultiheadAttention``: masks the input projections; its ``out_proj`` is a linear layer of its own.
+
+    The stock module hands its weights to a fused function and never calls ``out_proj``, so the projections are called
+    here one by one around ``scaled_dot_product_attention``, in training and in evaluation alike.
+    """
+
+    handles = nn.MultiheadAttention
+    reads_children = ("out_proj",)
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """The joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
+        if module.in_proj_weight is not None:
+            yield WeightSpec("in_proj_weight", groups=3)
+        else:
+            for parameter in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                yield WeightSpec(parameter)
+
+    @classmethod
+    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """Multiply-adds of the projections of query, key and value that use this weight."""
+        inputs = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
+        sizes = dict(
+            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
+        )
+        return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        mha: Any = self
+        width = mha.embed_dim
+        if mha.in_proj_weight is not None:
+            joint = partial(
+                _linear, weight=mha.in_proj_weight, bias=mha.in_proj_bias, layer=self.nm_layers.get("in_proj_weight")
+            )
+            if query is key and key is value:
+                return list(joint(query).chunk(3, dim=-1))
+            return [joint(x, rows=(i * width, (i + 1) * width)) for i, x in enumerate((query, key, value))]
+        biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return [
+            _linear(x, getattr(self, name), bias, self.nm_layers.get(name))
+            for x, name, bias in zip((query, key, value), names, biases, strict=True)
+        ]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``, with every projection through the op seam."""
+        mha: Any = self
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask: pass the causal attn_mask with it")
+        batched = query.dim() == 3
+        q, k, v = self._project(query, key, value)
+        if not batched:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif not mha.batch_first:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        batch, targets, _ = q.shape
+        if mha.bias_k is not None:
+            k = torch.cat([k, mha.bias_k.to(k.dtype).expand(batch, 1, -1)], dim=1)
+            v = torch.cat([v, mha.bias_v.to(v.dtype).expand(batch, 1, -1)], dim=1)
+        if mha.add_zero_attn:
+            k, v = (torch.cat([x, x.new_zeros(batch, 1, x.shape[-1])], dim=1) for x in (k, v))
+        sources = k.shape[1]
+        q, k, v = (x.unflatten(-1, (mha.num_heads, mha.head_dim)).transpose(1, 2) for x in (q, k, v))
+
+        bias = self._attention_bias(attn_mask, key_padding_mask, batch, sources, q.dtype)
+        dropout = mha.dropout if self.training else 0.0
+        if need_weights:
+            scores = (q / math.sqrt(mha.head_dim)) @ k.transpose(-2, -1)
+            weights = F.softmax(scores if bias is None else scores + bias, dim=-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            heads = weights @ v
+        else:
+            weights = None
+            heads = F.scaled_dot_product_attention(q, k, v, bias, dropout)
+        merged = heads.transpose(1, 2).reshape(batch, targets, mha.embed_dim)
+        if not batched:
+            merged = merged.squeeze(0)
+        elif not mha.batch_first:
+            merged = merged.transpose(0, 1)
+        output = mha.out_proj(merged)
+        if weights is not None:
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        return output, weights
+
+    def _attention_bias(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, sources: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Both masks as one additive bias ``[batch or 1, heads or 1, targets or 1, sources]``."""
+        bias = None
+        if attn_mask is not None:
+            bias = _additive(attn_mask, dtype)
+            bias = bias.unflatten(0, (batch, -1)) if bias.dim() == 3 else bias[None, None]
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, dtype).view(batch, 1, 1, -1)
+            bias = padding if bias is None else bias + padding
+        if bias is not None and bias.shape[-1] < sources:  # bias_k and add_zero_attn append keys that all may see
+            bias = F.pad(bias, (0, sources - bias.shape[-1]))
+        return bias
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer | None, rows: tuple[int, int] | None = None
+) -> Tensor:
+    if layer is not None:
+        return nm_linear(x, weight, bias, layer, rows)
+    part = slice(None) if rows is None else slice(*rows)
+    return F.linear(x, weight[part], None if bias is None else bias[part])
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True = not allowed) or an additive one, as an additive one."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)

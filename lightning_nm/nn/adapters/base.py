@@ -1,0 +1,185 @@
+"""What an adapter is, and the registry of adapters.
+
+A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
+parameters and its state-dict keys stay what they were, so optimizers, hooks and references made before still hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_nm.nn.layer import Layout, NMLayer
+from lightning_nm.nn.sharding import as_sharded
+from lightning_nm.nn.state import fits, layer_state, restore_weights
+
+
+class WeightSpec(NamedTuple):
+    """A weight that an adapter can mask.
+
+    Args:
+        parameter: Name of the parameter in its module.
+        layout: How its blocks lie, see :data:`~lightning_nm.nn.layer.Layout`.
+        groups: Groups of output rows that no dgrad block may cross.
+    """
+
+    parameter: str
+    layout: Layout = "plain"
+    groups: int = 1
+
+
+class Adapter(nn.Module):
+    """Mixed into a module's class while its weights are masked; ``nm_layers`` maps parameter names to their layers.
+
+    A subclass sets :attr:`handles` and defines :meth:`specs`, :meth:`macs` and ``forward``, which runs the products by
+    :func:`~lightning_nm.nn.ops.nm_linear` or :func:`~lightning_nm.nn.ops.nm_conv`. :func:`register_adapter` makes it
+    known. The state dict, loading, copies and devices are handled here.
+    """
+
+    handles: ClassVar[type[nn.Module]]
+    """The class whose ``forward`` this adapter replaces."""
+    role: ClassVar[Literal["linear", "convolution", ""]] = ""
+    """What ``skip_first_last`` takes the module for."""
+    tensor_parallel: ClassVar[bool] = False
+    """Whether ``forward`` can run while tensor parallelism shards the weight."""
+    reads_children: ClassVar[tuple[str, ...]] = ()
+    """Children whose weights the handled class reads without calling them."""
+
+    nm_base: ClassVar[type[nn.Module]]
+    """The class that the module had before the swap."""
+    nm_layers: dict[str, NMLayer]
+
+    @classmethod
+    def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
+        """The class that the adapter handles, if a module class is derived from it; else ``None``."""
+        return cls.handles if issubclass(kind, cls.handles) else None
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """The weights of a module of the handled class.
+
+        Args:
+            module: The module.
+            conv_layout: ``"channels"`` or ``"flat"``: how blocks of convolutions lie.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """Multiply-adds of the dense forward GEMM of one call.
+
+        Args:
+            module: The module.
+            parameter: Which of its weights.
+            args: What the module was called with.
+            kwargs: What it was called with by name.
+            output: What it returned.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def needed_around(cls, module: Any) -> bool:
+        """Whether a module of the handled class must be adapted though none of its own weights is masked."""
+        return any(isinstance(getattr(module, child, None), Adapter) for child in cls.reads_children)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # The state dict is the model's function: it holds W_F under the dense model's keys.
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for parameter, layer in self.nm_layers.items():
+            destination[prefix + parameter] = as_sharded(layer.local_forward_weight(), layer.param)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
+        for layer in loaded:
+            # The state dict holds no latent values. Swapping weights out and in again, as averaging for validation
+            # does, must not lose them.
+            if layer.replaced_state is None:
+                layer.remember_state(layer_state(layer))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for layer in loaded:
+            replaced = layer.replaced_state
+            assert replaced is not None
+            with layer.full():
+                if fits(layer, replaced):
+                    restore_weights(layer, replaced)  # its clocks and counts went on
+                else:
+                    layer.method.init_masks(layer)  # other weights: the old masks say nothing about them
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        for layer in self.nm_layers.values():
+            layer.to_weight_device()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The swapped class has no importable name: pickle and deepcopy make it again from the class it was made of.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
+
+
+_ADAPTERS: list[type[Adapter]] = []
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
+    """Make an adapter known, so that modules of the class it handles can be masked; usable as a decorator.
+
+    Adapters that are registered later are asked first.
+
+    Args:
+        adapter: A subclass of :class:`Adapter`.
+
+    Raises:
+        TypeError: If it is none, or handles no class.
+
+    Example::
+
+        >>> from lightning_nm.nn import NMLinear
+        >>> class Scaled(nn.Linear):
+        ...     def forward(self, input):
+        ...         return 2 * super().forward(input)
+        >>> @register_adapter
+        ... class NMScaled(NMLinear):
+        ...     handles = Scaled
+        ...     def forward(self, input):
+        ...         return 2 * super().forward(input)
+        >>> from lightning_nm import NMSparsifier
+        >>> list(NMSparsifier(Scaled(8, 4), "2:4", skip_first_last=False).attach().layers)
+        ['weight']
+    """
+    if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
+        raise TypeError(f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}")
+    if adapter.handled is Adapter.handled and not isinstance(getattr(adapter, "handles", None), type):
+        raise TypeError(f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts")
+    if adapter not in _ADAPTERS:
+        _ADAPTERS.insert(0, adapter)
+        _CLASSES.clear()
+    return adapter
+
+
+def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]] | None:
+    """The adapter for a module class, and the class it handles, from which ``kind`` may be derived."""
+    kind = kind.nm_base if issubclass(kind, Adapter) else kind
+    for adapter in _ADAPTERS:
+        handled = adapter.handled(kind)
+        if handled is not None:
+            return adapter, handled
+    return None
+
+
+def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that mixes the fitting adapter into ``base``; one per base class, made at first use."""
+    if base not in _CLASSES:
+        found = find_adapter(base)
+        if found is None:
+            raise TypeError(f"no adapter for {base.__name__}")
+        _CLASSES[base] = type(f"NM{base.__name__}", (found[0], base), {"nm_base": base, "__module__": __name__})
+    return _CLASSES[base]
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    """An empty module of the adapted class, for pickle and deepcopy to fill."""
+    cls = adapted_class(base)
+    return cls.__new__(cls)

@@ -1,0 +1,70 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.ops import nm_linear
+from lightning_nm.nn.tensor_parallel import parallel_linear
+
+
+@register_adapter
+class NMLinear(Adapter):
+    """``nn.Linear``: weight ``[out, in]``."""
+
+    handles = nn.Linear
+    role = "linear"
+    tensor_parallel = True
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """One weight."""
+        yield WeightSpec("weight")
+
+    @classmethod
+    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """``tokens * in * out``."""
+        return output.numel() * module.in_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ W_F^T + bias``."""
+        layer = self.nm_layers["weight"]
+        if isinstance(self.weight, DTensor) or layer.spec.tensor_parallel:
+            return parallel_linear(input, self.weight, self.bias, layer)
+        return nm_linear(input, self.weight, self.bias, layer)
+
+
+@register_adapter
+class NMTransposedLinear(Adapter):
+    """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is ``[in, out]``."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    @classmethod
+    def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
+        """The class of Hugging Face's transformers, which is imported if the model uses it."""
+        hugging_face = sys.modules.get("transformers.pytorch_utils")
+        return hugging_face.Conv1D if hugging_face is not None and issubclass(kind, hugging_face.Conv1D) else None
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """One transposed weight."""
+        yield WeightSpec("weight", "transposed")
+
+    @classmethod
+    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """``tokens * in * out``."""
+        return output.numel() * module.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ W_F + bias``."""
+        return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])

@@ -1,0 +1,85 @@
+"""Random numbers of one layer: functions of a seed, the layer's name and counters."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_nm.functional import fold_seed
+
+
+class LayerNoise:
+    """What the random choices of a layer are made of.
+
+    Choices of masks depend on the seed, the name and the step alone, so they are equal on all ranks. The noise of
+    gradient estimators also depends on the rank and on the number of the draw.
+
+    Args:
+        seed: Base of all random choices of the model.
+        name: The layer's name.
+        by_process: Whether each process draws numbers of its own even if others see the same part of the batch: a
+            weight that tensor parallelism cuts.
+    """
+
+    def __init__(self, seed: int, name: str, by_process: bool = False) -> None:
+        self.seed = seed
+        self.name = name
+        self.by_process = by_process
+        self.data_rank: int | None = None
+        """Which part of the global batch this process sees, where that is not its rank."""
+        self.draws = 0
+        """Number of the last draw; the only state that is saved."""
+        self.words: Tensor | None = None
+        """Four words that the estimator's random numbers are made of, int64 [4]; ``None`` without an estimator."""
+        self._calls: dict[int, int] = {}
+
+    def reseed(self, seed: int) -> None:
+        """Take the seed of a saved training."""
+        self.seed = seed
+
+    def follow_data(self, data_rank: int | None) -> None:
+        """Set which part of the global batch this process sees; ``None``: as many parts as processes."""
+        self.data_rank = data_rank
+
+    def generator(self, step: int) -> torch.Generator:
+        """A generator that depends on the seed, the name and the step alone: equal on all ranks and after a resume."""
+        key = hashlib.sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+
+    def draw(self, device: torch.device, number: int | None = None) -> None:
+        """Make the words of a draw, the next one by default.
+
+        The old tensor stays as it is: a graph that was made with it keeps it.
+
+        Args:
+            device: Where the weight is.
+            number: Number of the draw.
+        """
+        rank = self.data_rank
+        if rank is None or self.by_process:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.draws = self.draws + 1 if number is None else number
+        self._calls.clear()
+        self.words = fold_seed(self.seed, self.name, self.draws, rank).to(device, non_blocking=True)
+
+    def for_call(self, words: Tensor, row: int) -> Tensor:
+        """The words of one backward pass.
+
+        Parts of a joint projection have words of their own, and so has, in eager code, each call of a module that is
+        called several times in a micro-batch: a compiled graph would be compiled anew for each count.
+
+        Args:
+            words: What the forward pass saw.
+            row: The first output row of the part.
+        """
+        if torch.compiler.is_compiling():
+            return words + row
+        count = self._calls[row] = self._calls.get(row, 0) + 1
+        return words + (row + (count - 1) * 0x9E3779B1)
+
+    def to(self, device: torch.device) -> None:
+        """Move the words to a device."""
+        self.words = None if self.words is None else self.words.to(device)

@@ -1,0 +1,47 @@
+"""How far estimated weight gradients of one layer are from the exact ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional.statistics import gradient_energies
+
+
+class GradientObservation:
+    """Compares ``dW = E(dY)^T X`` with ``dY^T X`` in some backward passes."""
+
+    def __init__(self) -> None:
+        self.active = False
+        """Whether the coming backward passes are compared."""
+        self.sums: Tensor | None = None
+        """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
+        self._clock = 0
+
+    def begin_window(self, active: bool, estimating: bool) -> None:
+        """Settle whether the passes of the coming window are compared; without an estimator nothing is known."""
+        self.active = active
+        if not estimating:
+            self.sums = None
+
+    @torch.no_grad()
+    def add(self, clock: int, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
+        """Add one backward pass.
+
+        Args:
+            clock: Training steps so far: passes of one window are added up.
+            estimate: E(dY).
+            exact: dW made of dY.
+            found: dW made of E(dY).
+        """
+        nonzeros = torch.count_nonzero(estimate).double()
+        size = torch.full_like(nonzeros, estimate.numel())
+        sums = torch.stack([*gradient_energies(exact, found), nonzeros, size])
+        sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
+        before = self.sums if self._clock == clock else None
+        self.sums = sums if before is None else before + sums
+        self._clock = clock
+
+    def to(self, device: torch.device) -> None:
+        """Move the sums to a device."""
+        self.sums = None if self.sums is None else self.sums.to(device)

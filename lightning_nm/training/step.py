@@ -1,0 +1,253 @@
+"""Everything that advances when an optimizer steps, in order.
+
+A training step has three parts, which are the three methods of :class:`TrainingStep`, read from top to bottom:
+:meth:`~TrainingStep.before_optimizer`, with complete gradients; :meth:`~TrainingStep.after_optimizer`, right after each
+real step of an optimizer; and :meth:`~TrainingStep.end_batch`. Nothing else advances a layer's counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import within
+from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
+
+_OBSERVED_LAYERS = 4
+"""Layers whose gradient estimates are compared with exact gradients at a time."""
+
+_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})
+"""Hooks by which a method may change what a GEMM costs without moving masks."""
+
+
+class TrainingStep:
+    """Advances the layers of a model with the real steps of the optimizers that own their weights.
+
+    Args:
+        layers: The masked layers.
+        observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
+    """
+
+    def __init__(self, layers: Sequence[NMLayer], observe_every: int = 0) -> None:
+        self.layers = layers
+        self.observe_every = observe_every
+        self.clock = 0
+        """Training steps: batches at whose end any optimizer had stepped."""
+        self.stepped = False
+        """Whether any optimizer has stepped since the last :meth:`end_batch`."""
+        self.optimizers: dict[int, OwnedLayers] = {}
+        """The registered optimizers by id, and what they own."""
+        self._hooks: list[RemovableHandle] = []
+        self._depth: dict[int, int] = {}
+        self._announced: set[int] = set()
+        self._dense_gradients: set[NMLayer] = set()
+
+    # ----------------------------------------------------------------------------------------------- the three parts
+
+    def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
+        """Shape the complete gradients of the layers that the optimizer owns.
+
+        Args:
+            optimizer: A registered optimizer.
+            loss_scale: What the gradients are still multiplied by.
+        """
+        owned = self.owned(optimizer)
+        self._announced.add(id(optimizer))
+        for layer in owned:
+            method = layer.spec.method
+            if loss_scale != 1:
+                _for_gradients(layer, lambda grad: grad.div_(loss_scale))
+            with _full(layer, gradient=True):
+                if "penalty" in method.hooks:
+                    _add_penalty(layer)
+                if layer.progress.dense_gradient and layer.local_grad is not None:
+                    self._dense_gradients.add(layer)
+                if "before_step" in method.hooks:
+                    method.before_step(layer, optimizer)
+            if loss_scale != 1:  # gradients that the method made, too
+                _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
+        self.stepped = True
+        for layer in self.owned(optimizer):
+            method = layer.spec.method
+            _count_cost(layer)
+            layer.progress.step += 1
+            if "after_step" in method.hooks:
+                with _full(layer, gradient=True):
+                    method.after_step(layer, optimizer)
+            if layer in self._dense_gradients:
+                layer.progress.dense_gradient = False
+            if layer.spec.estimator is not None:
+                layer.draw_noise()  # a batch may hold several steps
+        self._dense_gradients.clear()
+
+    def end_batch(self) -> bool:
+        """Move the masks of the layers whose optimizer has stepped, and begin the next window.
+
+        Returns:
+            Whether any optimizer had stepped.
+        """
+        self._depth.clear()  # a step that raised an exception left something
+        self._announced.clear()  # a scaler may have skipped one
+        stepped, self.stepped = self.stepped, False
+        self.clock += stepped
+        for layer in self.layers:
+            progress = layer.progress
+            progress.clock = self.clock
+            moved = progress.step > progress.updated_at
+            if stepped and not moved:
+                _count_cost(layer)
+            # Phases begin and end for all layers together, whether or not they made a step.
+            if moved or (stepped and self.clock in progress.schedule):
+                if "update" in layer.spec.method.hooks:
+                    with _full(layer):
+                        layer.spec.method.update(layer)
+                progress.updated_at = progress.step
+                if layer.replaced_state is not None:
+                    layer.forget_replaced_state()
+            if layer.spec.estimator is not None:
+                layer.draw_noise()
+        if stepped:
+            self.begin_window()
+        return stepped
+
+    def begin_window(self, *, loaded: bool = False) -> None:
+        """Settle what the layers do until the next step, before its first forward pass: all micro-batches do the same.
+
+        Args:
+            loaded: The counters were loaded, and whether gradients are dense with them.
+        """
+        able = []
+        for layer in self.layers:
+            method, progress = layer.spec.method, layer.progress
+            progress.clock = self.clock
+            if not loaded:
+                progress.dense_gradient = "needs_dense_gradient" in method.hooks and method.needs_dense_gradient(layer)
+            if layer.spec.estimator is None:
+                continue
+            schedule = progress.estimator_schedule
+            progress.estimating = not schedule or within(schedule, self.clock)
+            layer.observation.begin_window(False, progress.estimating)
+            if progress.estimating and layer.param.requires_grad:
+                able.append(layer)
+        if self.observe_every and self.clock % self.observe_every == 0:
+            first = self.clock // self.observe_every * _OBSERVED_LAYERS
+            for k in range(min(_OBSERVED_LAYERS, len(able))):
+                able[(first + k) % len(able)].observation.begin_window(True, True)
+
+    def load(self, clock: int, stepped: bool) -> None:
+        """Go on at saved counters; those of the layers are loaded already."""
+        self.clock, self.stepped = clock, stepped
+        self.begin_window(loaded=True)
+
+    # -------------------------------------------------------------------------------------------------- the optimizers
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Count the real steps of an optimizer; does nothing if it is registered.
+
+        Raises:
+            ValueError: If a method cannot work with the optimizer, naming it and the layer.
+        """
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
+            self._hooks.append(optimizer.register_step_pre_hook(self._enter_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._leave_step))
+
+    def owned(self, optimizer: Optimizer) -> list[NMLayer]:
+        """The layers whose weight the optimizer holds now; parameters may join while training.
+
+        Raises:
+            RuntimeError: If the optimizer is not registered.
+            ValueError: If a method cannot work with the optimizer of a layer that joined.
+        """
+        known = self.optimizers.get(id(optimizer))
+        if known is None:
+            raise RuntimeError("this optimizer is not registered: call sparsifier.register(optimizer) before training")
+        if known.parameters != sum(len(group["params"]) for group in optimizer.param_groups):
+            known = self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers, known)
+        return known.layers
+
+    def unowned(self) -> list[NMLayer]:
+        """The layers that no registered optimizer owns."""
+        owned = {layer for known in list(self.optimizers.values()) for layer in self.owned(known.optimizer)}
+        return [layer for layer in self.layers if layer not in owned]
+
+    def release(self, *, keep_parameters: bool = False) -> None:
+        """Forget all optimizers.
+
+        Args:
+            keep_parameters: Leave the parameters that methods own in them, with their state.
+        """
+        for handle in self._hooks:
+            handle.remove()
+        if not keep_parameters:
+            for known in self.optimizers.values():
+                remove_parameters(known.optimizer, self.layers)
+        for book in (self._hooks, self.optimizers, self._depth, self._announced, self._dense_gradients):
+            book.clear()
+
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+
+    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
+        if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
+            return
+        announced = id(optimizer) in self._announced
+        self._announced.discard(id(optimizer))
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
+            return
+        if announced or not changes_nothing(optimizer):
+            self.after_optimizer(optimizer)
+
+
+def _full(layer: NMLayer, *, gradient: bool = False) -> Any:
+    return nullcontext() if layer.shards is None else layer.shards.full(gradient=gradient)
+
+
+def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:
+    for parameter in (layer.optimizer_param, *layer.parameters.values()):
+        if parameter.grad is not None:
+            change(parameter.grad)
+
+
+def _add_penalty(layer: NMLayer) -> None:
+    """Add the gradient of the method's penalty."""
+    with torch.enable_grad():
+        penalty = layer.spec.method.penalty(layer)
+        if penalty is None:
+            return
+        owners = [p for p in (layer.weight, *layer.parameters.values()) if p.requires_grad]
+        grads = torch.autograd.grad(penalty, owners, allow_unused=True)
+    for owner, grad in zip(owners, grads, strict=True):
+        if grad is not None:
+            owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
+
+
+def _count_cost(layer: NMLayer) -> None:
+    """Add up what the GEMMs of a training step cost, whether or not it trained this layer."""
+    masks, progress, costs = layer.masks, layer.progress, layer.costs
+    treatment = (
+        masks.has_forward,
+        masks.has_backward,
+        masks.backward_density,
+        progress.dense_gradient,
+        progress.estimating,
+        layer.param.requires_grad,
+    )
+    if costs.treatment != treatment or not layer.spec.method.hooks.isdisjoint(_COST_HOOKS):
+        costs.settle(treatment, layer.gemms())
+    for sums, densities in costs.current:
+        for k, density in enumerate(densities):
+            sums[k] += density
+    costs.counted += 1
