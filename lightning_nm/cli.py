@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightning_nm.doctor.command import main as doctor
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_nm.callbacks.board import Boards, draw_histogram, layout, panel
-from lightning_nm.callbacks.pictures import margin_histogram, mask_pictures, together
-from lightning_nm.callbacks.progress import bar_figures
+from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, together
+from lightning_nm.callbacks.report.progress import progress_bar_statistics
+from lightning_nm.callbacks.report.tensorboard import Boards, draw_histogram, layout, panel
 from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import as_globs
@@ -230,7 +230,7 @@ class MaskMonitor(pl.Callback):
         for tag, value in scalars.items():
             pl_module.log(tag, value, on_step=True, on_epoch=False)
         if self.progress_bar and trainer.progress_bar_callback is not None:
-            for name, value in bar_figures(sparsifier, found).items():
+            for name, value in progress_bar_statistics(sparsifier, found).items():
                 pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:

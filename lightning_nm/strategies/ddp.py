@@ -43,14 +43,14 @@ class NMDDPStrategy(DDPStrategy):
                     "for bfloat16 use wire_dtype='bf16', for others strategy='ddp', which is correct with every method"
                 )
         super().__init__(**kwargs)
-        self.wire = GradientWire(None if wire_dtype is None else torch.bfloat16)
-        """What is sent, and how much it was."""
+        self.comm_hook = GradientWire(None if wire_dtype is None else torch.bfloat16)
+        """State of the communication hook: the masked weights, and the bytes that were sent."""
 
     def configure_ddp(self) -> None:
         """Wrap the model, and register the hook on every device: Lightning does so on CUDA devices alone."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        self.model.register_comm_hook(self.wire, kept_entries_hook)
+        self.model.register_comm_hook(self.comm_hook, kept_entries_hook)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from lightning_nm.nn.adapters import Adapter
 from tests.features import ends_sparse, fit, methods, sparse
 from tests.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model

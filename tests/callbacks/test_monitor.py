@@ -335,16 +335,13 @@ def test_bad_settings_are_refused_at_once():
     for monitor in (False, None, MaskMonitor()):
         with pytest.raises(ValueError, match=r"write MaskMonitor\(log_layers=True\)"):
             NMSparsityCallback(log_layers=True, monitor=monitor)
-    with pytest.raises(ValueError, match="needs a monitor that logs it"):
-        NMSparsityCallback(log_achieved_loss=True, monitor=False)
 
 
 def test_statistics_of_the_method_and_the_estimator_can_be_asked_for(tmp_path):
-    names = ["adapted_blocks", "achieved_loss_change", "grad_snr"]
+    names = ["adapted_blocks", "predicted_loss_change", "grad_snr"]
     nm = callback(
         BAME(start=0, stop=9, every=2, score="taylor-abs"),
         grad_estimator="mvue",
-        log_achieved_loss=True,
         grad_snr_every=1,
         monitor=MaskMonitor(names),
     )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import ASP, NMSparsifier
-from lightning_nm.callbacks.board import panel
-from lightning_nm.callbacks.pictures import CROP, EDGES, margin_histogram, mask_pictures, together
+from lightning_nm.callbacks.report.pictures import CROP, EDGES, margin_histogram, mask_pictures, together
+from lightning_nm.callbacks.report.tensorboard import panel
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
 from lightning_nm.kernels.dispatch import routing

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.tables import layer_table, print_layers, print_summary
+from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
 from tests.lightning_models import Data, Net, make_trainer, new_model
 
@@ -171,6 +171,12 @@ def test_the_other_lightning_package_is_refused(tmp_path):
 def test_bad_options_fail_before_any_trainer(options, message):
     with pytest.raises(ValueError, match=message):
         NMSparsityCallback(**options)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_argument_names_its_replacement(value):
+    with pytest.raises(ValueError, match=r"log_achieved_loss=.*nm/predicted_loss_change.*03_masks_in_motion\.ipynb"):
+        NMSparsityCallback(log_achieved_loss=value)
 
 
 @pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])

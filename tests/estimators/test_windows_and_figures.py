@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, NMSparsifier, NMSparsityCallback, TopN, TransposableMask
-from lightning_nm.callbacks.tables import print_layers
+from lightning_nm.callbacks.report.tables import print_layers
 from tests.lightning_models import Data, make_trainer, new_model
 
 

@@ -137,7 +137,7 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     module.weight = weight
     layer = NMLayer("l", module, "weight", NMPattern(2, 4), method=None)
     nothing = torch.zeros(())
-    exchange_entries(optimizer, layer, mask, Move(blocks, at_pruned, at_regrown, nothing, 3, nothing, nothing))
+    exchange_entries(optimizer, layer, mask, Move(blocks, at_pruned, at_regrown, 3, nothing, nothing))
     for key, state in states.items():
         expected = before[key].clone()
         for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import BAME, SRSTE, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
-from lightning_nm.export.verify import read_checkpoint, verify_state
+from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.nn.adapters import Adapter

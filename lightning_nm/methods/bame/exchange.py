@@ -1,9 +1,7 @@
-"""What an adaptation exchanges in one weight, and what that really did to the loss."""
+"""The exchange of entries in one weight that an adaptation makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.kernels.operands import FORWARD
 from lightning_nm.methods.bame.optimizer_state import SIZES, entry_states
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.sharding import gather, held, is_sharded, part
@@ -28,21 +25,17 @@ class Move:
             ``[K]``.
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
-        ahead: What each regrown entry would hold had it been there for this step, ``[K]``.
         adapted: Number of blocks that change.
         held: Number of blocks that do not, though an exchange would raise their score.
         loss_change: What the exchanges should change the loss by.
-        before: What the pruned entries held, ``[K]``; ``None`` until applied.
     """
 
     blocks: Tensor
     pruned: Index
     regrown: Index
-    ahead: Tensor
     adapted: int
     held: Tensor
     loss_change: Tensor
-    before: Tensor | None = None
 
 
 @dataclass
@@ -81,56 +74,3 @@ def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: M
         state[move.regrown] = start
         if is_sharded(kept_state):
             held(kept_state).copy_(part(state, kept_state))
-
-
-def adapted_now(layer: NMLayer) -> bool:
-    """Whether the optimizer step just made was followed by an adaptation of this layer."""
-    handed = layer.handover
-    return isinstance(handed, Handover) and handed.move is not None and handed.move.before is not None
-
-
-@torch.no_grad()
-def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) -> float | None:
-    """What the exchanges of the last step really changed the loss by, to be compared with the predicted change.
-
-    Both losses are taken after the step: with the old masks, and with the new ones where a regrown entry holds what
-    it would have gained in that step. To be called after the optimizer's step and before the masks' ``update``.
-
-    Args:
-        layers: Masked layers.
-        loss: Computes the loss of one and the same batch each time.
-
-    Returns:
-        New minus old loss, or ``None`` if no layer of BAME adapted in this step.
-    """
-    moved = [layer for layer in layers if adapted_now(layer)]
-    if not moved:
-        return None
-    losses = []
-    for new in (True, False):
-        with ExitStack() as stack:
-            for layer in moved:
-                stack.enter_context(_trial(layer, layer.handover.move, new))
-            losses.append(float(loss()))
-    return losses[0] - losses[1]
-
-
-@contextmanager
-def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
-    """Within, the layer computes as after the step with the new or the old masks."""
-    weight, marks = layer.weight.detach(), layer.marks
-    assert marks is not None
-    assert move.before is not None
-    if new:
-        weight[move.regrown] = move.ahead.to(weight.dtype)
-    else:
-        old = marks.clone()
-        old[move.regrown] &= ~FORWARD
-        old[move.pruned] |= FORWARD
-        layer.marks = old
-        weight[move.pruned] = move.before
-    try:
-        yield
-    finally:
-        weight[move.regrown if new else move.pruned] = 0
-        layer.marks = marks

@@ -283,12 +283,11 @@ class BAME(MaskMethod):
         value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
         budget = swap_budget(len(value), self.budget, progress)
         chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
-        blocks, pruned, regrown, ahead = chosen_swaps(swaps, chosen)
+        blocks, pruned, regrown, _ = chosen_swaps(swaps, chosen)
         return Move(
             blocks,
             layer.locate(block_index(mask.shape, m, blocks, pruned)),
             layer.locate(block_index(mask.shape, m, blocks, regrown)),
-            ahead,
             len(chosen),
             (value > 0).sum() - len(chosen),
             swaps.loss_change[chosen].sum(),
@@ -297,7 +296,6 @@ class BAME(MaskMethod):
     def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, move: Move) -> None:
         """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
         weight = layer.weight.detach()
-        move.before = weight[move.pruned]
         exchange_entries(optimizer, layer, mask, move)
         weight[move.pruned] = 0
         if layer.weight.grad is not None:  # gradients that are not zeroed before the next window

@@ -9,7 +9,7 @@ from lightning_nm.sparsifier import NMSparsifier
 PREFIX = "nm_"
 
 
-def bar_figures(sparsifier: NMSparsifier, statistics: Mapping[str, float]) -> dict[str, float]:
+def progress_bar_statistics(sparsifier: NMSparsifier, statistics: Mapping[str, float]) -> dict[str, float]:
     """The figures for the bar by short names: density, flip rate, and what each method is watched by.
 
     The names begin with ``nm_``: a metric of the model called `density` is another one.

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.pictures import EDGES, Histogram
-from lightning_nm.callbacks.tables import layer_rows
+from lightning_nm.callbacks.report.pictures import EDGES, Histogram
+from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.kernels import Router
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -20,11 +20,10 @@ CHARTS = {
     "kept": ("density", "kept_magnitude", "overlap"),
     "gradients": ("grad_density", "grad_bytes_ratio"),
     "adaptation": ("adapted_blocks", "frozen_blocks"),
-    "loss change": ("predicted_loss_change", "achieved_loss_change"),
 }
 
 # Statistics of the model that no single layer has.
-WHOLE = ("train_flops_ratio", "achieved_loss_change", "grad_bytes_ratio")
+WHOLE = ("train_flops_ratio", "grad_bytes_ratio")
 
 
 class Boards:
