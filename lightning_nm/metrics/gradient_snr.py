@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.statistics import divide, gradient_energies
+from lightning_nm.functional.statistics import GRADIENT_SNR, gradient_energies
 from lightning_nm.metrics.base import Layers, NMMetric, pairs
 
 
@@ -60,4 +60,4 @@ class GradientSNR(NMMetric):
 
     def compute(self) -> Tensor:
         """Divide, and take the root."""
-        return divide(self.signal, self.error, empty=torch.inf, root=True)
+        return GRADIENT_SNR(self.signal, self.error)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_nm.functional.packing import count_bits
-from lightning_nm.functional.statistics import divide
+from lightning_nm.functional.statistics import FLIP_RATE
 from lightning_nm.metrics.history import MaskHistory
 
 
@@ -57,4 +57,4 @@ class MaskFlipRate(MaskHistory):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.flips, self.compared, empty=0.0)
+        return FLIP_RATE(self.flips, self.compared)

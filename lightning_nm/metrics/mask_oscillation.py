@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.packing import count_bits
-from lightning_nm.functional.statistics import divide
+from lightning_nm.functional.statistics import OSCILLATION
 from lightning_nm.metrics.history import MaskHistory
 
 
@@ -71,4 +71,4 @@ class MaskOscillation(MaskHistory):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.returns, self.compared, empty=0.0)
+        return OSCILLATION(self.returns, self.compared)
