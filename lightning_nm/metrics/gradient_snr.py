@@ -17,7 +17,7 @@ class GradientSNR(NMMetric):
     .. math:: \sqrt{\sum_i \|G_i\|^2 / \sum_i \|\hat G_i - G_i\|^2}
 
     Gradients of all layers, updates and processes are taken as one long vector, as ``nm/grad_snr`` takes them:
-    processes that bring different gradients each count, and equal ones change nothing. Not in decibels.
+    different gradients of several processes all count, and equal ones change nothing. Not in decibels.
 
     ``update(exact, estimate)`` takes tensors of any floating dtype: two, or two dicts by layer name. ``compute()``
     returns a float32 number, infinite if there was no error; one NaN or infinity makes it NaN until it is reset. The
