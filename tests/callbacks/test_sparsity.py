@@ -190,6 +190,10 @@ def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_pa
 
 
 def test_evaluation_alone_needs_nothing(tmp_path):
-    trainer = make_trainer(tmp_path, [NMSparsityCallback()])
-    trainer.validate(new_model(), Data(), verbose=False)
-    trainer.test(new_model(), Data(), verbose=False)
+    model, nm = new_model(), NMSparsityCallback()
+    trainer, plain = make_trainer(tmp_path, [nm]), make_trainer(tmp_path)
+    for evaluate, evaluate_plain in ((trainer.validate, plain.validate), (trainer.test, plain.test)):
+        assert evaluate(model, Data(), verbose=False) == evaluate_plain(new_model(), Data(), verbose=False)
+    assert not any(isinstance(module, Adapter) for module in model.modules())
+    assert nm.sparsifier is None
+    assert nm.state_dict() == {}
