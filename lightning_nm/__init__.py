@@ -1,5 +1,6 @@
 """N:M sparse training for PyTorch Lightning."""
 
+from lightning_nm import functional, metrics
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
@@ -7,6 +8,8 @@ from lightning_nm.pattern import NMPattern
 from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ASP",
@@ -31,8 +34,7 @@ __all__ = [
     "RNGState",
     "TopN",
     "TransposableMask",
+    "__version__",
     "functional",
     "metrics",
 ]
-
-from lightning_nm import functional, metrics

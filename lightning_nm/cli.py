@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lightning_nm.doctor.command import main as doctor
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "doctor": (doctor, "say which kernels work here, and what a training would gain from them"),
+    "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
 }
 

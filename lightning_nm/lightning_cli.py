@@ -1,4 +1,4 @@
-"""LightningCLI as all subcommands use it: with the demo's classes, and with errors of arguments told as such."""
+"""LightningCLI for all subcommands: it knows the demo's classes, and reports bad arguments as usage errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'
 
 
 def lightning_cli() -> type[LightningCLI]:
-    """Make the class, which needs jsonargparse.
+    """Return the class, which needs jsonargparse.
 
     Raises:
-        ImportError: If it is missing; :data:`EXTRA` says how to get it.
+        ImportError: If it is missing; :data:`EXTRA` is the hint to print.
     """
     # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
     warnings.filterwarnings(
@@ -23,15 +23,14 @@ def lightning_cli() -> type[LightningCLI]:
     )
     from lightning.pytorch.cli import LightningCLI
 
-    import lightning_nm.demo  # noqa: F401  # its classes answer to their short names
+    import lightning_nm.demo  # noqa: F401  # makes its classes available by their short names
 
     class CLI(LightningCLI):
         def instantiate_classes(self) -> None:
             try:
                 super().instantiate_classes()
             except ValueError as error:
-                # What a class says of its arguments is raised while objects are made, where jsonargparse takes it for a
-                # mismatch of types.
+                # jsonargparse takes an error that a class raises for a bad argument for a mismatch of types.
                 if "Does not validate against any of the Union subtypes" not in str(error):
                     raise
                 self.parser.error(str(error))

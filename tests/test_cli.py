@@ -259,11 +259,11 @@ def test_verify_plain_weights(tmp_path, capsys, form):
         return str(path)
 
     assert main(["verify", write()]) == 2
-    assert "give --pattern" in capsys.readouterr().out
+    assert "give a pattern, for example --pattern 2:4" in capsys.readouterr().out
     assert main(["verify", write(), "--pattern", "2:4"]) == 0
     assert "OK: 4 weights" in capsys.readouterr().out
     assert main(["verify", write(), "--pattern", "2:4", "--include", "head"]) == 1
-    assert "demanded by --include but is dense" in capsys.readouterr().out
+    assert "named by `include` but is dense" in capsys.readouterr().out
     assert main(["verify", write(), "--pattern", "2:4", "--include", "tail"]) == 1
     assert main(["verify", write(), "--pattern", "5:4"]) == 2
     assert main(["verify", write(), "--pattern", "1:8"]) == 1

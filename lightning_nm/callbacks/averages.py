@@ -1,4 +1,4 @@
-"""Averages of the weights (WeightAveraging): masked where they are saved, whole again where a run resumes."""
+"""WeightAveraging: averaged weights are masked in checkpoints, and are complete again when a run resumes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_nm.nn.names import parameter_key, plain_name
 from lightning_nm.nn.state import dropped, latent_weight
 
 
-def refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Averaged weights can only be masked after they were put into the checkpoint.
+def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Check that averaging callbacks come first: averaged weights can be masked once they are in the checkpoint.
 
     Raises:
         ValueError: If a WeightAveraging callback follows this one.
@@ -35,7 +35,7 @@ def refuse_later_averaging(callback: pl.Callback, trainer: pl.Trainer) -> None:
 def mask_average(
     weights: dict[str, Tensor], model: nn.Module, layers: Mapping[str, NMLayer]
 ) -> dict[str, dict[str, Any]]:
-    """Mask averaged weights as the layers' methods mask their own; the average itself stays as it is.
+    """Mask averaged weights by the layers' methods; the averaged model itself is not changed.
 
     Args:
         weights: The state dict of the averaged model, whose entries are replaced.
@@ -43,8 +43,8 @@ def mask_average(
         layers: The masked layers by name.
 
     Returns:
-        For each key of a masked weight the layer's name and what masking dropped, see
-        :func:`lightning_nm.nn.state.dropped`: a resumed run goes on with the average of latent weights.
+        For each key of a masked weight, the layer's name and the dropped entries, see
+        :func:`lightning_nm.nn.state.dropped`, from which a resumed run restores the average of latent weights.
     """
     by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}
     names = {  # a module that the model holds twice has two keys
@@ -58,9 +58,9 @@ def mask_average(
         name = names.get(plain_name(key))
         if name is not None:
             layer = layers[name]
-            here = average.detach().to(layer.param.device)
-            masked = layer.method.forward_weight(layer, here).detach()
-            found[key] = {"layer": name, "dropped": dropped(here, masked, layer.forward_mask)}
+            latent = average.detach().to(layer.param.device)
+            masked = layer.method.forward_weight(layer, latent).detach()
+            found[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
             weights[key] = masked.to(average.device)
     return found
 
@@ -68,12 +68,12 @@ def mask_average(
 def restore_average(
     checkpoint: dict[str, Any], state: Mapping[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule
 ) -> None:
-    """Give WeightAveraging, which has loaded the masked average, the whole one.
+    """Restore the dropped entries of averaged weights, and let the averaging callbacks load again.
 
     Args:
         checkpoint: The checkpoint, whose averaged weights are replaced.
-        state: The sparsity callback's state in it, whose ``averages`` :func:`mask_average` made.
-        trainer: The Trainer, whose averaging callbacks load again.
+        state: The sparsity callback's state in it, with the ``averages`` of :func:`mask_average`.
+        trainer: The Trainer of the averaging callbacks.
         pl_module: The model.
     """
     averages: Mapping[str, dict[str, Any]] = state.get("averages", {})

@@ -1,4 +1,4 @@
-"""MaskMonitor: what the masks do, in scalars, pictures and text."""
+"""MaskMonitor: logs statistics of the masks as scalars, histograms, images and text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_nm.callbacks.board import Boards, draw_histogram, layout, panel
-from lightning_nm.callbacks.pictures import margin_histogram, mask_pictures, together
-from lightning_nm.callbacks.progress import bar_figures
+from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
+from lightning_nm.callbacks.report.progress import progress_bar_statistics
+from lightning_nm.callbacks.report.tensorboard import (
+    TensorBoardWriter,
+    custom_scalars_layout,
+    draw_histogram,
+    layers_markdown,
+)
 from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import as_globs
@@ -23,12 +28,12 @@ NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write Ma
 
 @dataclass
 class _Watched:
-    """What is known of a masked model in one fit.
+    """The state of logging for one sparsifier in one fit.
 
     Args:
         names: The statistics that are logged.
-        introduced: Whether its table was written.
-        drawn: The last picture of each forward mask.
+        introduced: Whether the table of layers was written.
+        drawn: The last image of each forward mask.
     """
 
     names: list[str]
@@ -37,32 +42,34 @@ class _Watched:
 
 
 class MaskMonitor(pl.Callback):
-    """Logs what the masks of an :class:`~lightning_nm.NMSparsityCallback` do; docs/tensorboard.md explains every tag.
+    """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`.
 
-    Each of those callbacks has one with the settings below. One of other settings is passed to it as ``monitor``, or
-    put among the Trainer's callbacks, anywhere.
+    docs/tensorboard.md explains all tags.
+
+    Each of those callbacks has a monitor with the default settings. To change them, pass a monitor as ``monitor``, or
+    add one to the Trainer's callbacks, at any position.
 
     Every logger gets the scalars ``nm/<statistic>``, and with ``log_layers`` ``nm/<statistic>/<layer>``, at the
-    Trainer's logging interval. Between two logs nothing is computed, so no device is waited for. TensorBoard also gets
-    the table of layers as text and a layout of its custom scalars, once in a fit; and now and then histograms of the
-    margin by which masks hold (:func:`~lightning_nm.functional.mask_margin`) and pictures of masks: the upper left
-    256 x 256 entries of ``[out, in]``, the taps of a convolution side by side. Without TensorBoard these are left out.
-    What a logger refuses costs one warning.
+    Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronisation.
+    TensorBoard also gets the table of layers as text and a layout of its custom scalars, once in a fit, and at
+    intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`) and images of masks: the upper
+    left 256 x 256 entries of ``[out, in]``, the taps of a convolution side by side. If a logger refuses one of these,
+    there is one warning.
 
     Args:
         statistics: Names of the statistics to log; ``None`` logs all that the methods and estimators have.
-        log_layers: Log statistics and histograms of every layer, too.
-        histograms_every: Optimizer steps between two histograms, which are drawn when the Trainer logs next; the first
+        log_layers: Also log statistics and histograms of every layer.
+        histograms_every: Optimizer steps between two histograms. They are written when the Trainer logs next, the first
             ones when it logs first. 0 for none.
-        images_every: The same for pictures.
+        images_every: The same for images.
         image_layers: Globs over names of masked layers to draw; the first masked layer by default.
-        custom_scalars: Write the layout. A log holds one: leave it out if the model writes its own.
+        custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers.
-        progress_bar: Show density, flip rate and what the method is watched by in the progress bar.
+        progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
-        ValueError: For a negative interval, at once; when fit starts, for the name of a statistic or a layer that there
-            is not, for several monitors in one Trainer, and for one that nothing uses.
+        ValueError: For a negative interval, at once; when fit starts, for an unknown statistic or layer, for several
+            monitors in one Trainer, and for a monitor that no callback uses.
 
     Example::
 
@@ -96,14 +103,14 @@ class MaskMonitor(pl.Callback):
         self.custom_scalars = custom_scalars
         self.layer_table = layer_table
         self.progress_bar = progress_bar
-        self._boards = Boards()
+        self._tensorboard = TensorBoardWriter()
         self._watched: dict[NMSparsifier, _Watched] = {}
 
     # -------------------------------------------------------------------------------------------------- the Trainer
 
     @staticmethod
     def of(trainer: pl.Trainer) -> MaskMonitor | None:
-        """The one among a Trainer's callbacks.
+        """Return the monitor among a Trainer's callbacks; ``None`` if there is none.
 
         Raises:
             ValueError: If there are several.
@@ -115,15 +122,15 @@ class MaskMonitor(pl.Callback):
 
     @classmethod
     def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
-        """The one that a callback uses in a fit.
+        """Return the monitor that a callback uses in a fit.
 
         Args:
-            monitor: One of its own; ``True`` for that among the Trainer's callbacks, or a default one; else none.
+            monitor: A monitor; ``True`` for the one among the Trainer's callbacks, or a default one; else none.
             trainer: The Trainer.
-            log_layers: A setting of the default one.
+            log_layers: A setting of the default monitor.
 
         Raises:
-            ValueError: If ``log_layers`` is for one that is not the default.
+            ValueError: If ``log_layers`` is set and the monitor is not the default one.
         """
         if not monitor or isinstance(monitor, MaskMonitor):
             return monitor or None
@@ -133,7 +140,7 @@ class MaskMonitor(pl.Callback):
         return among or cls(log_layers=log_layers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse to watch nothing."""
+        """Refuse to train if no callback uses this monitor."""
         if not self._watched:
             raise ValueError(
                 "MaskMonitor is among the Trainer's callbacks, but there are no masks for it to watch: add an "
@@ -143,14 +150,14 @@ class MaskMonitor(pl.Callback):
     # ------------------------------------------------------------------------------------------------- the callback
 
     def start(self, sparsifier: NMSparsifier, also: Sequence[str] = ()) -> None:
-        """Begin to watch; :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
+        """Start a fit. :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
 
         Args:
             sparsifier: The masked model.
-            also: Names of statistics that come from elsewhere.
+            also: Names of statistics that are not the sparsifier's.
 
         Raises:
-            ValueError: If a statistic or a layer that was asked for is not there.
+            ValueError: If a requested statistic or layer does not exist.
         """
         names = statistic_names(sparsifier, also)
         unknown = [name for name in self.statistics or () if name not in names]
@@ -164,7 +171,7 @@ class MaskMonitor(pl.Callback):
         self._watched[sparsifier] = _Watched([name for name in names if self._wanted(name)])
 
     def stop(self, sparsifier: NMSparsifier) -> None:
-        """The fit is over."""
+        """End a fit."""
         self._watched.pop(sparsifier, None)
 
     def watch(
@@ -175,17 +182,17 @@ class MaskMonitor(pl.Callback):
         stepped: bool,
         statistics: Callable[[], dict[str, float]],
     ) -> None:
-        """Log if the Trainer logs now; to be called in all processes at the end of each batch, when masks have moved.
+        """Log if the Trainer logs now. All processes call it at the end of each batch, after the masks were updated.
 
         Args:
             trainer: The Trainer.
             pl_module: Its module.
-            sparsifier: One that was started.
+            sparsifier: A sparsifier that :meth:`start` was called with.
             stepped: Whether an optimizer stepped in this batch.
-            statistics: Makes the statistics of the model.
+            statistics: Computes the statistics of the model.
         """
-        # Batches that ended a step: what `log` numbers its scalars by. With manual optimization every batch does, and
-        # the Trainer's global_step may count several.
+        # Lightning numbers scalars by batches that end a step. With manual optimization every batch counts, and
+        # global_step may count several steps in one.
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
         if stepped and not self._watched[sparsifier].introduced:
@@ -197,7 +204,7 @@ class MaskMonitor(pl.Callback):
             return
         found = statistics()
         self._log(trainer, pl_module, sparsifier, found)
-        if Boards.there(trainer):
+        if TensorBoardWriter.has_logger(trainer):
             if _passed(count, every, self.histograms_every):
                 self._draw_margins(trainer, sparsifier, count - 1)
             if _passed(count, every, self.images_every):
@@ -209,16 +216,17 @@ class MaskMonitor(pl.Callback):
         return self.statistics is None or statistic in self.statistics
 
     def _introduce(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """After the first step, when it is known which kernels run."""
-        router = getattr(trainer.precision_plugin, "router", None)
+        """Write the table of layers and the layout, after the first step, when the kernels are known."""
+        found = getattr(trainer.precision_plugin, "router", None)
+        router = found if isinstance(found, Router) else None
 
         def draw(writer: Any) -> None:
             if self.layer_table:
-                writer.add_text("nm/layers", panel(sparsifier, router if isinstance(router, Router) else None), step)
+                writer.add_text("nm/layers", layers_markdown(sparsifier, router), step)
             if self.custom_scalars:
-                writer.add_custom_scalars(layout(self._watched[sparsifier].names, self.log_layers))
+                writer.add_custom_scalars(custom_scalars_layout(self._watched[sparsifier].names, self.log_layers))
 
-        self._boards.write(trainer, draw)
+        self._tensorboard.write(trainer, draw)
 
     def _log(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, sparsifier: NMSparsifier, found: dict[str, float]
@@ -230,7 +238,7 @@ class MaskMonitor(pl.Callback):
         for tag, value in scalars.items():
             pl_module.log(tag, value, on_step=True, on_epoch=False)
         if self.progress_bar and trainer.progress_bar_callback is not None:
-            for name, value in bar_figures(sparsifier, found).items():
+            for name, value in progress_bar_statistics(sparsifier, found).items():
                 pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
@@ -240,11 +248,11 @@ class MaskMonitor(pl.Callback):
             return
 
         def draw(writer: Any) -> None:
-            draw_histogram(writer, "nm/margin", together(list(histograms.values())), step)
+            draw_histogram(writer, "nm/margin", merge(list(histograms.values())), step)
             for name, histogram in histograms.items() if self.log_layers else ():
                 draw_histogram(writer, f"nm/margin/{name}", histogram, step)
 
-        self._boards.write(trainer, draw)
+        self._tensorboard.write(trainer, draw)
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         before = self._watched[sparsifier].drawn
@@ -258,7 +266,7 @@ class MaskMonitor(pl.Callback):
                 for kind, picture in pictures.items():
                     writer.add_image(f"nm/{kind}/{name}", picture, step)
 
-        self._boards.write(trainer, draw)
+        self._tensorboard.write(trainer, draw)
 
     def _pictured(self, sparsifier: NMSparsifier) -> list[NMLayer]:
         layers = sparsifier.layers
@@ -268,16 +276,16 @@ class MaskMonitor(pl.Callback):
 
 
 def _passed(count: int, logged_every: int, every: int) -> bool:
-    """Whether ``every`` steps went by since the last log, or since the beginning before the first: no state needed."""
+    """Whether ``every`` steps have passed since the last log, or since the start of training."""
     return every > 0 and (count - 1) // every > (count - 1 - logged_every) // every
 
 
 def statistic_names(sparsifier: NMSparsifier, also: Sequence[str] = ()) -> list[str]:
-    """Names of the statistics that a training can have.
+    """Return the names of the statistics of a training.
 
     Args:
         sparsifier: The masked model.
-        also: Names of those that come from elsewhere.
+        also: Names of statistics that are not the sparsifier's.
     """
     names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
     layers = sparsifier.layers.values()

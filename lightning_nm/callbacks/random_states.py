@@ -1,4 +1,4 @@
-"""The random states of a process as tensors and primitives."""
+"""Random states of a process as tensors and primitives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
-    """The global random states of torch, CUDA devices, numpy and Python.
+    """Return the global random states of torch, CUDA devices, numpy and Python.
 
     Args:
         devices: Indices of CUDA devices.
 
     Returns:
-        Tensors and primitives; under ``numpy`` nothing if its global generator is not MT19937.
+        Tensors and primitives; ``numpy`` is ``None`` if its global generator is not MT19937.
 
     Example::
 
@@ -46,7 +46,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
-    """Put back what :func:`rng_state` returned; of more or fewer devices the first ones.
+    """Restore the result of :func:`rng_state`; with another number of devices, the first ones.
 
     Args:
         state: A result of :func:`rng_state`.

@@ -1,4 +1,4 @@
-"""What the demo data modules share: a training loader that resumes exactly."""
+"""The base class of the demo data modules, with a training loader that resumes exactly."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def as_is(batch: Any) -> Any:
 
 
 class ResumableDataModule(LightningDataModule):
-    """A data module whose training batches after a resume are those that the uninterrupted run would have seen.
+    """A data module whose training batches after a resume are those of the uninterrupted run.
 
     A subclass fills `train_set`, `val_set` and `test_set` in `setup`; each returns a whole batch from `__getitems__`.
 
@@ -94,11 +94,11 @@ class ResumableDataModule(LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and position of the training loader, and the settings that they belong to."""
+        """Return epoch and position of the training loader, and its settings."""
         return self._loader.state_dict() if self._loader is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Remember where to go on; used by the next training loader. Ignored while testing or predicting."""
+        """Keep the position for the next training loader. Ignored in testing and prediction."""
         if self.trainer is None or self.trainer.state.fn == "fit":
             self._resume = state_dict
 

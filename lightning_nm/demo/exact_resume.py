@@ -1,4 +1,4 @@
-"""What Lightning's checkpoints leave out of an exact resume."""
+"""ExactResume: the parts of an exact resume that Lightning's checkpoints do not hold."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class ExactResume(RNGState):
         self._gradients: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse windows in several processes."""
+        """Refuse gradient accumulation in several processes."""
         if stage == "fit" and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "ExactResume saves the gradients of an unfinished window in one process only: use RNGState, and save "
@@ -48,12 +48,12 @@ class ExactResume(RNGState):
             }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remember what was saved."""
+        """Keep the saved gradients until training starts."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._gradients = checkpoint.get("exact_resume_gradients", {}) if trainer.state.fn == "fit" else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put it back, after the sanity check and before the first batch."""
+        """Restore them, after the sanity check and before the first batch."""
         gradients, self._gradients = self._gradients, {}
         for name, parameter in pl_module.named_parameters():
             if name in gradients:

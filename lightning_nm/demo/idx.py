@@ -1,4 +1,4 @@
-"""Reader for the IDX files in which MNIST and its kin are distributed."""
+"""Reader for IDX files, the format of MNIST and similar data sets."""
 
 import gzip
 from pathlib import Path

@@ -69,7 +69,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-    """Cut each image out of its zero-padded self, then mirror some.
+    """Crop each zero-padded image at random, then flip some.
 
     Args:
         images: `[B, C, H, W]`.

@@ -1,4 +1,4 @@
-"""A DataLoader that counts what was consumed and can start in the middle of an epoch."""
+"""A DataLoader that counts its batches and can start in the middle of an epoch."""
 
 import math
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class ResumableLoader(DataLoader[T]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """What is needed to go on after the last batch that was handed out; plain integers."""
+        """Return the position after the last batch that was returned, and the settings; plain integers."""
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):
             return {}
@@ -92,7 +92,7 @@ class ResumableLoader(DataLoader[T]):
         return {**sampler.state_dict(), **fixed, "num_replicas": sampler.num_replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next pass start where the saved one had got to.
+        """Start the next pass at the saved position.
 
         Args:
             state: A result of `state_dict`.

@@ -9,7 +9,7 @@ from lightning_nm.demo.seeding import keyed_generator
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """Yields dataset indices in an order that depends on `(seed, epoch)` and on nothing else.
+    """Yields dataset indices in an order that depends only on `(seed, epoch)`.
 
     A pass starts at the first index, except for the one that follows `load_state_dict`: it starts where the saved pass
     had got to. `set_epoch` with another epoch drops that position, because a position belongs to one epoch.
@@ -74,10 +74,10 @@ class ResumableSampler(DistributedSampler[int]):
             self.epoch, self.position, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the number of samples of it that were consumed."""
+        """Return the epoch and the number of its samples that were consumed."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next pass start where the saved one had got to."""
+        """Start the next pass at the saved position."""
         self.epoch = state["epoch"]
         self.position = self._start = state["position"]

@@ -1,4 +1,4 @@
-"""Is a checkpoint file whole?"""
+"""Check that a checkpoint file is not damaged."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def check_archive(path: str | Path) -> None:
-    """Refuse a file of ``torch.save`` whose contents are damaged, which ``torch.load`` does not see.
+    """Compare the checksums of a file of ``torch.save``, which ``torch.load`` does not.
 
-    ``torch.load`` refuses a file that is cut off, as its directory is at the end. A hole in the middle, as a power
-    failure may leave it, is found by the checksums alone, which are compared here; the file is read once. Nothing is
-    checked of files that are no zip archive, and under ``torch.serialization.set_crc32_options(False)``.
+    ``torch.load`` refuses a truncated file, since its directory is at the end. Only the checksums reveal a hole in the
+    middle, which a power failure may leave. The file is read once. Files that are no zip archive are not checked, and
+    none is under ``torch.serialization.set_crc32_options(False)``.
 
     Args:
         path: The file.

@@ -1,16 +1,49 @@
-"""What masks and gradient estimates do, in numbers.
+"""Statistics of masks and gradient estimates.
 
-Each figure is a ratio of two sums, which add up over layers, updates and processes: :mod:`lightning_nm.metrics` adds,
-and divides at the end. Nothing here waits for a device: reading a result is the caller's synchronisation. Results are
-float32 tensors without axes and without autograd history, divided in float64.
+Each statistic is a :class:`Ratio` of two sums, which add up over layers, updates and processes:
+:mod:`lightning_nm.metrics` and ``NMSparsifier.stats()`` add them up and divide at the end. Nothing here waits for a
+device: reading a result is the caller's synchronisation. Results of the public functions are float32 tensors without
+axes and without autograd history, divided in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Ratio(NamedTuple):
+    """A statistic as the quotient of two sums.
+
+    Args:
+        empty: The value where the second sum is zero.
+        root: Whether the statistic is the root of the quotient.
+    """
+
+    empty: float
+    root: bool = False
+
+    def exact(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
+        """Return the statistic in float64."""
+        part = torch.as_tensor(part, dtype=torch.float64)
+        whole = torch.as_tensor(whole, dtype=torch.float64, device=part.device)
+        value = part / whole
+        return torch.where(whole == 0, self.empty, value.sqrt() if self.root else value)
+
+    def __call__(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
+        """Return the statistic in float32, divided in float64."""
+        return self.exact(part, whole).float()
+
+
+DENSITY = Ratio(torch.nan)
+FLIP_RATE = Ratio(0.0)
+OVERLAP = Ratio(1.0)
+KEPT_MAGNITUDE = Ratio(1.0)
+OSCILLATION = Ratio(0.0)
+GRADIENT_SNR = Ratio(torch.inf, root=True)
 
 
 def mask_density(tensor: Tensor) -> Tensor:
@@ -30,13 +63,13 @@ def mask_density(tensor: Tensor) -> Tensor:
         >>> mask_density(torch.tensor([True, False, False, True]))
         tensor(0.5000)
     """
-    return divide(*density_counts(tensor), empty=torch.nan)
+    return DENSITY(*density_counts(tensor))
 
 
 def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
     r"""Share of the entries of a mask that an update changed, in either direction: :math:`\|m_t - m_{t-1}\|_1 / D`.
 
-    With exactly N of M kept, half of the flips are entries that went and half entries that came.
+    With exactly N of M kept, half of the flips are pruned entries and half are regrown ones.
 
     Args:
         before: Bool mask of any shape.
@@ -60,13 +93,13 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
     Neural Networks From Scratch", ICLR 2021, arXiv:2102.04010.
     """
     check_masks({"before": before, "after": after})
-    return divide(torch.count_nonzero(before ^ after), before.numel(), empty=0.0)
+    return FLIP_RATE(torch.count_nonzero(before ^ after), before.numel())
 
 
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
-    r"""Share of the forward mask's entries that the backward mask keeps, too: :math:`|F \cap B| / |F|`.
+    r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`.
 
-    Below 1, dX is made of fewer weights than Y: the gap between the gradient of the sparse model and what is computed.
+    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model.
 
     Args:
         forward: Bool mask of any shape.
@@ -85,7 +118,7 @@ def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
         >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         tensor(0.5000)
     """
-    return divide(*overlap_counts(forward, backward), empty=1.0)
+    return OVERLAP(*overlap_counts(forward, backward))
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
@@ -108,7 +141,7 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
         >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         tensor(0.7000)
     """
-    return divide(*magnitude_sums(weight, mask), empty=1.0)
+    return KEPT_MAGNITUDE(*magnitude_sums(weight, mask))
 
 
 def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
@@ -117,7 +150,7 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
     An entry oscillates when it changes in the direction opposite to its last change. A mask's entry has two values, so
-    each of its flips but the first does. The figure is at most the flip rate averaged over the same updates; their
+    each of its flips but the first does. The statistic is at most the flip rate averaged over the same updates; their
     ratio is the share of flips that undo an earlier one.
 
     Args:
@@ -151,7 +184,7 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
         flips = before ^ after
         returns, entries = returns + torch.count_nonzero(flips & flipped), entries + after.numel()
         before, flipped = after, flipped | flips
-    return divide(returns, entries, empty=0.0)
+    return OSCILLATION(returns, entries)
 
 
 def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
@@ -161,7 +194,7 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
 
     Args:
         exact: G, any floating dtype and shape. Half dtypes are subtracted in float32; the norms are float64.
-        estimate: What was found in its place, of that shape.
+        estimate: The estimate of G, of that shape.
 
     Returns:
         A number of at least 0; infinite if there is no error, NaN if a gradient holds NaN or an infinity.
@@ -176,7 +209,7 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
         >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         tensor(2.5000)
     """
-    return divide(*gradient_energies(exact, estimate), empty=torch.inf, root=True)
+    return GRADIENT_SNR(*gradient_energies(exact, estimate))
 
 
 # ------------------------------------------------------------------------------------------------ the sums alone
@@ -198,8 +231,12 @@ def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tenso
     check_masks({"mask": mask}, layer)
     _check_floating({"weight": weight}, layer)
     _check_shapes({"weight": weight, "mask": mask}, layer)
-    magnitude = weight.detach().abs()
-    return torch.where(mask, magnitude, 0).sum(dtype=torch.float64), magnitude.sum(dtype=torch.float64)
+    return magnitude_sum(torch.where(mask, weight.detach(), 0)), magnitude_sum(weight)
+
+
+def magnitude_sum(weight: Tensor) -> Tensor:
+    """Return the sum of all magnitudes, in float64."""
+    return weight.detach().abs().sum(dtype=torch.float64)
 
 
 def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
@@ -211,14 +248,6 @@ def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple
     exact, estimate = exact.detach().to(wide), estimate.detach().to(wide)
     signal, error = (torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (exact, estimate - exact))
     return signal, error
-
-
-def divide(part: Tensor, whole: Tensor | int, *, empty: float, root: bool = False) -> Tensor:
-    """Return ``part / whole``, or its root, as float32; ``empty`` where ``whole`` is zero."""
-    if not isinstance(whole, Tensor):
-        whole = torch.full_like(part, whole)
-    value = part.double() / whole.double()
-    return torch.where(whole == 0, empty, value.sqrt() if root else value).float()
 
 
 def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:

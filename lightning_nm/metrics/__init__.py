@@ -1,12 +1,12 @@
-"""What masks and gradient estimates do, as torchmetrics: thin classes over :mod:`lightning_nm.functional`.
+"""Statistics of masks and gradient estimates as torchmetrics: thin classes over :mod:`lightning_nm.functional`.
 
-A metric is updated with the tensor of one layer, or with those of several layers by name, and describes all entries
-that it saw since it was reset, as if they were one tensor. Updates do not wait for a device; ``compute`` does. The
+A metric is updated with the tensor of one layer, or with those of several layers by name. It describes all entries
+since its last reset, as if they were one tensor. Updates do not wait for a device; ``compute`` does. The
 arguments have the same names everywhere, so a ``MetricCollection`` takes ``update(masks=..., backward_masks=...,
-weights=...)`` and gives each metric what it needs.
+weights=...)`` and passes each metric its arguments.
 
-Masks are equal on all processes, and ratios do not change when all of them are counted twice; :class:`MaskViolations`,
-a count, is the largest of the processes'.
+Masks are equal on all processes, and ratios do not change when each mask is counted several times.
+:class:`MaskViolations`, a count, returns the largest count of the processes.
 """
 
 from lightning_nm.metrics.gradient_snr import GradientSNR

@@ -1,4 +1,4 @@
-"""What the metrics share: their semantics in torchmetrics' terms, plots, and one or many layers as an argument."""
+"""The base class of the metrics, and arguments that are one layer or several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layers: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 class NMMetric(Metric):
-    """A figure between 0 and 1 made of sums, which add up over updates, layers and processes."""
+    """A statistic between 0 and 1 made of sums, which add up over updates, layers and processes."""
 
     is_differentiable = False
     full_state_update = False
@@ -25,7 +25,7 @@ class NMMetric(Metric):
     plot_upper_bound: float | None = 1.0
 
     def add_sum(self, name: str, dtype: torch.dtype = torch.int64) -> None:
-        """Add a state that starts at 0, and is summed over processes.
+        """Add a state that starts at 0 and is summed over processes.
 
         The classes rebind their sums instead of adding in place: a sum that was reset in inference mode may be updated
         outside of it.
@@ -36,7 +36,7 @@ class NMMetric(Metric):
         """Plot one value, or several in the order of time.
 
         Args:
-            val: What ``forward`` or ``compute`` returned, or a list of such values; by default ``compute()``.
+            val: A value of ``forward`` or ``compute``, or a list of values; by default ``compute()``.
             ax: The axes to plot into; by default those of a new figure.
 
         Returns:

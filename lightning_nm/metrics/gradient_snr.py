@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.statistics import divide, gradient_energies
+from lightning_nm.functional.statistics import GRADIENT_SNR, gradient_energies
 from lightning_nm.metrics.base import Layers, NMMetric, pairs
 
 
@@ -17,7 +17,7 @@ class GradientSNR(NMMetric):
     .. math:: \sqrt{\sum_i \|G_i\|^2 / \sum_i \|\hat G_i - G_i\|^2}
 
     Gradients of all layers, updates and processes are taken as one long vector, as ``nm/grad_snr`` takes them:
-    processes that bring different gradients each count, and equal ones change nothing. Not in decibels.
+    different gradients of several processes all count, and equal ones change nothing. Not in decibels.
 
     ``update(exact, estimate)`` takes tensors of any floating dtype: two, or two dicts by layer name. ``compute()``
     returns a float32 number, infinite if there was no error; one NaN or infinity makes it NaN until it is reset. The
@@ -60,4 +60,4 @@ class GradientSNR(NMMetric):
 
     def compute(self) -> Tensor:
         """Divide, and take the root."""
-        return divide(self.signal, self.error, empty=torch.inf, root=True)
+        return GRADIENT_SNR(self.signal, self.error)

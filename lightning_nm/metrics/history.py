@@ -1,4 +1,4 @@
-"""The base of metrics that compare masks with those of the update before."""
+"""The base class of metrics that compare masks with those of the previous update."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEY = "memory."
 class MaskHistory(NMMetric):
     """A metric that remembers each layer's mask until the next update, one bit an entry.
 
-    What is remembered is no state in torchmetrics' sense: ``reset`` clears the sums and keeps the masks, so that no
-    flip is missed where Lightning resets a metric at the end of an epoch, and processes exchange sums alone. It follows
-    the metric's device, is copied and pickled with it, and is in its ``state_dict`` after ``persistent(True)``.
-    :meth:`forget` clears it.
+    The masks are no state in torchmetrics' sense: ``reset`` clears the sums and keeps the masks, so that no
+    flip is missed when Lightning resets a metric at the end of an epoch, and processes exchange the sums only. The
+    masks follow the metric's device, are copied and pickled with it, and are in its ``state_dict`` after
+    ``persistent(True)``. :meth:`forget` clears them.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -30,27 +30,27 @@ class MaskHistory(NMMetric):
         self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
-        """Add what an update of one layer changed to the sums.
+        """Add the changes of one layer to the sums.
 
         Args:
             packed: The mask, packed.
-            rows: What the last :meth:`remember` or `compare` of this layer returned.
+            rows: The last result of :meth:`remember` or `compare` for this layer.
             entries: Entries of the mask.
 
         Returns:
-            What to remember, uint8 ``[rows, bytes]``; a new tensor: ``forward`` may go back to the old one.
+            The new rows, uint8 ``[rows, bytes]``: a new tensor, since ``forward`` may restore the old one.
         """
         raise NotImplementedError
 
     def remember(self, packed: Tensor) -> Tensor:
-        """Return what to remember of the first mask of a layer, uint8 ``[rows, bytes]``."""
+        """Return the rows of the first mask of a layer, uint8 ``[rows, bytes]``."""
         return packed.unsqueeze(0)
 
     def update(self, masks: Layers) -> None:
         """Compare masks with those of the same name in earlier updates, and remember them.
 
         Args:
-            masks: The bool mask of one layer, or those of several by name. A mask of a new name is remembered only.
+            masks: The bool mask of one layer, or those of several by name. The first mask of a name is only stored.
 
         Raises:
             TypeError: If a mask is not a bool tensor.
@@ -71,7 +71,7 @@ class MaskHistory(NMMetric):
             self._memory[name] = tuple(mask.shape), rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Update, and return the value of this update alone: what changed since the update before."""
+        """Update, and return the value of this update only: the changes since the previous update."""
         self._before_forward = dict(self._memory)
         try:
             return super().forward(*args, **kwargs)
@@ -79,7 +79,7 @@ class MaskHistory(NMMetric):
             self._before_forward = None
 
     def reset(self) -> None:
-        """Clear the sums; the masks that the next update is compared with stay."""
+        """Clear the sums and keep the masks for the next update."""
         super().reset()
         if self._before_forward is not None:  # torchmetrics updates a second time, which is to see the same change
             self._memory = dict(self._before_forward)

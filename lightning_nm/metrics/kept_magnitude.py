@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.statistics import divide, magnitude_sums
+from lightning_nm.functional.statistics import KEPT_MAGNITUDE, magnitude_sums
 from lightning_nm.metrics.base import Layers, NMMetric, pairs
 
 
@@ -54,4 +54,4 @@ class KeptMagnitude(NMMetric):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.kept, self.total, empty=1.0)
+        return KEPT_MAGNITUDE(self.kept, self.total)

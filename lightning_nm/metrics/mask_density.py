@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_nm.functional.statistics import density_counts, divide
+from lightning_nm.functional.statistics import DENSITY, density_counts
 from lightning_nm.metrics.base import Layers, NMMetric, by_name
 
 
@@ -50,4 +49,4 @@ class MaskDensity(NMMetric):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.nonzeros, self.entries, empty=torch.nan)
+        return DENSITY(self.nonzeros, self.entries)

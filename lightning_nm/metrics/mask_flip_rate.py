@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_nm.functional.packing import count_bits
-from lightning_nm.functional.statistics import divide
+from lightning_nm.functional.statistics import FLIP_RATE
 from lightning_nm.metrics.history import MaskHistory
 
 
@@ -16,7 +16,8 @@ class MaskFlipRate(MaskHistory):
 
     ``update(masks)`` takes the bool mask of one layer, or those of several layers by name, and compares each with the
     last one of its name: update it once per mask update. ``compute()`` returns a float32 number, 0 if nothing was
-    compared yet; ``forward`` what changed since the update before. The functional form is :func:`mask_flip_rate`.
+    compared yet; ``forward`` returns the changes since the previous update. The functional form
+    is :func:`mask_flip_rate`.
 
     ``reset`` clears the average and keeps the masks, :meth:`forget` both.
 
@@ -57,4 +58,4 @@ class MaskFlipRate(MaskHistory):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.flips, self.compared, empty=0.0)
+        return FLIP_RATE(self.flips, self.compared)

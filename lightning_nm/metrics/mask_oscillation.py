@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.packing import count_bits
-from lightning_nm.functional.statistics import divide
+from lightning_nm.functional.statistics import OSCILLATION
 from lightning_nm.metrics.history import MaskHistory
 
 
@@ -21,8 +21,8 @@ class MaskOscillation(MaskHistory):
     remembers two bits an entry: the mask, and whether the entry ever flipped.
 
     ``update(masks)`` takes the bool mask of one layer, or those of several layers by name: update it once per mask
-    update. ``compute()`` returns a float32 number, 0 if nothing was compared yet; ``forward`` what flipped back since
-    the update before. The functional form is :func:`mask_oscillation`.
+    update. ``compute()`` returns a float32 number, 0 if nothing was compared yet; ``forward`` returns the flips back
+    since the previous update. The functional form is :func:`mask_oscillation`.
 
     ``reset`` clears the average, and keeps the masks and which entries flipped; :meth:`forget` clears all.
 
@@ -71,4 +71,4 @@ class MaskOscillation(MaskHistory):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.returns, self.compared, empty=0.0)
+        return OSCILLATION(self.returns, self.compared)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_nm.functional.statistics import divide, overlap_counts
+from lightning_nm.functional.statistics import OVERLAP, overlap_counts
 from lightning_nm.metrics.base import Layers, NMMetric, pairs
 
 
@@ -52,4 +52,4 @@ class MaskOverlap(NMMetric):
 
     def compute(self) -> Tensor:
         """Divide."""
-        return divide(self.both, self.forward_entries, empty=1.0)
+        return OVERLAP(self.both, self.forward_entries)

@@ -9,6 +9,15 @@ from typing import NamedTuple, get_args
 import torch
 
 from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
+from lightning_nm.functional.statistics import (
+    DENSITY,
+    FLIP_RATE,
+    GRADIENT_SNR,
+    KEPT_MAGNITUDE,
+    OVERLAP,
+    density_counts,
+    magnitude_sum,
+)
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -43,10 +52,10 @@ def count(layer: NMLayer) -> Counts:
         weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     forward, backward = layer.forward_mask, layer.backward_mask
     size = torch.tensor(weight.numel(), device=weight.device)
-    kept = size if forward is None else torch.count_nonzero(forward)
-    both = kept if backward is None else torch.count_nonzero(backward)
+    kept = size if forward is None else density_counts(forward)[0]
+    both = kept if backward is None else density_counts(backward)[0]
     flips = torch.zeros_like(size) if layer.masks.flips is None else layer.masks.flips
-    magnitudes = (forward_weight.abs().sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64))
+    magnitudes = (magnitude_sum(forward_weight), magnitude_sum(weight))
     counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
     if math.isnan(counts.magnitude):
         raise ValueError(
@@ -60,10 +69,10 @@ def statistics(counts: Sequence[Counts]) -> dict[str, float]:
     """The statistics of all these layers together."""
     total = Counts(*(sum(column) for column in zip(*counts, strict=True)))
     return {
-        "density": total.forward / total.weights,
-        "flip_rate": total.flips / total.weights,
-        "kept_magnitude": total.used / total.magnitude if total.magnitude else 1.0,
-        "overlap": total.backward / total.forward if total.forward else 1.0,
+        "density": DENSITY.exact(total.forward, total.weights).item(),
+        "flip_rate": FLIP_RATE.exact(total.flips, total.weights).item(),
+        "kept_magnitude": KEPT_MAGNITUDE.exact(total.used, total.magnitude).item(),
+        "overlap": OVERLAP.exact(total.backward, total.forward).item(),
     }
 
 
@@ -75,8 +84,10 @@ def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     exact, error, nonzeros, entries = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()
     if not entries:
         return {}
-    snr = math.sqrt(exact / error) if error else math.inf
-    return {"grad_snr": snr, "grad_density": nonzeros / entries}
+    return {
+        "grad_snr": GRADIENT_SNR.exact(exact, error).item(),
+        "grad_density": DENSITY.exact(nonzeros, entries).item(),
+    }
 
 
 def violations(layer: NMLayer) -> int:

@@ -1,16 +1,13 @@
-"""BAME in a Trainer: its plan, its figures, and what the loss really did."""
+"""BAME in a Trainer: the training length, its statistics, manual optimization, averaging."""
 
-import random
 from pathlib import Path
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.demo import ExactResume
@@ -184,60 +181,7 @@ def test_the_adaptation_sees_the_gradient_before_clipping(tmp_path):
     assert all(torch.equal(mask, clipped[name]) for name, mask in unclipped.items())
 
 
-class Counted(Net):
-    """Counts what a training step does beside its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(4)
-        self.norm = nn.BatchNorm1d(4)
-        self.calls = 0
-        self.seen = []
-
-    def training_step(self, batch, _):
-        self.calls += 1
-        logits = self.norm(self(batch[0].mul_(0.5)))
-        labels = batch[1]
-        self.accuracy(logits, labels)
-        self.log("train_acc", self.accuracy)
-        self.log_dict({"draw": torch.rand(()) + np.random.rand() + random.random()})
-        self.seen.append(len(batch.pop()))
-        assert self.trainer.global_step >= 0
-        loss = nn.functional.cross_entropy(logits, labels)
-        (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
-        return {"loss": loss + slope.square().sum()}
-
-
-def test_the_achieved_loss_change_is_logged_and_changes_nothing_else(tmp_path):
-    def train(**options):
-        pl.seed_everything(0, verbose=False)
-        model = Counted()
-        logger = CSVLogger(tmp_path, name=str(len(options)))
-        trainer = make_trainer(tmp_path, [callback(**options)], logger=logger, log_every_n_steps=1)
-        trainer.fit(model, Data())
-        return model, trainer, logger
-
-    plain, plain_trainer, _ = train()
-    model, trainer, logger = train(log_achieved_loss=True)
-    for (key, a), b in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(a, b), key
-    assert plain.calls == model.calls == 12
-    assert plain.seen == model.seen == [16] * 12
-    trainer.callback_metrics.pop("nm/achieved_loss_change")
-    for key, value in plain_trainer.callback_metrics.items():
-        assert torch.equal(value, trainer.callback_metrics[key]), key
-    lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
-    header, *rows = (line.split(",") for line in lines)
-    for name in ("oscillation", "adapted_blocks", "frozen_blocks", "predicted_loss_change", "achieved_loss_change"):
-        assert f"nm/{name}" in header
-    column = header.index("nm/achieved_loss_change")
-    values = [row[column] for row in rows if row[column]]
-    assert len(values) == 12, "the value of the last adaptation is logged until the next"
-    assert len(set(values[:9])) == 5, "steps 0, 2, 4, 6 and 8 adapt"
-    assert {float(value) for value in values[9:]} == {0.0}, "the masks are frozen"
-
-
-def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
+def test_bame_adapts_with_manual_optimization(tmp_path):
     class Manual(Net):
         automatic_optimization = False
 
@@ -247,49 +191,24 @@ def test_the_achieved_loss_change_needs_automatic_optimization(tmp_path):
             self.manual_backward(self.step(batch, "train"))
             optimizer.step()
 
-    model = Manual()
-    with pytest.raises(ValueError, match=r"Manual optimizes manually.*leave log_achieved_loss off"):
-        make_trainer(tmp_path, [callback(log_achieved_loss=True)]).fit(model, Data())
-    assert not any(isinstance(m, Adapter) for m in model.modules())
     nm = callback(BAME(stop=9, every=2, score="taylor-abs"))
     look = Look(nm, lambda s: s.layers["net.6"].masks.total_flips)
     make_trainer(tmp_path, [nm, look]).fit(Manual(), Data())
     assert look.seen[-1] > 0
 
 
-def test_a_step_that_cannot_be_repeated_costs_the_figure_not_the_run(tmp_path):
-    class Keeps(Net):
-        def training_step(self, batch, batch_idx):
-            self.last = self.step(batch, "train")  # deepcopy refuses tensors with a history
-            return self.last
-
-    nm = callback(log_achieved_loss=True)
-    look = Look(nm, lambda s: s.layers["net.6"].masks.total_flips)
-    trainer = make_trainer(tmp_path, [nm, look])
-    with pytest.warns(UserWarning, match=r"log_achieved_loss is switched off: a copy of Keeps cannot repeat"):
-        trainer.fit(Keeps(), Data())
-    assert look.seen[-1] > 0
-    assert "nm/achieved_loss_change" not in trainer.callback_metrics
-
-
-def test_the_achieved_loss_change_of_a_compiled_module(tmp_path):
-    class Quiet(Net):  # Lightning's log cannot be traced
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def achieved(compiled):
-        pl.seed_everything(0, verbose=False)
-        model = Quiet(dropout=0.0)
-        nm = callback(BAME(stop=9, every=2, score="taylor-abs"), log_achieved_loss=True)
-        trainer = make_trainer(tmp_path, [nm], max_steps=4, log_every_n_steps=1)
-        trainer.fit(torch.compile(model, backend="aot_eager") if compiled else model, Data())
-        return trainer.callback_metrics["nm/achieved_loss_change"]
-
-    torch._dynamo.reset()
-    plain = achieved(False)
-    assert plain != 0
-    torch.testing.assert_close(achieved(True), plain, rtol=1e-3, atol=1e-5)
-    torch._dynamo.reset()
+def test_statistics_hold_until_the_next_adaptation(tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, [callback()], logger=logger, log_every_n_steps=1)
+    trainer.fit(new_model(), Data())
+    header, *rows = (line.split(",") for line in Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    for name in ("oscillation", "adapted_blocks", "frozen_blocks"):
+        assert f"nm/{name}" in header
+    column = header.index("nm/predicted_loss_change")
+    values = [row[column] for row in rows if row[column]]
+    assert len(values) == 12, "the value of the last adaptation is logged until the next"
+    assert len(set(values[:9])) == 5, "steps 0, 2, 4, 6 and 8 adapt"
+    assert {float(value) for value in values[9:]} == {0.0}, "the masks are frozen"
 
 
 def test_a_subclass_that_calls_its_bases_step_counts_once(tmp_path):

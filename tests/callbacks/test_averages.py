@@ -9,7 +9,7 @@ from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.averages import mask_average
 from lightning_nm.demo import ExactResume
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from tests.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer, new_model
 from tests.outside import ScaledMask, SoftThreshold
 

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from tests.lightning_models import Data, Net, SaveAt, assert_equal_models, make_trainer
 from tests.outside import ScaledMask
 
@@ -249,23 +249,6 @@ def test_averages_of_compiled_submodules(how, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(average, other, strict=True))
     weights = {key.replace("_orig_mod.", ""): weight for key, weight in model.state_dict().items()}
     assert nmf.is_nm(weights["net.6.weight"], "2:4", dim=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", BEFORE)
-def test_the_achieved_loss_of_a_compiled_model(how, tmp_path):
-    """A copied LightningModule keeps the compiled call of the original (Lightning 2.6), which must not be tried."""
-
-    def achieved(how):
-        model = compile_parts(new(), how, backend="eager")
-        part = NMSparsityCallback("2:4", METHODS["bame"](), show_tables=False, log_achieved_loss=True)
-        trainer = make_trainer(tmp_path, [part], num_sanity_val_steps=0, log_every_n_steps=1, max_epochs=1)
-        trainer.fit(model, Data())
-        return float(trainer.logged_metrics["nm/achieved_loss_change"])
-
-    expected = achieved("not at all")
-    assert expected != 0
-    assert achieved(how) == pytest.approx(expected, abs=1e-10)
 
 
 @pytest.mark.parametrize("quiet", [torch.inference_mode, None])

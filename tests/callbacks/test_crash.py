@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from lightning_nm.export.verify import read_checkpoint
+from lightning_nm.export import read_checkpoint
 from tests.crashing import METHODS, REGIONS, train
 from tests.lightning_models import Data, SaveAt, callback, make_trainer, new_model
 

@@ -20,9 +20,9 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_nm import NMSparsifier
+from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.export.verify import main as verify
+from lightning_nm.export.command import main as verify
 from lightning_nm.nn.adapters import Adapter
 from tests.features import ends_sparse, fit, methods, sparse
 from tests.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
@@ -191,9 +191,15 @@ def test_evaluation_without_a_fit(method, tmp_path):
 @pytest.mark.filterwarnings("ignore:this training began with BAME scheduled")
 def test_a_second_fit_goes_on(method, tmp_path):
     trainer, model = fit(tmp_path, method, max_epochs=1)
+    (nm,) = (callback for callback in trainer.callbacks if isinstance(callback, NMSparsityCallback))
+    first = nm.state_dict()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, Data())
     ends_sparse(model)
+    second = nm.state_dict()
+    assert (first["clock"], second["clock"], trainer.global_step) == (6, 12, 12)
+    for name, layer in second["layers"].items():
+        assert (first["layers"][name]["step"], layer["step"]) == (6, 12)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import ASP, NMSparsifier
-from lightning_nm.callbacks.board import panel
-from lightning_nm.callbacks.pictures import CROP, EDGES, margin_histogram, mask_pictures, together
+from lightning_nm.callbacks.report.pictures import CROP, EDGES, margin_histogram, mask_pictures, merge
+from lightning_nm.callbacks.report.tensorboard import layers_markdown
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
 from lightning_nm.kernels.dispatch import routing
@@ -83,7 +83,7 @@ def test_histograms_are_those_of_numpy(seed, method, values):
     assert found.counts == np.histogram(margins, EDGES.numpy())[0].tolist()
     assert (found.low, found.high) == (margins.min(), margins.max())
     np.testing.assert_allclose((found.total, found.squares), (margins.sum(), (margins**2).sum()))
-    twice = together([found, found])
+    twice = merge([found, found])
     assert twice.counts == [2 * count for count in found.counts]
     assert (twice.low, twice.high, twice.total) == (found.low, found.high, 2 * found.total)
 
@@ -106,7 +106,7 @@ def test_the_table_names_the_kernels_that_ran():
         model(torch.randn(16, 32)).sum().backward()
     rows = {
         line.split(" | ")[0].strip("| "): line.strip("|").split(" | ")
-        for line in panel(sparsifier, router).splitlines()
+        for line in layers_markdown(sparsifier, router).splitlines()
     }
     assert "forward: simulated" in rows["0"][-1]
     assert "wgrad: reference" in rows["0"][-1]
@@ -120,5 +120,5 @@ def test_names_are_no_markdown():
             super().__init__()
             self.a_b_c = nn.Linear(8, 8)
 
-    text = panel(NMSparsifier(Odd(), skip_first_last=False).attach(), None)
+    text = layers_markdown(NMSparsifier(Odd(), skip_first_last=False).attach(), None)
     assert "a\\_b\\_c" in text

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm import BAME, MaskMonitor, NMSparsityCallback
-from lightning_nm.callbacks.board import CHARTS, WHOLE
+from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
 from tests.event_files import Events
 from tests.lightning_models import Data, make_trainer, new_model
 
@@ -22,7 +22,7 @@ ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio"}  # tests/strategies/test_monitor_in_
 RUNS = {
     **{method: {"method": method} for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")},
     **{name: {"method": "transposable", "grad_estimator": name} for name in ("mvue", "approx-mvue", "top-n")},
-    "bame": {"method": BAME(stop=4, every=1, score="taylor-abs"), "log_achieved_loss": True},
+    "bame": {"method": BAME(stop=4, every=1, score="taylor-abs")},
     "bame-bi-mask": {"method": BAME(stop=4, every=1, dgrad="bi-mask"), "grad_estimator": "mvue"},
 }
 
@@ -67,4 +67,4 @@ def test_each_row_says_all():
 
 
 def test_charts_are_of_documented_statistics():
-    assert {f"nm/{name}" for names in (*CHARTS.values(), WHOLE) for name in names} <= set(ROWS)
+    assert {f"nm/{name}" for names in (*CHARTS.values(), MODEL_ONLY) for name in names} <= set(ROWS)

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.tables import layer_table, print_layers, print_summary
+from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
 from tests.lightning_models import Data, Net, make_trainer, new_model
 
@@ -173,6 +173,12 @@ def test_bad_options_fail_before_any_trainer(options, message):
         NMSparsityCallback(**options)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_argument_names_its_replacement(value):
+    with pytest.raises(ValueError, match=r"log_achieved_loss=.*nm/predicted_loss_change.*03_masks_in_motion\.ipynb"):
+        NMSparsityCallback(log_achieved_loss=value)
+
+
 @pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])
 def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_path):
     model = Net()
@@ -184,6 +190,10 @@ def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_pa
 
 
 def test_evaluation_alone_needs_nothing(tmp_path):
-    trainer = make_trainer(tmp_path, [NMSparsityCallback()])
-    trainer.validate(new_model(), Data(), verbose=False)
-    trainer.test(new_model(), Data(), verbose=False)
+    model, nm = new_model(), NMSparsityCallback()
+    trainer, plain = make_trainer(tmp_path, [nm]), make_trainer(tmp_path)
+    for evaluate, evaluate_plain in ((trainer.validate, plain.validate), (trainer.test, plain.test)):
+        assert evaluate(model, Data(), verbose=False) == evaluate_plain(new_model(), Data(), verbose=False)
+    assert not any(isinstance(module, Adapter) for module in model.modules())
+    assert nm.sparsifier is None
+    assert nm.state_dict() == {}

@@ -39,7 +39,12 @@ def test_weights_that_are_swapped_within_a_window_do_not_rewind_the_noise(tmp_pa
     def draws(*others):
         seen = []
         look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].draws))
-        options = {"accumulate_grad_batches": 6, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        options = {
+            "accumulate_grad_batches": 6,
+            "val_check_interval": 1,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+        }
         make_trainer(tmp_path, [callback("mvue"), *others, look], **options).fit(new_model(), Data())
         return seen
 
@@ -56,7 +61,7 @@ def test_weights_that_are_swapped_leave_the_figures_alone(tmp_path, method):
             s = nm.sparsifier
             seen.append((s.stats(), s.mean_flip_rate(), s.mean_flops_ratios(), s.layer_stats()))
 
-        options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+        options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
         make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(new_model(), Data())
         return seen
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, NMSparsifier, NMSparsityCallback, TopN, TransposableMask
-from lightning_nm.callbacks.tables import print_layers
-from tests.lightning_models import Data, make_trainer, new_model
+from lightning_nm.callbacks.report.tables import print_layers
+from tests.lightning_models import Data, Inspect, make_trainer, new_model
 
 
 def network():
@@ -240,7 +240,16 @@ def test_masked_layers_that_were_not_called_yet_are_in_the_table():
 
 def test_a_smoke_run_takes_any_schedule(tmp_path):
     nm = NMSparsityCallback("2:4", TransposableMask(dense_start=100), MVUE(dense_start=5, dense_end=50))
-    make_trainer(tmp_path, [nm], fast_dev_run=True).fit(new_model(), Data())
+    seen = []
+
+    def look(trainer, module):
+        layer = nm.sparsifier.layers["net.6"]
+        seen.append(
+            (layer.schedule, layer.progress.estimator_schedule, layer.step, layer.forward_mask, layer.estimating)
+        )
+
+    make_trainer(tmp_path, [nm, Inspect(look)], fast_dev_run=True).fit(new_model(), Data())
+    assert seen == [((100,), (5, (1 << 30) - 50), 1, None, False)]
 
 
 def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():

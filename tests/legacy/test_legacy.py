@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_nm import NMSparsityCallback
-from lightning_nm.export.verify import read_checkpoint, verify_state
+from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm
 from lightning_nm.nn.state import layer_state
 from tests.legacy.make_checkpoints import EPOCHS, SAVED_AFTER, fit

@@ -6,7 +6,6 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.methods.bame.exchange import achieved_loss_change
 from tests.bame import linear, run
 
 
@@ -76,10 +75,8 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
             pruned = ~layer.forward_mask
             assert not layer.weight[pruned].any()
             assert not optimizer.state[conv.weight]["exp_avg"][pruned].any()
-            achieved = achieved_loss_change([layer], lambda: (module(x) - 1).square().mean())
-            assert not layer.weight[pruned].any()
             sparsifier.step()
-        return conv.weight.detach().contiguous(), int(layer.masks.total_flips), achieved
+        return conv.weight.detach().contiguous(), int(layer.masks.total_flips)
 
     plain, channels_last = train(torch.contiguous_format), train(torch.channels_last)
     torch.testing.assert_close(plain[0], channels_last[0])

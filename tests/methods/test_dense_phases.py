@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_nm import SRSTE, STE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.tables import print_summary
+from lightning_nm.callbacks.report.tables import print_summary
 from tests.lightning_models import Data, make_trainer, new_model
 
 METHODS = {

@@ -126,7 +126,7 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     module.weight = weight
     layer = NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))
     nothing = torch.zeros(())
-    exchange_entries(optimizer, layer, mask, Exchange(blocks, at_pruned, at_regrown, nothing, 3, nothing, nothing))
+    exchange_entries(optimizer, layer, mask, Exchange(blocks, at_pruned, at_regrown, 3, nothing, nothing))
     for key, state in states.items():
         expected = before[key].clone()
         for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):
@@ -159,7 +159,7 @@ class Blockwise(torch.optim.SGD):
     ],
 )
 def test_state_that_belongs_to_no_entry_is_refused(kept, message):
-    Blockwise.kept = kept
+    Blockwise.forward_mask_view = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use SGD"):
         check_optimizer(optimizer, weight, "blocks.3")
@@ -167,7 +167,7 @@ def test_state_that_belongs_to_no_entry_is_refused(kept, message):
 
 @pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), []])
 def test_numbers_are_left_alone(kept):
-    Blockwise.kept = kept
+    Blockwise.forward_mask_view = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     check_optimizer(optimizer, weight, "l")
     assert list(entry_states(optimizer, weight, "l")) == []

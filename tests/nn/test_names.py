@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from lightning_nm import NMSparsifier
-from lightning_nm.callbacks.tables import layer_table
-from lightning_nm.export.verify import main as verify
+from lightning_nm.callbacks.report.tables import layer_table
+from lightning_nm.export.command import main as verify
 
 checkpointed = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 WRAPPERS = {

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_nm
 from lightning_nm import BAME, NMDDPStrategy, NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.ranks import Ranks
+from lightning_nm.callbacks.consistency import ProcessConsistency
 from tests.outside import ScaledMask
 from tests.processes import in_processes
 
@@ -71,7 +71,7 @@ def test_by_class_path(tmp_path, monkeypatch):
     """)
     monkeypatch.setattr("sys.argv", ["any"])  # pytest's own otherwise
     cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
-    assert cli.trainer.strategy.wire.dtype is torch.bfloat16
+    assert cli.trainer.strategy.comm_hook.dtype is torch.bfloat16
     assert cli.trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
     assert lightning_nm.NMDDPStrategy is type(cli.trainer.strategy)
 
@@ -99,7 +99,7 @@ def test_bad_interval(every):
 @pytest.mark.parametrize("strategy", [DDPStrategy, NMDDPStrategy])
 def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
     sparsifier = NMSparsifier(Net(), "2:4", "asp", skip_first_last=False).attach()
-    ranks, compared, now = Ranks(strategy(), sparsifier, every), [], 0
+    ranks, compared, now = ProcessConsistency(strategy(), sparsifier, every), [], 0
     monkeypatch.setattr(sparsifier, "compare_ranks", lambda: compared.append(now))
     for now in range(6):  # noqa: B007
         for _ in range(2):  # micro-batches
@@ -112,7 +112,7 @@ def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
 
 def test_nothing_to_keep_together_in_one_process():
     trainer = pl.Trainer(devices=1, **OPTIONS)
-    assert Ranks.of(trainer, NMSparsifier(Net()), 1) is None
+    assert ProcessConsistency.create(trainer, NMSparsifier(Net()), 1) is None
 
 
 class Flip(pl.Callback):

@@ -6,18 +6,17 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import BAME, SRSTE, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
-from lightning_nm.export.verify import read_checkpoint, verify_state
+from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.nn.adapters import Adapter
@@ -304,92 +303,6 @@ def refused():
 @pytest.mark.slow
 def test_what_cannot_be_saved_is_refused(tmp_path):
     assert in_processes(2, tmp_path / "run", refused) == [True, True]
-
-
-def plain_loop(settings, evaluate_first):
-    """Weights after a loop without Lightning that evaluates whenever it can; sharded unless ``settings`` is None."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    if settings is not None:
-        mesh = init_device_mesh("cpu", (2,))
-        fully_shard(model[0], mesh=mesh, **settings)
-        fully_shard(model, mesh=mesh, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    here = x if settings is None else x.chunk(2)[dist.get_rank()]
-
-    def evaluate(mode=torch.no_grad):
-        with mode():
-            return model(x)
-
-    if evaluate_first:
-        evaluate()
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
-    evaluate()
-    sparsifier.register(optimizer)
-    assert not sparsifier.unowned
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(here).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        evaluate()
-        with torch.inference_mode():
-            sparsifier.stats()
-            assert not sparsifier.violations()
-    evaluate()
-    sparsifier.bake()
-    baked = evaluate()
-    sparsifier.detach()
-    torch.testing.assert_close(evaluate(), baked)
-    return whole(model)
-
-
-def warm_up():
-    """Steps that are counted where the learning rate is 0 and one process holds no row, so no gradient, at all."""
-    model = nn.Linear(8, 1)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    sparsifier = NMSparsifier(model, "2:4", "asp", skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    sparsifier.register(optimizer)
-    model(torch.ones(2, 8)).sum().backward()
-    sparsifier.before_step(optimizer)
-    optimizer.step()
-    sparsifier.step()
-    model.zero_grad()
-    get_optimizer_state_dict(model, optimizer)  # makes a step that is none, to allocate the state
-    return sparsifier.clock
-
-
-def not_ready():
-    """Sharded too late, or without values yet."""
-    mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(nn.Linear(8, 8))
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(RuntimeError, match=r"layer '0' was sharded after its masks were installed"):
-        sparsifier.register(torch.optim.SGD(model.parameters(), 0.1))
-    with torch.device("meta"):
-        model = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    with pytest.raises(ValueError, match="on the meta device"):
-        NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
-
-
-def plain_loops():
-    forms = [{}, {"reshard_after_forward": False}]
-    not_ready()
-    return [plain_loop(settings, evaluate_first) for settings in forms for evaluate_first in (False, True)], warm_up()
-
-
-@pytest.mark.slow
-def test_loops_without_lightning(tmp_path):
-    """What an evaluation leaves gathered is sharded again."""
-    expected = plain_loop(None, False)
-    for found, clock in in_processes(2, tmp_path / "run", plain_loops):
-        for weights in found:
-            torch.testing.assert_close(weights, expected)
-        assert clock == 1
 
 
 class OneFails(pl.Callback):

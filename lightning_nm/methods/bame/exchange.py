@@ -1,9 +1,7 @@
-"""What an adaptation exchanges in one weight, and what that really did to the loss."""
+"""The exchange of entries in one weight that an adaptation makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.kernels.operands import FORWARD
 from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.sharding import gather, is_sharded, local_shard, local_values
@@ -28,21 +25,17 @@ class Exchange:
             ``[K]``.
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
-        ahead: What each regrown entry would hold had it been there for this step, ``[K]``.
         adapted: Number of blocks that change.
         held: Number of blocks that do not, though an exchange would raise their score.
         loss_change: What the exchanges should change the loss by.
-        before: What the pruned entries held, ``[K]``; ``None`` until applied.
     """
 
     blocks: Tensor
     pruned: Index
     regrown: Index
-    ahead: Tensor
     adapted: int
     held: Tensor
     loss_change: Tensor
-    before: Tensor | None = None
 
 
 @dataclass
@@ -61,76 +54,23 @@ class PendingExchange:
 
 
 @torch.no_grad()
-def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, move: Exchange) -> None:
+def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, exchange: Exchange) -> None:
     """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
 
     Args:
         optimizer: The optimizer of the weight.
         layer: The layer.
         mask: The forward mask before the exchange, whose entries the mean over a block is taken of.
-        move: What is exchanged.
+        exchange: What is exchanged.
     """
     m = layer.pattern.m
     for key, kept_state in entry_states(optimizer, layer.param, layer.name):
         state = gather(kept_state)
         start: Tensor | int = 0
         if key in SECOND_MOMENTS:
-            kept = as_blocks(layer.rows(mask), m)[move.blocks]
-            start = torch.where(kept, as_blocks(layer.rows(state), m)[move.blocks], 0).sum(1) / kept.sum(1)
-        state[move.pruned] = 0
-        state[move.regrown] = start
+            kept = as_blocks(layer.rows(mask), m)[exchange.blocks]
+            start = torch.where(kept, as_blocks(layer.rows(state), m)[exchange.blocks], 0).sum(1) / kept.sum(1)
+        state[exchange.pruned] = 0
+        state[exchange.regrown] = start
         if is_sharded(kept_state):
             local_values(kept_state).copy_(local_shard(state, kept_state))
-
-
-def adapted_now(layer: NMLayer) -> bool:
-    """Whether the optimizer step just made was followed by an adaptation of this layer."""
-    pending = layer.pending
-    return isinstance(pending, PendingExchange) and pending.exchange is not None and pending.exchange.before is not None
-
-
-@torch.no_grad()
-def achieved_loss_change(layers: Sequence[NMLayer], loss: Callable[[], Tensor]) -> float | None:
-    """What the exchanges of the last step really changed the loss by, to be compared with the predicted change.
-
-    Both losses are taken after the step: with the old masks, and with the new ones where a regrown entry holds what
-    it would have gained in that step. To be called after the optimizer's step and before the masks' ``update``.
-
-    Args:
-        layers: Masked layers.
-        loss: Computes the loss of one and the same batch each time.
-
-    Returns:
-        New minus old loss, or ``None`` if no layer of BAME adapted in this step.
-    """
-    moved = [layer for layer in layers if adapted_now(layer)]
-    if not moved:
-        return None
-    losses = []
-    for new in (True, False):
-        with ExitStack() as stack:
-            for layer in moved:
-                stack.enter_context(_trial(layer, layer.pending.exchange, new))
-            losses.append(float(loss()))
-    return losses[0] - losses[1]
-
-
-@contextmanager
-def _trial(layer: NMLayer, move: Exchange, new: bool) -> Iterator[None]:
-    """Within, the layer computes as after the step with the new or the old masks."""
-    weight, marks = layer.weight.detach(), layer.masks.bits
-    assert marks is not None
-    assert move.before is not None
-    if new:
-        weight[move.regrown] = move.ahead.to(weight.dtype)
-    else:
-        old = marks.clone()
-        old[move.regrown] &= ~FORWARD
-        old[move.pruned] |= FORWARD
-        layer.masks.bits = old
-        weight[move.pruned] = move.before
-    try:
-        yield
-    finally:
-        weight[move.regrown if new else move.pruned] = 0
-        layer.masks.bits = marks

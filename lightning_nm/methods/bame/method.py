@@ -292,12 +292,11 @@ class BAME(MaskMethod):
         value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
         budget = swap_budget(len(value), self.budget, progress)
         chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
-        blocks, pruned, regrown, ahead = chosen_swaps(swaps, chosen)
+        blocks, pruned, regrown, _ = chosen_swaps(swaps, chosen)
         return Exchange(
             blocks,
             layer.locate(block_index(mask.shape, m, blocks, pruned)),
             layer.locate(block_index(mask.shape, m, blocks, regrown)),
-            ahead,
             len(chosen),
             (value > 0).sum() - len(chosen),
             swaps.loss_change[chosen].sum(),
@@ -306,7 +305,6 @@ class BAME(MaskMethod):
     def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange) -> None:
         """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
         weight = layer.weight.detach()
-        exchange.before = weight[exchange.pruned]
         exchange_entries(optimizer, layer, mask, exchange)
         weight[exchange.pruned] = 0
         if layer.weight.grad is not None:  # gradients that are not zeroed before the next window

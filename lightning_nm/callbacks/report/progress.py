@@ -1,4 +1,4 @@
-"""What the progress bar says of the masks."""
+"""Statistics of the masks in the progress bar."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_nm.sparsifier import NMSparsifier
 PREFIX = "nm_"
 
 
-def bar_figures(sparsifier: NMSparsifier, statistics: Mapping[str, float]) -> dict[str, float]:
-    """The figures for the bar by short names: density, flip rate, and what each method is watched by.
+def progress_bar_statistics(sparsifier: NMSparsifier, statistics: Mapping[str, float]) -> dict[str, float]:
+    """Return density, flip rate and the ``headline`` statistic of each method by short names.
 
-    The names begin with ``nm_``: a metric of the model called `density` is another one.
+    The names begin with ``nm_``, so that they do not collide with metrics of the model.
 
     Args:
         sparsifier: The masked model.

@@ -1,4 +1,4 @@
-"""How long a training will be, as far as a Trainer can tell, and who wants to know."""
+"""The planned number of optimizer steps of a Trainer, for schedules that are given as shares of it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from lightning_nm.methods import Method
 
 
 def has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Whether something begins or ends while training, so that the plan matters."""
+    """Whether a method or an estimator starts or stops during training, and so needs the training length."""
     if part is None:
         return False
     try:
         return bool(part.schedule(None))
-    except ValueError:  # shares of a plan
+    except ValueError:  # the schedule is given as shares of the training length
         return True
 
 
 def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The batches after which the optimizer will step in the whole training, if the Trainer can tell."""
-    if not pl_module.automatic_optimization:  # any number of steps a batch
+    """The number of optimizer steps of the whole training; ``None`` if the Trainer cannot tell it.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its module. With manual optimization a batch takes any number of steps.
+    """
+    if not pl_module.automatic_optimization:
         return None
-    if getattr(trainer, "fast_dev_run", False):  # one step of a training whose length it does not know
+    if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
         return 1 << 30
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):

@@ -1,4 +1,4 @@
-"""What TensorBoard gets beside scalars."""
+"""Histograms, images, text and the layout of custom scalars in TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.pictures import EDGES, Histogram
-from lightning_nm.callbacks.tables import layer_rows
+from lightning_nm.callbacks.report.pictures import EDGES, Histogram
+from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.kernels import Router
 from lightning_nm.sparsifier import NMSparsifier
 
-# Statistics that belong into one chart; each of the others has one of its own.
+# Statistics that share a chart. Each other statistic has a chart of its own.
 CHARTS = {
     "kept": ("density", "kept_magnitude", "overlap"),
     "gradients": ("grad_density", "grad_bytes_ratio"),
     "adaptation": ("adapted_blocks", "frozen_blocks"),
-    "loss change": ("predicted_loss_change", "achieved_loss_change"),
 }
 
-# Statistics of the model that no single layer has.
-WHOLE = ("train_flops_ratio", "achieved_loss_change", "grad_bytes_ratio")
+# Statistics of the whole model, which single layers do not have.
+MODEL_ONLY = ("train_flops_ratio", "grad_bytes_ratio")
 
 
-class Boards:
-    """The TensorBoard loggers of a Trainer; other loggers get scalars alone.
+class TensorBoardWriter:
+    """Writes to the TensorBoard loggers of a Trainer; other loggers get scalars only.
 
-    What a logger cannot do costs its pictures, not the training: after the first failure one warning, and no more.
+    After its first failure a logger is not used again, with one warning; training continues.
     """
 
     def __init__(self) -> None:
         self._failed: list[Logger] = []
 
     @staticmethod
-    def there(trainer: pl.Trainer) -> bool:
-        """Whether there is one: the same in all processes, and after failures, which the first alone knows of."""
+    def has_logger(trainer: pl.Trainer) -> bool:
+        """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
         return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
     def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
-        """Let the first process draw on each ``SummaryWriter``."""
+        """Call a function with each ``SummaryWriter`` on rank 0.
+
+        Args:
+            trainer: The Trainer.
+            draw: Writes to a ``SummaryWriter``.
+        """
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
@@ -59,7 +63,7 @@ class Boards:
 
 
 def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
-    """Write a histogram that was counted already."""
+    """Write a histogram."""
     writer.add_histogram_raw(
         tag,
         min=histogram.low,
@@ -73,35 +77,35 @@ def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> No
     )
 
 
-def layout(names: Iterable[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
-    """A layout of TensorBoard's custom scalars: charts of these statistics, grouped.
+def custom_scalars_layout(names: Iterable[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
+    """Return a layout for TensorBoard's custom scalars.
 
     Args:
         names: The statistics that are logged.
-        layers: Whether they are logged for every layer, too.
+        layers: Whether they are also logged per layer.
     """
     names = list(names)
     chart_of = {name: chart for chart, members in CHARTS.items() for name in members}
     charts: dict[str, list[str]] = {}
     for name in names:
         charts.setdefault(chart_of.get(name, name.replace("_", " ")), []).append(name)
-    # Tags are regular expressions, matched from the beginning; a logger's prefix may come first.
+    # Tags are regular expressions that match from the start; a logger's prefix may come first.
     found = {"N:M masks": {chart: ["Multiline", [f"^(.+-)?nm/{n}$" for n in some]] for chart, some in charts.items()}}
     if layers:
         found["N:M layers"] = {
             name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
             for name in names
-            if name not in WHOLE
+            if name not in MODEL_ONLY
         }
     return found
 
 
-def panel(sparsifier: NMSparsifier, router: Router | None) -> str:
-    """The table of layers in Markdown: patterns, the treatment of each GEMM and why, kernels.
+def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
+    """Return the table of layers in Markdown: patterns, the treatment of each GEMM, its reason, and kernels.
 
     Args:
         sparsifier: The masked model.
-        router: Chooses the kernels, after its first products; ``None`` where all products are dense ones.
+        router: The router after its first products; ``None`` if all products are dense.
     """
     kernels: dict[str, dict[str, str]] = {}
     for used in router.used() if router is not None else ():

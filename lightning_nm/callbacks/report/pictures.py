@@ -1,4 +1,4 @@
-"""Pictures of masks and histograms of their margins, as plain tensors."""
+"""Images of masks and histograms of mask margins, as plain tensors."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
 CROP = 256
-"""Rows and columns of a picture at most: the upper left corner of ``[out, in]``."""
+"""The largest number of rows and columns of an image, which shows the upper left corner of ``[out, in]``."""
 
 EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
-"""The bins of a histogram of margins; 0, the margin of equal weights, is one of the edges."""
+"""Bin edges of a histogram of margins. One of them is 0, the margin of equal weights."""
 
 
 def _corner(layer: NMLayer, mask: Tensor) -> Tensor:
-    """The picture's part of a mask, ``[out, in]``; a convolution's taps lie side by side, so blocks stay together."""
+    """Crop a mask to ``[out, in]``. Kernel taps lie side by side, so blocks stay together."""
     return layer.rows(mask).movedim(1, -1).flatten(1)[:CROP, :CROP].cpu()
 
 
 def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:
-    """The masks of a layer as pictures, kept or changed entries white.
+    """Return the masks of a layer as images; kept or changed entries are white.
 
     Args:
         layer: A masked layer.
-        before: The ``forward_mask`` picture that ``changed_mask`` is to be relative to.
+        before: An earlier ``forward_mask`` image, to which ``changed_mask`` is relative.
 
     Returns:
-        uint8 ``[1, rows, columns]`` each: ``forward_mask``; ``backward_mask`` where dgrad has a mask of its own; and
-        ``changed_mask`` where there is a picture before. Empty in a layer, or a phase, without a forward mask.
+        Images, uint8 ``[1, rows, columns]``, by name: ``forward_mask``; ``backward_mask`` if dgrad has its own mask;
+        and ``changed_mask`` if ``before`` is given. Empty if the layer has no forward mask.
     """
     forward, backward = layer.forward_mask, layer.backward_mask
     pictures = {}
@@ -50,11 +50,11 @@ class Histogram(NamedTuple):
     """Counts of margins in the bins between :data:`EDGES`, and their moments.
 
     Args:
-        low: The least margin.
-        high: The largest.
-        total: Their sum.
+        low: The smallest margin.
+        high: The largest margin.
+        total: The sum of the margins.
         squares: The sum of their squares.
-        counts: How many lie in each bin; an edge belongs to the bin above it, 1 to the last.
+        counts: The number of margins in each bin. An edge belongs to the bin above it, 1 to the last bin.
     """
 
     low: float
@@ -65,12 +65,12 @@ class Histogram(NamedTuple):
 
 
 def margin_histogram(layer: NMLayer) -> Histogram | None:
-    """The margins of all blocks of a layer, with one device synchronisation.
+    """Count the margins of all blocks of a layer, with one device synchronisation.
 
-    All processes that shard the weight call it alike.
+    With sharded weights all processes must call it.
 
     Returns:
-        ``None`` without a forward mask, or if no block has a margin.
+        The histogram; ``None`` if the layer has no forward mask, or no block has a margin.
     """
     if layer.forward_mask is None:
         return None
@@ -79,7 +79,7 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     known = ~margins.isnan()
     margins = torch.where(known, margins, 0)
     edges = EDGES.to(margins.device)
-    # Margins of blocks without one go into a bin of their own, so that shapes do not depend on values.
+    # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
     bins = torch.bucketize(margins, edges[1:-1], right=True).where(known, len(EDGES) - 1)
     counts = torch.bincount(bins.flatten(), minlength=len(EDGES))[:-1]
     low, high = torch.where(known, margins, torch.inf).amin(), torch.where(known, margins, -torch.inf).amax()
@@ -88,8 +88,8 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     return Histogram(lowest, highest, total, squares, [int(count) for count in each]) if sum(each) else None
 
 
-def together(histograms: Sequence[Histogram]) -> Histogram:
-    """One histogram of all of these, of which there must be some."""
+def merge(histograms: Sequence[Histogram]) -> Histogram:
+    """Merge one or more histograms."""
     return Histogram(
         min(one.low for one in histograms),
         max(one.high for one in histograms),

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.progress import PREFIX
+from lightning_nm.callbacks.report.progress import PREFIX
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def layer_table(sparsifier: NMSparsifier) -> Table:
-    """One row per weight: what each of its three GEMMs does and why."""
+    """Return one row per weight: the treatment of its three GEMMs and the reason."""
     table = Table(title="N:M layers", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold", min_width=20)
     for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
@@ -32,7 +32,7 @@ def layer_table(sparsifier: NMSparsifier) -> Table:
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
-    """Layer, shape, pattern, what forward, dgrad and wgrad are, and why: for every weight, masked ones first."""
+    """Yield layer, shape, pattern, treatment of forward, dgrad and wgrad, and reason for every weight, masked first."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
         treatments = (gemm.treatment for gemm in layer.gemms())
@@ -52,7 +52,7 @@ def _why(layer: NMLayer) -> str:
 
 
 def _phases(sparsifier: NMSparsifier) -> list[str]:
-    """What begins or ends while training, once for each method and estimator."""
+    """Describe the phases of methods and estimators, each once."""
     lines = []
     for layer in sparsifier.layers.values():
         window = layer.schedule
@@ -72,11 +72,11 @@ def _share(shares: dict[str, float]) -> str:
 
 
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
-    """Print the layer table and the shares of the model that are masked; warn when they are small."""
+    """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
     console.print(layer_table(sparsifier))
     if sparsifier.skip_first_last:
-        console.print("first convolution and last linear layer: skip_first_last=False masks them, too", style="dim")
+        console.print("first convolution and last linear layer: skip_first_last=False masks them as well", style="dim")
     for phase in _phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
@@ -85,23 +85,23 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         if masked.get("flops", masked["parameters"]) < 0.5:
             console.print(
                 "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
-                "the last column says why"
+                "see the last column for the reasons"
             )
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
-    """The figures of a finished fit."""
+    """Return the statistics of a finished fit."""
     table = Table(title="N:M summary", title_justify="left", show_header=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("figure")
+    table.add_column("statistic")
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
     for name, value in metrics.items():
         if not name.startswith(("nm/", PREFIX)):
             table.add_row(name, f"{float(value):.4f}", "last value that the model logged")
     stats = sparsifier.stats()
-    table.add_row("density", f"{stats['density']:.4f}", "share of masked weights that the forward keeps")
+    table.add_row("density", f"{stats['density']:.4f}", "share of weights that the forward masks keep")
     table.add_row("N:M violations", str(sparsifier.violations()), "blocks with more than N nonzeros")
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
     table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
@@ -115,13 +115,15 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     )
     table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
     table.add_row(
-        "training FLOPs, eligible", f"{ratios['eligible']:.3f}x", "what N:M hardware could skip; no measured time"
+        "training FLOPs, eligible",
+        f"{ratios['eligible']:.3f}x",
+        "GEMMs that N:M hardware could skip; not a time",
     )
     return table
 
 
 def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None) -> None:
-    """Print the summary and where the log and the checkpoint are."""
+    """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
     masked = [layer for layer in sparsifier.layers.values() if isinstance(layer.method, MaskMethod)]
@@ -129,7 +131,7 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
     if dense:
         console.print(
             f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {len(sparsifier.layers)} layers: their "
-            "masks have not come yet, or have gone (dense_end)"
+            "masks have not started yet, or have ended (dense_end)"
         )
     checkpoint = trainer.checkpoint_callback
     path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")

@@ -1,0 +1,185 @@
+"""Check that every block of a checkpoint's weights holds at most N nonzeros in M."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.functional import count_violations
+from lightning_nm.nn.names import key_of_layer, plain_name
+from lightning_nm.pattern import NMPattern, PatternLike
+
+_NEARLY = 0.5
+"""A weight with a smaller share of violating blocks counts as broken, one with a larger share as dense."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one weight.
+
+    Args:
+        key: Key in the state dict.
+        verdict: ``"N:M"``, ``"dense"`` or ``"broken"``.
+        pattern: The pattern that the weight was checked against.
+        blocks: Number of blocks.
+        violations: Blocks with more than N nonzeros.
+        density: Share of nonzeros.
+        note: The axis, or the reason why nothing was checked.
+    """
+
+    key: str
+    verdict: str
+    pattern: str
+    blocks: int = 0
+    violations: int = 0
+    density: float = 1.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of :func:`verify`.
+
+    Args:
+        verdicts: One result for each weight.
+        problems: What is wrong, as messages; empty if every masked weight is N:M.
+    """
+
+    verdicts: list[Verdict]
+    problems: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every masked weight is N:M, and at least one weight is."""
+        return not self.problems
+
+
+def verify(
+    checkpoint: str | Path, pattern: PatternLike | None = None, include: str | Sequence[str] = ()
+) -> Verification:
+    """Check that every block of a checkpoint's masked weights holds at most N nonzeros in M.
+
+    Args:
+        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, or a safetensors file.
+        pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
+            of the sparsifier state in the file.
+        include: Globs over keys or module names of weights that must be N:M.
+
+    Returns:
+        The result for each weight, and the problems found.
+
+    Raises:
+        ValueError: If the file cannot be read, or has no sparsifier state and no pattern is given.
+
+    Example::
+
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from lightning_nm.functional import nm_prune
+        >>> with TemporaryDirectory() as folder:
+        ...     torch.save({"weight": nm_prune(torch.randn(8, 8), "2:4")}, Path(folder) / "model.pt")
+        ...     verify(Path(folder) / "model.pt", "2:4").ok
+        True
+    """
+    parsed = None if pattern is None else NMPattern.parse(pattern)
+    weights, states = read_checkpoint(checkpoint)
+    if parsed is not None:
+        verdicts = classify(weights, parsed)
+    elif states:
+        verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
+    else:
+        raise ValueError(
+            f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
+            "--pattern 2:4"
+        )
+    return Verification(verdicts, _problems(verdicts, [include] if isinstance(include, str) else include))
+
+
+def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:
+    """Check the weights of all layers of a sparsifier state against their patterns.
+
+    Raises:
+        ValueError: If the weights of a layer are missing.
+    """
+    verdicts = []
+    keys = {plain_name(key): key for key in weights}
+    for name, layer in state["layers"].items():
+        plain = key_of_layer(plain_name(name), layer["parameter"])
+        if plain not in keys:
+            raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
+        key = keys[plain]
+        pattern = NMPattern.parse(layer["pattern"])
+        if not layer["masked"]:
+            verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))
+            continue
+        weight = weights[key]
+        rows = {"flat": lambda w: w.flatten(1), "transposed": lambda w: w.t(), "plain": lambda w: w}[layer["layout"]](
+            weight
+        )
+        verdicts.append(_judge(key, rows, pattern, 1, layer["layout"], dense_from=None))
+    return verdicts
+
+
+def classify(weights: Mapping[str, Tensor], pattern: NMPattern) -> list[Verdict]:
+    """Classify every matrix and convolution kernel as N:M, dense or broken, without a sparsifier state.
+
+    A matrix is checked along dimension 1 and along dimension 0 (weights stored ``[in, out]``), a kernel along its input
+    channels and along the flattened filter. The axis with the fewest violations counts.
+    """
+    verdicts = []
+    for key, weight in weights.items():
+        if weight.dim() < 2 or not weight.is_floating_point():
+            continue
+        views = [(weight, 1, "along dim 1")]
+        views.append(
+            (weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter")
+        )
+        tried = [
+            _judge(key, rows, pattern, dim, note, dense_from=_NEARLY)
+            for rows, dim, note in views
+            if rows.shape[dim] % pattern.m == 0
+        ]
+        if tried:
+            verdicts.append(min(tried, key=lambda verdict: verdict.violations / max(verdict.blocks, 1)))
+        else:
+            verdicts.append(
+                Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+            )
+    return verdicts
+
+
+def _judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, dense_from: float | None) -> Verdict:
+    violations, blocks = int(count_violations(rows, pattern, dim=dim)), rows.numel() // pattern.m
+    density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
+    if not violations:
+        verdict = "N:M"
+        if density == 0:
+            verdict, note = "dense" if dense_from is not None else "N:M", "all zero"
+    elif dense_from is not None and violations >= dense_from * blocks:
+        verdict = "dense"
+    else:
+        verdict = "broken"
+    return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
+
+
+def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
+    problems = [
+        f"'{v.key}' is not {v.pattern}: {v.violations} of {v.blocks} blocks hold more"
+        for v in verdicts
+        if v.verdict == "broken"
+    ]
+    if not any(verdict.verdict == "N:M" for verdict in verdicts):
+        problems.append("no weight is N:M sparse")
+    for glob in include:
+        named = [v for v in verdicts if fnmatchcase(v.key, glob) or fnmatchcase(v.key.rpartition(".")[0], glob)]
+        if not named:
+            problems.append(f"`include` '{glob}' matches no weight")
+        problems += [f"'{v.key}' is named by `include` but is dense" for v in named if v.verdict == "dense"]
+    return problems
