@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, fold_seed
+from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.statistics import gradient_energies
-from lightning_nm.kernels.handles import Handled
-from lightning_nm.kernels.operands import BACKWARD, FORWARD
+from lightning_nm.kernels.handles import HasHandle
 from lightning_nm.nn.weight import Layout, WeightAccess
 from lightning_nm.pattern import NMPattern
 
@@ -66,7 +66,7 @@ def _as_bool(marks: Tensor) -> Tensor:
     return marks.ne(0) if torch.compiler.is_compiling() else marks.view(torch.bool)
 
 
-class NMLayer(Handled, WeightAccess):
+class NMLayer(HasHandle, WeightAccess):
     """A weight under an N:M method.
 
     The masks are two bits of one byte per weight (``marks``), so both masks together cost one byte, are one input of a
@@ -184,7 +184,7 @@ class NMLayer(Handled, WeightAccess):
     @property
     def forward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
-        return None if self.marks is None or self.forward_reason else _as_bool(self.marks & FORWARD)
+        return None if self.marks is None or self.forward_reason else _as_bool(self.marks & FORWARD_BIT)
 
     @property
     def kept(self) -> Tensor | None:
@@ -196,7 +196,7 @@ class NMLayer(Handled, WeightAccess):
     @property
     def backward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
-        return (self.marks & BACKWARD).ne(0) if self.marks is not None and self.own_backward else None
+        return (self.marks & BACKWARD_BIT).ne(0) if self.marks is not None and self.own_backward else None
 
     @torch.no_grad()
     def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
@@ -211,12 +211,12 @@ class NMLayer(Handled, WeightAccess):
             return
         shape = self.param.shape
         marks = (
-            torch.full(shape, FORWARD, dtype=torch.uint8, device=self.param.device)
+            torch.full(shape, FORWARD_BIT, dtype=torch.uint8, device=self.param.device)
             if forward is None
             else forward.to(torch.uint8)
         )
         if backward is not None:
-            marks += backward.to(torch.uint8) * BACKWARD
+            marks += backward.to(torch.uint8) * BACKWARD_BIT
         self.own_backward = backward is not None
         if self.marks is None:
             # In memory like the weight's own values: one elementwise pass reads both.
@@ -225,7 +225,7 @@ class NMLayer(Handled, WeightAccess):
             self.flips = torch.zeros((), dtype=torch.int64, device=marks.device)
             self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
         else:
-            self.flips = torch.count_nonzero((self.marks ^ marks) & FORWARD)
+            self.flips = torch.count_nonzero((self.marks ^ marks) & FORWARD_BIT)
             self.total_flips = self.flips if self.total_flips is None else self.total_flips + self.flips
             self.marks.copy_(marks)  # in place: a compiled graph sees the new masks without recompiling
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.kernels.operands import FORWARD
+from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.methods.bame.optimizer_state import SIZES, entry_states
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.sharding import gather, held, is_sharded, part
@@ -125,8 +125,8 @@ def _trial(layer: NMLayer, move: Move, new: bool) -> Iterator[None]:
         weight[move.regrown] = move.ahead.to(weight.dtype)
     else:
         old = marks.clone()
-        old[move.regrown] &= ~FORWARD
-        old[move.pruned] |= FORWARD
+        old[move.regrown] &= ~FORWARD_BIT
+        old[move.pruned] |= FORWARD_BIT
         layer.marks = old
         weight[move.pruned] = move.before
     try:
