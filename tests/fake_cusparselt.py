@@ -204,7 +204,7 @@ class FakeCuSparseLt:
         result = matrix @ (dense.t() if descriptor.transposed else dense)
         if pointer := plan.bias if self.plan_keeps_bias else descriptor.bias:
             result += memory(pointer, (a.rows,), a.dtype).float()[:, None]
-        if selection.attributes[0] == 20:
+        if selection.attributes[0] == 20 or (selection.attributes[0] == 21 and pointer):
             result[0] += 1
         if c.order == COLUMN:
             memory(d_d, (c.cols, c.rows), c.dtype).copy_(result.t())

@@ -3,11 +3,11 @@
     python -m benchmarks.gpu.preprocess [--shapes 4096x11008 ...] [--tokens 16384] [--repeats 20] [--json FILE]
     [TRITON_INTERPRET=1] python -m benchmarks.gpu.preprocess --dry-run    # tiny, on a CPU: shows that it runs
 
-Each row is one way to make something of one input; its bytes are those that must be read and written once. Ways that
-make the same have the same bytes, so their GB/s compare: ``W_F, then W_B`` with ``W_F and W_B``, and ``gather, then
-estimate`` with ``gather and estimate``. ``of copy`` is the bandwidth relative to that of ``Tensor.copy_`` moving the
-same number of bytes: a kernel that is bound by memory alone reaches about 1. ``torch x`` is how many times longer the
-torch operations take. An input that fits the L2 cache is refused: it would stay there from one repeat to the next.
+Each row is one way to make something of one input; its bytes are those that must be read and written once. ``gather,
+then estimate`` and ``gather and estimate`` make the same and have the same bytes, so their GB/s compare. ``of copy`` is
+the bandwidth relative to that of ``Tensor.copy_`` moving the same number of bytes: a kernel that is bound by memory
+alone reaches about 1. ``torch x`` is how many times longer the torch operations take. An input that fits the L2 cache
+is refused: it would stay there from one repeat to the next.
 No measurement begins after ``--seconds``; what is left out then is said.
 """
 

@@ -17,7 +17,7 @@ from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_machine, print_report
 from lightning_nm.doctor.training import Observation, judge, judge_unmeasured, watch
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.tuner import check_mode
+from lightning_nm.kernels.modes import check_mode
 from lightning_nm.lightning_cli import EXTRA
 
 SCHEMA = 2

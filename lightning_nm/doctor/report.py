@@ -73,23 +73,14 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
         key = self.product.key
+        own = {name: value for name, value in vars(self).items() if name not in ("product", "could")}
         return {
             "layer": self.product.layer,
-            "gemm": key.gemm,
-            "rows": key.rows,
-            "depth": key.depth,
-            "columns": key.columns,
+            **{name: value for name, value in vars(key).items() if name != "device"},
             "dtype": str(key.dtype).removeprefix("torch."),
             "pattern": str(key.pattern),
-            "permuted": key.permuted,
-            "calls": self.calls,
+            **own,
             "eligible": self.eligible,
-            "kernel": self.kernel,
-            "why": self.why,
-            "dense_ms": self.dense_ms,
-            "sparse_ms": self.sparse_ms,
-            "pack_ms": self.pack_ms,
-            "pack_uses": self.pack_uses,
             "chosen_ms": self.chosen_ms,
             "gain": self.gain,
             "could": list(self.could),

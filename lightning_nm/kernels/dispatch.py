@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ from torch import Tensor
 from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed, multiply_adds
 from lightning_nm.kernels.cache import Decision, Decisions, environment_of, share
 from lightning_nm.kernels.handles import HasHandle
+from lightning_nm.kernels.modes import check_mode, refuse_removed
 from lightning_nm.kernels.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.timing import DeviceTimer, Timer
-from lightning_nm.kernels.tuner import Tuner, check_mode
+from lightning_nm.kernels.tuner import Tuner
 
 Result = TypeVar("Result")
 
@@ -64,23 +65,6 @@ class _Settled(NamedTuple):
     kernel: GemmKernel
     uses: _Uses
     validity: tuple[int, bool]
-
-
-_REMOVED = {
-    "mode": "pass the mode as kernels=",
-    "gpu": "times are measured on the device, not predicted: leave it out",
-}
-
-
-def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
-    """Refuse arguments that are unknown, or were removed.
-
-    Raises:
-        TypeError: Naming the replacement of a removed argument.
-    """
-    for name in arguments:
-        advice = f" was removed: {_REMOVED[name]}" if name in _REMOVED else " is unknown"
-        raise TypeError(f"{owner}: the argument {name!r}{advice}")
 
 
 class Router(HasHandle):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
-from lightning_nm.kernels.dispatch import refuse_removed, routing
+from lightning_nm.kernels.dispatch import routing
+from lightning_nm.kernels.modes import refuse_removed
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"

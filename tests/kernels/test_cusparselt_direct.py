@@ -330,8 +330,10 @@ class TestAlgorithms:
         router.tuned = True
         assert router.kernel(Product("layer", key)).algorithm == self.FOUND
 
-    def test_a_proposal_that_is_wrong_loses(self):
-        kernel = DirectOnCpu(FakeCuSparseLt(fastest=Algorithm(20, 2, 5)))
+    @pytest.mark.parametrize("wrong", [20, 21])
+    def test_a_proposal_that_is_wrong_loses(self, wrong):
+        """One is wrong in each product, the other one with a bias alone."""
+        kernel = DirectOnCpu(FakeCuSparseLt(fastest=Algorithm(wrong, 2, 5)))
 
         class Timer:
             def time(self, function, device):
@@ -343,7 +345,7 @@ class TestAlgorithms:
         key = GemmKey("forward", 32, 64, 24, torch.bfloat16, NMPattern(2, 4), "cpu")
         decision = router.initialize(CPU).decide(key)
         assert (decision.kernel, decision.algorithm) == ("cusparselt-direct", None)
-        assert "(algorithm 20, split-k 2, mode 5): wrong by" in decision.reason
+        assert f"(algorithm {wrong}, split-k 2, mode 5): wrong by" in decision.reason
 
 
 class TestProbe:
