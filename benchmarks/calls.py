@@ -85,7 +85,7 @@ def main() -> None:
     print("bi-mask step     ", found)
     for name, count in sorted(found.files.items()):
         print(f"    {name} {count}")
-    router = Router("sparse", kernels=[SimulatedSparseKernel()])
+    router = Router("sparse", backends=[SimulatedSparseKernel()])
     with torch.autograd.set_multithreading_enabled(False), routing(router):
         for _ in range(2):
             loss = model(torch.randn(16, 32, requires_grad=True)).square().mean()

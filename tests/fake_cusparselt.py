@@ -62,7 +62,7 @@ def logged(function):
             assert self.alive[named["handle"]].thread == threading.get_ident(), "a handle belongs to a thread"
         return function(self, *arguments)
 
-    call.__signature__ = signature
+    call.__signature__, call.__wrapped__ = signature, function
     return call
 
 
@@ -70,15 +70,16 @@ class FakeCuSparseLt:
     Sparsity = enum.IntEnum("Sparsity", {"SPARSITY_50_PERCENT": 0})
     ComputeType = enum.IntEnum("ComputeType", {"COMPUTE_32F": 2})
     MatmulAlg = enum.IntEnum("MatmulAlg", {"DEFAULT": 0})
-    MatmulAlgAttribute = enum.IntEnum("MatmulAlgAttribute", {"CONFIG_ID": 0})
+    MatmulAlgAttribute = enum.IntEnum("MatmulAlgAttribute", {"CONFIG_ID": 0, "SPLIT_K": 3, "SPLIT_K_MODE": 4})
     MatmulDescAttribute = enum.IntEnum("MatmulDescAttribute", {"BIAS_POINTER": 8})
 
-    def __init__(self, version=801, padding=0, workspace=4096, broken=(), plan_keeps_bias=False):
+    def __init__(self, version=801, padding=0, workspace=4096, broken=(), plan_keeps_bias=False, fastest=(0, 1, -1)):
         self.installed = version
         self.padding = padding
         self.workspace = workspace
         self.broken = set(broken)
         self.plan_keeps_bias = plan_keeps_bias
+        self.fastest = fastest
         self.calls = []
         self.alive = {}
         self.made = 0
@@ -103,8 +104,8 @@ class FakeCuSparseLt:
         self._destroy(handle_ptr, "handle")
 
     @logged
-    def get_version(self, handle):
-        return self.installed
+    def get_property(self, property_type):
+        return (self.installed // 1000, self.installed // 100 % 10, self.installed % 100)[property_type]
 
     @logged
     def dense_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order):
@@ -141,12 +142,17 @@ class FakeCuSparseLt:
     @logged
     def matmul_alg_selection_init(self, handle, matmul_descr, alg):
         assert alg == 0
-        return self._make("selection", matmul=matmul_descr, algorithm=0)
+        return self._make("selection", matmul=matmul_descr, attributes={}, at_plan=None)
 
     @logged
     def matmul_alg_set_attribute(self, handle, alg_selection, attribute, data, data_size):
-        assert (attribute, data_size) == (0, 4)
-        self.alive[alg_selection].algorithm = ctypes.c_int32.from_address(data).value
+        assert data_size == 4
+        self.alive[alg_selection].attributes[int(attribute)] = ctypes.c_int32.from_address(data).value
+
+    @logged
+    def matmul_alg_get_attribute(self, handle, alg_selection, attribute, data, data_size):
+        assert data_size == 4
+        ctypes.c_int32.from_address(data).value = self.alive[alg_selection].attributes[int(attribute)]
 
     @logged
     def matmul_alg_selection_destroy(self, alg_selection_ptr):
@@ -155,6 +161,7 @@ class FakeCuSparseLt:
     @logged
     def matmul_plan_init(self, handle, matmul_descr, alg_selection):
         assert self.alive[alg_selection].matmul == matmul_descr
+        self.alive[alg_selection].at_plan = dict(self.alive[alg_selection].attributes)
         bias = self.alive[matmul_descr].bias
         return self._make("plan", matmul=matmul_descr, selection=alg_selection, bias=bias)
 
@@ -197,12 +204,20 @@ class FakeCuSparseLt:
         result = matrix @ (dense.t() if descriptor.transposed else dense)
         if pointer := plan.bias if self.plan_keeps_bias else descriptor.bias:
             result += memory(pointer, (a.rows,), a.dtype).float()[:, None]
-        if selection.algorithm == 20:
+        if selection.attributes[0] == 20 or (selection.attributes[0] == 21 and pointer):
             result[0] += 1
         if c.order == COLUMN:
             memory(d_d, (c.cols, c.rows), c.dtype).copy_(result.t())
         else:
             memory(d_d, (c.rows, c.cols), c.dtype).copy_(result)
+
+    @logged
+    def matmul_search(self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams):
+        type(self).matmul.__wrapped__(
+            self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
+        )
+        selection = self.alive[self.alive[plan].selection]
+        selection.attributes = dict(zip((0, 3, 4), self.fastest, strict=True))
 
     def _poison(self, pointer):
         """Whatever lies where the workspace should be is lost."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, CutlassKernel, GemmKernel, Router, routing
+from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKernel, Router, routing
 from tests.trapping_cslt import KernelOnCpu, TrappingOps
 
-GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel, CuSparseLtDirectKernel, CutlassKernel)}
+GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel, CuSparseLtDirectKernel)}
 
 
 class Place(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.correctness import judge
 from benchmarks.gpu.setting import NotAsked, Setting
 from lightning_nm.kernels import CuSparseLtKernel
+from lightning_nm.kernels.backends.cusparselt import library_version
 from lightning_nm.kernels.timing import copies_past_cache, rotated
 
 # [out, in] and tokens of forward products.
@@ -42,7 +43,8 @@ def versions(setting: Setting) -> dict[str, object]:
     """
     kernel = CuSparseLtKernel()
     return {
-        "cusparselt": torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None,
+        "cusparselt": library_version(),
+        "torch was compiled with": torch.backends.cusparselt.version(),
         "refused": kernel.probe(setting.device),
         "remark": kernel.remark(setting.device),
         "sizes are multiples of": None if kernel.probe(setting.device) else kernel.multiple(setting.device),
@@ -59,8 +61,8 @@ def gains(setting: Setting, dtype: torch.dtype) -> dict[str, object]:
     for name, shape in setting.pick(SHAPES, TINY).items():
         try:
             answer[name] = _gain(setting, *shape, dtype)
-        except torch.OutOfMemoryError as error:
-            answer[name] = str(error)[:200]
+        except Exception as error:  # the other shapes are still asked
+            answer[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
     return answer
 
 

@@ -6,10 +6,8 @@ Dense is the product of the masked operand as the layer has it. What a kernel mu
 W_F; transpose and pack W_B and E(dY). Masking and drawing E(dY) are the preprocessing's, and counted by neither. Dense
 and sparse take turns; times are medians, of random operands that rotate past the L2 cache.
 
-The roofline is :mod:`lightning_nm.kernels.cost` with the figures of this very GPU, among them the gain s of the bare
-product at 8192^3; `of roofline` is the measured gain with packing over the predicted one, and should be 0.95 or more.
-`auto` is what ``Chooser("auto")`` takes, from timings of its own; `auto x` is its gain by the timings of the table, and
-should be 0.98 or more.
+`auto` is what ``Tuner("auto")`` takes, from timings of its own; `auto x` is its gain by the timings of the table, and
+should be 0.98 or more. The table times each kernel's own algorithm; `auto algorithm` is the one that the search found.
 """
 
 from __future__ import annotations
@@ -22,19 +20,17 @@ import torch
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
-from lightning_nm.kernels import GemmKernel, GemmKey, cost, trial
-from lightning_nm.kernels.cache import Decisions
-from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.environment import environment_of
-from lightning_nm.kernels.keys import format_key, multiply_adds
+from lightning_nm.kernels import GemmKernel, GemmKey
+from lightning_nm.kernels.api import format_key, multiply_adds
+from lightning_nm.kernels.cache import Decisions, environment_of
 from lightning_nm.kernels.timing import DeviceTimer
-from lightning_nm.kernels.tuner import Chooser
+from lightning_nm.kernels.tuner import Tuner, dense_ms, sparse_ms, speedup
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
 DTYPE = torch.bfloat16
 
-# out, in, tokens; the first gives the figures for the roofline.
+# out, in, tokens; the first gives the ceilings of the device.
 LAYERS = {
     "square": (8192, 8192, 8192),
     "7b up, 8k": (11008, 4096, 8192),
@@ -62,25 +58,24 @@ def keys(layer: tuple[int, int, int], device: torch.device) -> list[GemmKey]:
 
 
 class Table:
-    """Measures layers, and remembers the figures of the device and what was decided."""
+    """Measures layers, and remembers what was decided."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.registry = setting.registry()
-        self.chooser = Chooser("auto", self.registry, Decisions(environment_of(setting.device)), setting.timer)
-        self.model: DeviceModel | None = None
+        self.tuner = Tuner("auto", self.registry, Decisions(environment_of(setting.device)), setting.timer)
 
     def times(self, key: GemmKey, notes: list[str]) -> tuple[float, dict[str, tuple[float, float]]]:
         """Milliseconds of the dense product, and of each kernel's bare product and packing, measured in turn."""
         setting = self.setting
         timer = DeviceTimer(warmup=1, samples=1, calls=setting.pick(10, 1))
-        kernels: list[GemmKernel] = list(self.registry.legal(key, notes))
+        kernels: list[GemmKernel] = list(self.tuner.legal(key, notes))
         dense: list[float] = []
         sparse: dict[str, list[tuple[float, float]]] = {kernel.name: [] for kernel in kernels}
         for _ in range(setting.pick(5, 1)):
-            dense.append(trial.dense_ms(key, timer))
+            dense.append(dense_ms(key, timer))
             for kernel in kernels:
-                sparse[kernel.name].append(trial.sparse_ms(kernel, key, timer))
+                sparse[kernel.name].append(sparse_ms(kernel, key, timer))
         medians = {
             name: (median(product for product, _ in row), median(pack for _, pack in row))
             for name, row in sparse.items()
@@ -88,25 +83,19 @@ class Table:
         return median(dense), medians
 
     def ceilings(self, layer: tuple[int, int, int], setting: Setting) -> dict[str, object]:
-        """The figures of the device: dense TFLOP/s, GB/s of a copy, and s of the fastest kernel, forward."""
+        """The device: dense TFLOP/s, GB/s of a copy, and the gain s of each kernel without packing, forward."""
         key, notes = keys(layer, setting.device)[0], list[str]()
         dense, sparse = self.times(key, notes)
         source = setting.random(setting.pick(2**29, 2**10))
         target = torch.empty_like(source)
         copy = setting.medians({"copy": lambda: target.copy_(source)})["copy"]
-        figures: dict[str, object] = {
+        return {
             "key": format_key(key),
             "dense TFLOP/s": 2e-9 * multiply_adds(key) / dense,
             "copy GB/s": 4e-6 * source.numel() / copy,
             "s": {name: dense / product for name, (product, _) in sparse.items()},
             "notes": notes,
         }
-        if sparse:
-            gain = max(dense / product for product, _ in sparse.values())
-            self.model = DeviceModel(
-                "this", 2e-9 * multiply_adds(key) / dense, 4e-6 * source.numel() / copy, gain, "measured"
-            )
-        return figures
 
     def layer(self, layer: tuple[int, int, int], setting: Setting) -> dict[str, object]:
         """A row for each product, one for the two of a dense gradient, and one for all three."""
@@ -115,14 +104,14 @@ class Table:
         return rows | {"forward and dgrad": _sum([forward, dgrad]), "all three": _sum([forward, dgrad, wgrad])}
 
     def row(self, key: GemmKey) -> dict[str, object]:
-        """One product: times, gains, the roofline, and what auto makes of it."""
+        """One product: times, gains, and what auto takes."""
         notes: list[str] = []
         dense, sparse = self.times(key, notes)
-        decision = self.chooser.decide(key)
+        decision = self.tuner.decide(key)
         begin = perf_counter()
-        self.chooser.decide(key)
+        self.tuner.decide(key)
         recall = perf_counter() - begin
-        gains = {name: cost.speedup(dense, *times, reuse=1) for name, times in sparse.items()} | {"reference": 1.0}
+        gains = {name: speedup(dense, *times, reuse=1) for name, times in sparse.items()} | {"reference": 1.0}
         row: dict[str, object] = {
             "key": format_key(key),
             "dense ms": dense,
@@ -132,6 +121,7 @@ class Table:
             },
             "notes": notes,
             "auto": decision.kernel,
+            "auto algorithm": decision.algorithm and str(decision.algorithm),
             "auto because": decision.reason,
             "auto ms": dense / gains[decision.kernel],
             "auto x": gains[decision.kernel],
@@ -141,12 +131,6 @@ class Table:
         if sparse:
             best = max(sparse, key=lambda name: gains[name])
             row |= {"best": best, "best ms": sum(sparse[best])}
-        if self.model and sparse:
-            predicted = (cost.dense_ms(key, self.model), cost.sparse_ms(key, self.model))
-            pack = cost.pack_ms(key, self.model, cost.FUSED)  # the trial packs what lies ready
-            roofline = cost.speedup(*predicted, pack, reuse=1)
-            row |= {"roofline dense ms": predicted[0], "roofline ms": predicted[1] + pack, "roofline x": roofline}
-            row["of roofline"] = max(gains[name] for name in sparse) / roofline
         return row
 
 
@@ -160,13 +144,11 @@ def _sum(rows: list[dict[str, object]]) -> dict[str, object]:
     answer: dict[str, object] = {"dense ms": dense, "auto ms": auto, "auto x": dense / auto}
     if all("best ms" in row for row in rows):
         answer |= {"best ms": total("best ms"), "packed x": dense / total("best ms")}
-        if all("roofline ms" in row for row in rows):
-            answer["roofline x"] = total("roofline dense ms") / total("roofline ms")
     return answer
 
 
 def run(report: Report) -> None:
-    """Measure the figures of the device, then the layers."""
+    """Measure the ceilings of the device, then the layers."""
     setting = report.setting
     table, layers = Table(setting), setting.pick(LAYERS, TINY)
     report.ask("ceilings", partial(table.ceilings, next(iter(layers.values()))))
@@ -188,7 +170,6 @@ def run(report: Report) -> None:
             "auto at least 0.98x dense": all(row["auto at least 0.98"] for _, row in products),
             "auto below": [name for name, row in products if not row["auto at least 0.98"]],
             "auto is sparse": [name for name, row in products if row["auto"] != "reference"],
-            "below 0.95 of the roofline": [name for name, row in products if row.get("of roofline", 1) < 0.95],
             "without a sparse kernel": [name for name, row in products if not row["kernels"]],
         }
 

@@ -169,7 +169,7 @@ class Layer:
         """Forward and backward; gradients of the step before go first."""
         for tensor in (self.x, *self.model.parameters()):
             tensor.grad = None
-        with routing(self.router and self.router.live()):
+        with routing(self.router and self.router.active_or_none()):
             with torch.autocast(self.setting.device.type, BF16, enabled=self.mixed):
                 y = self.call(self.x)
             if self.router is not None:
@@ -191,7 +191,7 @@ class Layer:
 
     def error(self) -> float | None:
         """The largest relative error against the reference; None where there is none."""
-        if self.router is None or self.router.live() is None:
+        if self.router is None or self.router.active_or_none() is None:
             return None
         expected = self.results(None)
         return max(map(relative, self.results(self.router), expected))
@@ -327,8 +327,8 @@ def compare(
 
 def products(router: Router) -> dict[str, str]:
     """The kernel of each product that ran, as it was in the end, and why."""
-    if router.idle:
-        return {"all": f"{router.registry.reference.name}: {router.idle}"}
+    if router.unavailable_reason:
+        return {"all": f"{router.registry.reference.name}: {router.unavailable_reason}"}
     return {
         f"{product.layer} {product.key.gemm}": ": ".join(
             filter(None, (kernel, product.reason or (decision.reason if decision else "")))

@@ -3,11 +3,11 @@
     python -m benchmarks.gpu.preprocess [--shapes 4096x11008 ...] [--tokens 16384] [--repeats 20] [--json FILE]
     [TRITON_INTERPRET=1] python -m benchmarks.gpu.preprocess --dry-run    # tiny, on a CPU: shows that it runs
 
-Each row is one way to make something of one input; its bytes are those that must be read and written once. Ways that
-make the same have the same bytes, so their GB/s compare: ``W_F, then W_B`` with ``W_F and W_B``, and ``gather, then
-estimate`` with ``gather and estimate``. ``of copy`` is the bandwidth relative to that of ``Tensor.copy_`` moving the
-same number of bytes: a kernel that is bound by memory alone reaches about 1. ``torch x`` is how many times longer the
-torch operations take. An input that fits the L2 cache is refused: it would stay there from one repeat to the next.
+Each row is one way to make something of one input; its bytes are those that must be read and written once. ``gather,
+then estimate`` and ``gather and estimate`` make the same and have the same bytes, so their GB/s compare. ``of copy`` is
+the bandwidth relative to that of ``Tensor.copy_`` moving the same number of bytes: a kernel that is bound by memory
+alone reaches about 1. ``torch x`` is how many times longer the torch operations take. An input that fits the L2 cache
+is refused: it would stay there from one repeat to the next.
 No measurement begins after ``--seconds``; what is left out then is said.
 """
 
@@ -29,14 +29,13 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
+from lightning_nm.functional.mask_bits import BACKWARD_BIT
 from lightning_nm.kernels.operands import (
-    BACKWARD,
     TOKENS,
     masked_backward,
     masked_backward_reference,
     masked_forward,
     masked_forward_reference,
-    masked_pair,
     mvue_transposed,
     mvue_transposed_reference,
     permuted_columns,
@@ -92,12 +91,10 @@ def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) 
     dtype = torch.bfloat16
     forward = partial(masked_forward, weight, marks, dtype)
     backward = partial(masked_backward, weight, marks, dtype, permutation, own_backward=True)
-    pair = partial(masked_pair, weight, marks, dtype, permutation, own_backward=True)
     forward_twin = partial(masked_forward_reference, weight, marks, dtype)
-    backward_twin = partial(masked_backward_reference, weight, marks, dtype, BACKWARD, permutation)
+    backward_twin = partial(masked_backward_reference, weight, marks, dtype, BACKWARD_BIT, permutation)
     return [
-        Way("W_F and W_B", read + 2 * half, pair, both(forward_twin, backward_twin)),
-        Way("W_F, then W_B", read + 2 * half, both(forward, backward), both(forward_twin, backward_twin)),
+        Way("W_F, then W_B", 2 * (read + half), both(forward, backward), both(forward_twin, backward_twin)),
         Way("W_F", read + half, forward, forward_twin),
         Way("W_B", read + half, backward, backward_twin),
     ]
@@ -107,15 +104,12 @@ def ways_of_a_gradient(grad: Tensor, permutation: Tensor) -> list[Way]:
     seed, (tokens, out) = fold_seed(0).to(grad.device), grad.shape
     read, padded = 2 * tokens * out, 2 * -(-tokens // TOKENS) * TOKENS * out
     estimate = partial(mvue_transposed, grad, seed, PATTERN)
-    permuted = partial(mvue_transposed, grad, seed, PATTERN, permutation)
     gather = partial(permuted_columns, grad, permutation)
     fused = partial(mvue_transposed, grad, seed, PATTERN, gather=permutation)
-    estimate_twin = partial(mvue_transposed_reference, grad, seed, PATTERN, None)
-    permuted_twin = partial(mvue_transposed_reference, grad, seed, PATTERN, permutation)
+    estimate_twin = partial(mvue_transposed_reference, grad, seed, PATTERN)
     gather_twin = partial(permuted_columns_reference, grad, permutation)
     return [
         Way("estimate", read + padded, estimate, estimate_twin),
-        Way("estimate, rows permuted", read + padded, permuted, permuted_twin),
         Way("gather", 2 * read, gather, gather_twin),
         Way("gather and estimate", 2 * read + padded, fused, both(gather_twin, estimate_twin)),
         Way("gather, then estimate", 2 * read + padded, both(gather, estimate), both(gather_twin, estimate_twin)),

@@ -91,7 +91,7 @@ class Setting:
     @property
     def kernels(self) -> list[GemmKernel]:
         """The sparse kernels, new ones each time; in a dry run the simulated one alone."""
-        return [SimulatedSparseKernel()] if self.dry_run else list(KernelRegistry().kernels.values())[1:]
+        return [SimulatedSparseKernel()] if self.dry_run else KernelRegistry().backends
 
     def registry(self) -> KernelRegistry:
         """All kernels, new ones each time."""

@@ -1,4 +1,4 @@
-"""What a router ran, as a table after a fit."""
+"""The table of the products that a router ran, printed after a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from lightning_nm.kernels import Router
 from lightning_nm.kernels.dispatch import Used
 
-_AGAIN = "the same, see above"
+_REPEATED = "as above"
 
 
 def kernel_table(router: Router) -> Table:
@@ -26,31 +26,34 @@ def kernel_table(router: Router) -> Table:
     for used in router.used():
         key, decision = used.product.key, used.decision
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms) if decision else (None, None, None)
-        why = used.product.reason or (decision.reason if decision else "the first batch, before anything was measured")
+        why = used.product.reason or (decision.reason if decision else "first batch, not measured yet")
         row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *map(_ms, times), used.kernel, why)
         groups.setdefault(row, []).append(used)
     said: set[str] = set()
     for (product, *times_ms, kernel, why), members in groups.items():
         cells = times_ms if measured else ()
-        again = why in said and len(why) > len(_AGAIN)
+        again = why in said and len(why) > len(_REPEATED)
         said.add(why)
-        table.add_row(product, str(sum(used.calls for used in members)), *cells, kernel, _AGAIN if again else why)
+        table.add_row(product, str(sum(used.calls for used in members)), *cells, kernel, _REPEATED if again else why)
     return table
 
 
 def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
-    if router.idle:
-        console.print(f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {router.idle}")
+    if router.unavailable_reason:
+        console.print(
+            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {router.unavailable_reason}"
+        )
         return
     console.print(kernel_table(router))
     share, basis = router.sparse_share()
     console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
     if not share:
+        later = "; later calls are not counted" if router.all_dense else ""
         console.print(
-            "[yellow]warning:[/] no product ran on a sparse kernel, so nothing was gained by this precision plugin; "
-            "the last column says why"
+            "[yellow]warning:[/] no product ran on a sparse kernel, so this precision plugin gained nothing; the last "
+            f"column gives the reasons{later}"
         )
 
 

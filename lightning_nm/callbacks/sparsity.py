@@ -320,7 +320,7 @@ class NMSparsityCallback(pl.Callback):
             # All processes compute it: statistics of sharded weights need all of them.
             print_summary(self._installed(), trainer, Console(quiet=not trainer.is_global_zero))
             router = getattr(trainer.precision_plugin, "router", None)
-            if isinstance(router, Router) and (router.used() or router.idle):
+            if isinstance(router, Router) and (router.used() or router.unavailable_reason):
                 rank_zero_only(print_kernels)(router)
 
     def _installed(self) -> NMSparsifier:

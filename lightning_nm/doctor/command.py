@@ -1,4 +1,4 @@
-"""``lightning-nm doctor``: which kernels work here, and what does a training gain from them?"""
+"""``lightning-nm doctor``: which kernels work on this machine, and what a training gains from them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from lightning_nm.doctor.build import build
-from lightning_nm.doctor.estimate import EstimateRouter
 from lightning_nm.doctor.machine import Machine, examine
 from lightning_nm.doctor.report import Report
-from lightning_nm.doctor.tables import print_gpu, print_machine, print_report
-from lightning_nm.doctor.training import Observation, judge, watch
-from lightning_nm.kernels import Router, cost
-from lightning_nm.kernels.cost import DeviceModel, device_model
-from lightning_nm.kernels.tuner import check_mode
+from lightning_nm.doctor.tables import print_machine, print_report
+from lightning_nm.doctor.training import Observation, judge, judge_unmeasured, watch
+from lightning_nm.kernels import Router
+from lightning_nm.kernels.modes import check_mode
 from lightning_nm.lightning_cli import EXTRA
 
-SCHEMA = 1
-DEFAULT_GPU = "H200"
+SCHEMA = 2
 
 
 def main(args: Sequence[str]) -> int:
@@ -35,13 +31,10 @@ def main(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(args))
     try:
-        with redirect_stdout(sys.stderr):  # what Lightning and the model say
-            gpu = device_model(options.gpu) if options.gpu else None
-            if options.kernels is not None:
-                check_mode(options.kernels)
+        with redirect_stdout(sys.stderr):  # what Lightning and the model print
             _check(options)
             machine = examine()
-            reports, gpu = _reports(options, gpu) if options.config else ([], gpu)
+            reports = _reports(options) if options.config else []
     except ImportError as error:
         print(f"lightning-nm doctor: {error}\n{EXTRA}", file=sys.stderr)
         return 2
@@ -49,49 +42,28 @@ def main(args: Sequence[str]) -> int:
         print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(document(machine, gpu, reports), indent=1, allow_nan=False))
+        print(json.dumps(document(machine, reports), indent=1, allow_nan=False))
     else:
         console = Console()
         print_machine(machine, console)
-        if machine.capability is None and not reports:
-            names = ", ".join(cost.DEVICE_MODELS)
-            console.print(
-                f"An estimate is possible: lightning-nm doctor --config FILE --gpu NAME (known: {names}).",
-                soft_wrap=True,
-            )
-        if gpu is not None:
-            print_gpu(gpu, console)
         for report in reports:
             print_report(report, console)
     return 0
 
 
-def document(machine: Machine, gpu: DeviceModel | None, reports: Sequence[Report]) -> dict[str, Any]:
-    """Everything as primitives, in one mapping with ``schema: 1``."""
-    figures = None
-    if gpu is not None:
-        uses = cost.break_even(gpu)
-        figures = {**asdict(gpu), "break_even": None if uses == float("inf") else uses}
-    return {
-        "schema": SCHEMA,
-        "machine": machine.to_dict(),
-        "gpu": figures,
-        "reports": [report.to_dict() for report in reports],
-    }
+def document(machine: Machine, reports: Sequence[Report]) -> dict[str, Any]:
+    """Everything as primitives, in one mapping with ``schema: 2``."""
+    return {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}
 
 
-def _reports(options: argparse.Namespace, gpu: DeviceModel | None) -> tuple[list[Report], DeviceModel | None]:
-    """The reports, and the GPU that they are estimates for."""
+def _reports(options: argparse.Namespace) -> list[Report]:
     cli = build(options.config)
-    if gpu is None and cli.trainer.strategy.root_device.type != "cuda":
-        gpu = device_model(DEFAULT_GPU)
-    if gpu is not None and options.kernels is not None:
-        raise ValueError(
-            f"--kernels {options.kernels} needs a training on a CUDA device without --gpu: an estimate has no modes"
-        )
-    seen = watch(cli.trainer, cli.model, cli.datamodule, timed=gpu is None)
-    router = EstimateRouter(gpu, seen.reuse) if gpu else measuring_router(seen, options.kernels)
-    return judge(router, seen, options.tokens), gpu
+    measures = cli.trainer.strategy.root_device.type == "cuda"
+    if options.kernels is not None and not measures:
+        raise ValueError(f"--kernels {options.kernels} needs a CUDA device: nothing is chosen without one")
+    seen = watch(cli.trainer, cli.model, cli.datamodule, timed=measures)
+    router = measuring_router(seen, options.kernels)
+    return (judge if measures else judge_unmeasured)(router, seen, options.tokens)
 
 
 def measuring_router(seen: Observation, mode: str | None) -> Router:
@@ -106,15 +78,22 @@ def measuring_router(seen: Observation, mode: str | None) -> Router:
     """
     if seen.router is None:
         return Router(mode or "auto", reuse=seen.reuse)
-    if mode not in (None, seen.router.mode):
+    if mode not in (None, seen.router.kernels):
         raise ValueError(
-            f"--kernels {mode} contradicts the precision plugin of the config, which has kernels={seen.router.mode!r}: "
-            "leave --kernels out, or change the config"
+            f"--kernels {mode} contradicts the precision plugin of the config, which has "
+            f"kernels={seen.router.kernels!r}: leave --kernels out, or change the config"
         )
     return seen.router
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.gpu is not None:
+        raise ValueError(
+            "--gpu was removed, because its times were predicted: run this command on the GPU to measure; without a "
+            "CUDA device it reports which kernels could run each product"
+        )
+    if options.kernels is not None:
+        check_mode(options.kernels)
     for name, value in (("--tokens", options.tokens), ("--kernels", options.kernels)):
         if value and not options.config:
             raise ValueError(f"{name} is about a training: give its --config")
@@ -127,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm doctor",
         description="Say which kernels work on this machine. With --config, train a few steps and say for each product "
-        "of each masked layer whether a sparse kernel makes it faster, measured on a CUDA device and estimated without "
-        "one. Exits with 0, or with 2 if a config or an option cannot be used.",
+        "of each masked layer whether a sparse kernel makes it faster, as measured on a CUDA device; without one, "
+        "which kernels could run it. Exits with 0, or with 2 if a config or an option cannot be used.",
     )
     parser.add_argument(
         "-c",
@@ -139,12 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help=f"estimate for this GPU instead of measuring: {', '.join(cost.DEVICE_MODELS)}; "
-        f"without a CUDA device {DEFAULT_GPU} is taken",
-    )
+    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed; _check says so
     parser.add_argument(
         "--tokens",
         metavar="T",
@@ -157,6 +131,6 @@ def _parser() -> argparse.ArgumentParser:
         "--kernels",
         metavar="MODE",
         help="how kernels are chosen where the config has no plugin that says it: "
-        "auto (the default), sparse, reference, heuristic, replay:FILE",
+        "auto (the default), sparse, reference",
     )
     return parser

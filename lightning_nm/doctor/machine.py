@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_nm.kernels.environment import Environment, environment_of
-from lightning_nm.kernels.registry import KernelRegistry, answer
+from lightning_nm.kernels.cache import Environment, environment_of
+from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class KernelState:
 
     Args:
         name: The kernel's.
-        works: Whether it passed its live numeric probe.
+        works: Whether it passed its numeric probe.
         reason: Why it did not; empty if it did.
-        remark: What its users should know about the device; mostly empty.
+        remark: What users should know about the kernel on this device; mostly empty.
     """
 
     name: str
@@ -69,7 +69,7 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
     on_cuda = device.type == "cuda"
     states = []
     for kernel in (registry or KernelRegistry()).kernels.values():
-        reason = answer(partial(kernel.probe, device))
-        states.append(KernelState(kernel.name, not reason, reason, answer(partial(kernel.remark, device))))
+        reason = reason_or_error(partial(kernel.probe, device))
+        states.append(KernelState(kernel.name, not reason, reason, reason_or_error(partial(kernel.remark, device))))
     capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_cuda else None
     return Machine(environment_of(device), capability, tuple(states))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lightning_nm.doctor.estimate import EstimateRouter
-from lightning_nm.kernels import cost
+from lightning_nm.kernels.api import bucketed, multiply_adds
 from lightning_nm.kernels.cache import Decision
-from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.dispatch import Product, Router
-from lightning_nm.kernels.keys import bucketed, multiply_adds
+from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
+from lightning_nm.kernels.tuner import speedup
 from lightning_nm.nn.routed_ops import GEMMS
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -22,16 +22,16 @@ class Row:
     """One GEMM of a layer.
 
     Args:
-        product: The layer's name, the GEMM with its sizes, dtype and pattern, and why it is dense in any case.
+        product: The layer's name, the GEMM with its sizes, dtype and pattern, and why it is always dense.
         calls: How often it runs in a training step; of a step with several micro-batches, in all of them.
         kernel: The kernel that was chosen.
         why: Why this kernel, or why no other can be asked for.
         pack_uses: Products that share one pack of the sparse operand.
-        dense_ms: Milliseconds of the dense product, measured or predicted; None if unknown, as the next two.
+        dense_ms: Milliseconds of the dense product, measured; None if unknown, as the next two.
         sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
         pack_ms: Milliseconds of packing its operand once.
-        break_even: How often an entry of a pack must be used before packing pays on the GPU that an estimate is for,
-            :func:`lightning_nm.kernels.cost.break_even`; None for what was measured.
+        could: Kernels that could run the product on a device where they work, by dtype, pattern and sizes alone; found
+            where nothing is measured.
     """
 
     product: Product
@@ -42,7 +42,7 @@ class Row:
     dense_ms: float | None = None
     sparse_ms: float | None = None
     pack_ms: float | None = None
-    break_even: float | None = None
+    could: tuple[str, ...] = ()
 
     @property
     def sparse(self) -> bool:
@@ -52,12 +52,7 @@ class Row:
     @property
     def eligible(self) -> bool:
         """Whether a sparse kernel can make the product, as far as is known."""
-        return not self.product.reason and (self.sparse or self.sparse_ms is not None)
-
-    @property
-    def uses(self) -> int:
-        """How often an entry of a pack is used: once per token of all micro-batches, or for wgrad `in` times."""
-        return self.product.key.columns * self.pack_uses
+        return not self.product.reason and (self.sparse or self.sparse_ms is not None or bool(self.could))
 
     @property
     def chosen_ms(self) -> float | None:
@@ -73,32 +68,22 @@ class Row:
         """``dense / (sparse + pack / pack_uses)``, chosen or not; None where a time is unknown."""
         if self.dense_ms is None or self.sparse_ms is None or self.pack_ms is None:
             return None
-        return cost.speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
+        return speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
         key = self.product.key
+        own = {name: value for name, value in vars(self).items() if name not in ("product", "could")}
         return {
             "layer": self.product.layer,
-            "gemm": key.gemm,
-            "rows": key.rows,
-            "depth": key.depth,
-            "columns": key.columns,
+            **{name: value for name, value in vars(key).items() if name != "device"},
             "dtype": str(key.dtype).removeprefix("torch."),
             "pattern": str(key.pattern),
-            "permuted": key.permuted,
-            "calls": self.calls,
+            **own,
             "eligible": self.eligible,
-            "kernel": self.kernel,
-            "why": self.why,
-            "dense_ms": self.dense_ms,
-            "sparse_ms": self.sparse_ms,
-            "pack_ms": self.pack_ms,
-            "pack_uses": self.pack_uses,
             "chosen_ms": self.chosen_ms,
             "gain": self.gain,
-            "uses": self.uses,
-            "break_even": None if self.break_even == float("inf") else self.break_even,
+            "could": list(self.could),
         }
 
 
@@ -108,19 +93,18 @@ class Report:
 
     Args:
         rows: By layer, in the sparsifier's order, each with its forward, dgrad and wgrad.
-        mode: How kernels were chosen, see :class:`~lightning_nm.kernels.dispatch.Router`.
+        kernels: The mode, see :class:`~lightning_nm.kernels.dispatch.Router`; None where nothing was chosen, because
+            there is no CUDA device.
         skipped: Why other layers are dense.
         unseen: Masked layers of which no product was seen.
-        gpu: The GPU of an estimate; None where times are measured.
         tokens: The token count that was asked for instead of the real ones; None for those.
         step_ms: Measured milliseconds of a training step with dense products; None if that was not measured.
     """
 
     rows: tuple[Row, ...]
-    mode: str
+    kernels: str | None
     skipped: dict[str, str]
     unseen: tuple[str, ...]
-    gpu: DeviceModel | None = None
     tokens: int | None = None
     step_ms: float | None = None
 
@@ -158,20 +142,22 @@ class Report:
         chosen = [row for row in self.rows if row.sparse]
         if not self.rows:
             return "no product of a masked layer was seen, so there is nothing to say"
-        if self.mode == "reference":
+        if self.kernels is None:
+            eligible = sum(row.eligible for row in self.rows)
+            return (
+                f"{eligible} of {len(self.rows)} products could run on a sparse kernel; whether they are faster is "
+                "measured on a CUDA device: run this command there"
+            )
+        if self.kernels == "reference":
             return "mode 'reference' runs every product dense"
-        if not chosen and self.gpu:
-            return f"nothing here is predicted to run faster sparse on {self.gpu.name}: train without the plugin"
         if not chosen:
-            return "nothing here runs faster sparse: train without the plugin"
+            return "no product is faster sparse: train without the plugin"
         count = f"{len(chosen)} of {len(self.rows)} products run sparse"
         if any(row not in self.timed for row in chosen):
-            return f"{count}, but not all have a time: whether that gains is not known"
+            return f"{count}, but not all have a time: whether that is faster is not known"
         if self.dense_ms <= self.chosen_ms:
-            return f"{count}, and that gains nothing: train without the plugin"
+            return f"{count}, and that is not faster: train without the plugin"
         saved = f"{self.dense_ms:.3g} ms of their layers' GEMMs become {self.chosen_ms:.3g} ms"
-        if self.gpu:
-            return f"{count.replace('run', 'would run')} on {self.gpu.name}; by estimate {saved} in a step"
         if self.speedup is None:
             return f"{count}; {saved} in a step"
         return f"{count}; {saved}: a predicted step is {self.speedup:.3f}x as fast"
@@ -179,8 +165,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
         return {
-            "estimate": self.gpu is not None,
-            "mode": self.mode,
+            "kernels": self.kernels,
             "tokens": self.tokens,
             "rows": [row.to_dict() for row in self.rows],
             "skipped": self.skipped,
@@ -226,7 +211,7 @@ def report(
         >>> from lightning_nm.kernels import SimulatedSparseKernel, routing
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
         >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
-        >>> router = Router("sparse", kernels=[SimulatedSparseKernel()])
+        >>> router = Router("sparse", backends=[SimulatedSparseKernel()])
         >>> with routing(router):
         ...     model(torch.randn(16, 32)).sum().backward()
         >>> for row in report(router, sparsifier).rows[:3]:
@@ -242,29 +227,57 @@ def report(
         for used in router.used():
             seen[used.product] += used.calls
         counts = {product: calls / steps for product, calls in seen.items()}
+    return summarize(partial(_row, router), router.kernels, sparsifiers, counts, tokens, step_ms)
+
+
+def summarize(
+    make_row: Callable[[Product, float], Row],
+    kernels: str | None,
+    sparsifiers: Sequence[NMSparsifier],
+    counts: Mapping[Product, float],
+    tokens: int | None = None,
+    step_ms: float | None = None,
+) -> Report:
+    """Make a report of the rows of products, in the order of layers.
+
+    Args:
+        make_row: Makes the row of a product with so many calls in a step.
+        kernels: As :class:`Report`'s.
+        sparsifiers: As :func:`report`'s.
+        counts: As :func:`report`'s.
+        tokens: As :func:`report`'s.
+        step_ms: As :func:`report`'s.
+    """
     layers = {name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)}
-    gpu = router.gpu if isinstance(router, EstimateRouter) else None
     order = sorted(counts, key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)))
-    rows = tuple(_row(router, product, counts[product], gpu) for product in order)
     return Report(
-        rows,
-        router.mode,
+        tuple(make_row(product, counts[product]) for product in order),
+        kernels,
         {name: reason for s in sparsifiers for name, reason in s.skipped.items() if name not in layers},
         tuple(name for name in layers if all(product.layer != name for product in counts)),
-        gpu,
         tokens,
         step_ms,
     )
 
 
-def _row(router: Router, product: Product, calls: float, gpu: DeviceModel | None) -> Row:
+def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: float) -> Row:
+    """The row of a product where nothing is measured: which kernels could run it, and why others could not."""
+    key, reference = product.key, registry.reference.name
+    pack_uses = 1 if key.gemm == "wgrad" else reuse
+    if product.reason:
+        return Row(product, calls, reference, product.reason, pack_uses)
+    reasons = {kernel.name: reason_or_error(partial(kernel.static_reason, key)) for kernel in registry.backends}
+    could = tuple(name for name, reason in reasons.items() if not reason)
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+    return Row(product, calls, reference, why, pack_uses, could=could)
+
+
+def _row(router: Router, product: Product, calls: float) -> Row:
     key, reference = product.key, router.registry.reference.name
     pack_uses = 1 if key.gemm == "wgrad" else router.reuse
-    break_even = None if gpu is None else cost.break_even(gpu)
-    decision = None if product.reason or router.chooser is None else router.chooser.decisions.get(key)
+    decision = None if product.reason or router.tuner is None else router.tuner.decisions.get(key)
     if decision is None:
-        why = "none of its operands is N:M" if product.reason == "dense" else product.reason or "not decided"
-        return Row(product, calls, reference, why, pack_uses, break_even=break_even)
+        return Row(product, calls, reference, product.reason or "not decided", pack_uses)
     kernel, why = _for_this_size(router, product, decision)
     share = multiply_adds(key) / (multiply_adds(bucketed(key)) or 1)
     pack_share = share if key.gemm == "wgrad" else 1.0
@@ -277,7 +290,6 @@ def _row(router: Router, product: Product, calls: float, gpu: DeviceModel | None
         None if decision.dense_ms is None else share * decision.dense_ms,
         None if decision.sparse_ms is None else share * decision.sparse_ms,
         None if decision.pack_ms is None else pack_share * decision.pack_ms,
-        break_even,
     )
 
 

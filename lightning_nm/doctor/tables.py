@@ -1,4 +1,4 @@
-"""The doctor's findings as rich tables."""
+"""The doctor's reports as rich tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from rich.table import Table
 
 from lightning_nm.doctor.machine import Machine
 from lightning_nm.doctor.report import Report, Row
-from lightning_nm.kernels import cost
-from lightning_nm.kernels.cost import DeviceModel
 
 
 def print_machine(machine: Machine, console: Console) -> None:
@@ -35,22 +33,9 @@ def print_machine(machine: Machine, console: Console) -> None:
     console.print(kernels)
     if machine.capability is None:
         console.print(
-            "torch finds no CUDA device here: nothing can be measured, and a training runs every product dense.",
+            "torch finds no CUDA device: nothing is measured, and a training runs every product dense.",
             soft_wrap=True,
         )
-
-
-def print_gpu(gpu: DeviceModel, console: Console) -> None:
-    """Print the figures that an estimate rests on, and the break-even that follows."""
-    table = _table(f"assumed figures of {gpu.name}", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_row("dense products", f"{gpu.dense_tflops:g} TFLOP/s, 16-bit")
-    table.add_row("memory", f"{gpu.bandwidth:g} GB/s")
-    table.add_row("sparse gain", f"{gpu.gain:g}x, without packing")
-    table.add_row("source", gpu.source or "given")
-    table.add_row("break-even", f"{cost.break_even(gpu):.0f} uses of a packed entry, where arithmetic is the limit")
-    console.print(table)
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -61,9 +46,8 @@ def print_report(report: Report, console: Console) -> None:
     if report.unseen:
         console.print(f"masked, but not called: {', '.join(report.unseen)}", markup=False, soft_wrap=True)
     if report.timed:
-        what = "estimated" if report.gpu else "measured"
         console.print(
-            f"GEMMs in a training step, {what}, the products with times: {report.dense_ms:.3g} ms dense, "
+            f"GEMMs in a training step, measured, the products with times: {report.dense_ms:.3g} ms dense, "
             f"{report.chosen_ms:.3g} ms as chosen",
             soft_wrap=True,
         )
@@ -79,47 +63,42 @@ def print_report(report: Report, console: Console) -> None:
 
 def product_table(report: Report) -> Table:
     """One row for each product that a sparse kernel can make."""
-    title = "products, measured"
-    if report.gpu:
-        title = f"products, estimated for {report.gpu.name}: no measured time"
-    if report.tokens is not None:
-        title += f"; as if {report.tokens} tokens"
-    table = _table(title)
+    measured = report.kernels is not None
+    table = _table(
+        _titled("products, measured" if measured else "products that could run sparse, not measured", report)
+    )
     table.add_column("layer", overflow="fold", min_width=9)
     table.add_column("GEMM", overflow="fold", min_width=8)
     table.add_column("sizes", no_wrap=True)
-    for column in ("dense", "sparse+pack", *(["uses"] if report.gpu else []), "gain"):
+    for column in ("dense", "sparse+pack", "gain") if measured else ():
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("choice", overflow="fold", min_width=6)
+    table.add_column("choice" if measured else "could run on", overflow="fold", min_width=6)
     last = ""
     for row in filter(_listed, report.rows):
+        times = (
+            _microseconds(row.dense_ms),
+            f"{_microseconds(row.sparse_ms)} + {_microseconds(row.pack_ms)}",
+            "-" if row.gain is None else f"{row.gain:.3f}x",
+        )
         table.add_row(
             "" if row.product.layer == last else row.product.layer,
             _gemm(row),
             _sizes(row),
-            _microseconds(row.dense_ms),
-            f"{_microseconds(row.sparse_ms)} + {_microseconds(row.pack_ms)}",
-            *([f"{row.uses}"] if report.gpu else []),
-            "-" if row.gain is None else f"{row.gain:.3f}x",
-            row.kernel if row.sparse else "dense",
+            *(times if measured else ()),
+            (row.kernel if row.sparse else "dense") if measured else ", ".join(row.could),
             style="green" if row.sparse else None,
         )
         last = row.product.layer
-    table.caption = (
-        "sizes: rows x depth of the sparse operand x columns of the other; times: µs of a call; "
-        "gain: dense / (sparse + pack / products that share it)"
-    )
-    if report.gpu:
-        table.caption += (
-            f"; uses: of a packed entry, break-even at {cost.break_even(report.gpu):.0f} where arithmetic is the limit"
-        )
+    table.caption = "sizes: rows x depth of the sparse operand x columns of the other"
+    if measured:
+        table.caption += "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
     table.caption_justify = "left"
     return table
 
 
 def dense_table(report: Report) -> Table:
     """One row for each other product and for each layer that is not masked, with the reason."""
-    table = _table("dense in any case" + (f"; as if {report.tokens} tokens" if report.tokens is not None else ""))
+    table = _table(_titled("always dense", report))
     table.add_column("layer", overflow="fold", min_width=10)
     table.add_column("GEMM", overflow="fold", min_width=7)
     table.add_column("sizes", no_wrap=True)
@@ -133,6 +112,10 @@ def dense_table(report: Report) -> Table:
     for name, reason in report.skipped.items():
         table.add_row(name, "all", "-", reason, style="dim")
     return table
+
+
+def _titled(title: str, report: Report) -> str:
+    return title if report.tokens is None else f"{title}; as if {report.tokens} tokens"
 
 
 def _listed(row: Row) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,12 +14,11 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.doctor.estimate import EstimateRouter, as_16_bit
-from lightning_nm.doctor.report import Report, report
-from lightning_nm.kernels import GemmKernel, trial
+from lightning_nm.doctor.report import Report, report, static_row, summarize
+from lightning_nm.kernels import GemmKernel, tuner
+from lightning_nm.kernels.api import bucketed
 from lightning_nm.kernels.cache import Decision
 from lightning_nm.kernels.dispatch import Product, Router, activate, routing
-from lightning_nm.kernels.keys import bucketed
 from lightning_nm.plugins.routing import KernelRouting
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -51,8 +51,8 @@ class _Counter(Router):
         super().__init__("reference", [])
         self.counts: Counter[Product] = Counter()
 
-    def live(self) -> Router:
-        """This router, which is not to be left out as another one in mode ``"reference"``."""
+    def active_or_none(self) -> Router:
+        """This router: it counts, though its mode is ``"reference"``."""
         return self
 
     def kernel(self, product: Product) -> GemmKernel:
@@ -93,7 +93,7 @@ class _Watch(pl.Callback):
 
     def _route(self, router: Router) -> None:
         if self.plugin is None:
-            activate(router.live())
+            activate(router.active_or_none())
         else:
             self.plugin.router = router
 
@@ -192,30 +192,57 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
     Products whose decisions rest on no times, as in mode ``"sparse"``, are measured for the report.
 
     Args:
-        router: Measures in mode ``"auto"``; an :class:`~lightning_nm.doctor.EstimateRouter` predicts.
+        router: Measures in mode ``"auto"``.
         seen: The training.
         tokens: Token counts to decide for instead of the real ones.
 
     Returns:
         One report, or one for each token count.
     """
-    cases: list[tuple[int | None, dict[Product, float]]] = [(None, seen.counts)]
-    if tokens:
-        cases = [(count, _with_tokens(seen.counts, count)) for count in tokens]
-    if isinstance(router, EstimateRouter):
-        cases = [(count, {as_16_bit(product): calls for product, calls in case.items()}) for count, case in cases]
-    router.note([product for _, case in cases for product in case])
+    cases = _cases(seen, tokens)
+    router.record([product for _, case in cases for product in case])
     router.tune()
     for product in dict.fromkeys(product for _, case in cases for product in case):
         if not product.reason:
-            chooser = router.open(torch.device(product.key.device))
-            chooser.decide(product.key)
+            deciding = router.initialize(torch.device(product.key.device))
+            deciding.decide(product.key)
             bucket = bucketed(product.key)
-            chooser.decisions[bucket] = _timed(router, product, chooser.decisions[bucket])
+            deciding.decisions[bucket] = _timed(router, product, deciding.decisions[bucket])
     return [
         report(router, *seen.sparsifiers, counts=case, tokens=count, step_ms=seen.step_ms if count is None else None)
         for count, case in cases
     ]
+
+
+def judge_unmeasured(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
+    """Report which kernels could run the products of a training on a GPU, where there is none: nothing is timed.
+
+    Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them.
+
+    Args:
+        router: For its kernels and `reuse`.
+        seen: The training.
+        tokens: As :func:`judge`'s.
+    """
+    make_row = partial(static_row, router.registry, router.reuse)
+    return [
+        summarize(
+            make_row, None, seen.sparsifiers, {_as_16_bit(product): calls for product, calls in case.items()}, count
+        )
+        for count, case in _cases(seen, tokens)
+    ]
+
+
+def _cases(seen: Observation, tokens: Sequence[int]) -> list[tuple[int | None, dict[Product, float]]]:
+    if not tokens:
+        return [(None, seen.counts)]
+    return [(count, _with_tokens(seen.counts, count)) for count in tokens]
+
+
+def _as_16_bit(product: Product) -> Product:
+    if product.key.dtype.itemsize == 2:
+        return product
+    return product._replace(key=replace(product.key, dtype=torch.bfloat16))
 
 
 def _with_tokens(counts: dict[Product, float], tokens: int) -> dict[Product, float]:
@@ -233,12 +260,12 @@ def _timed(router: Router, product: Product, decision: Decision) -> Decision:
     key, registry = bucketed(product.key), router.registry
     kernel = registry.kernels[decision.kernel]
     if kernel is registry.reference:
-        legal = next(registry.legal(key, []), None)
+        legal = next(router.initialize(torch.device(key.device)).legal(key, []), None)
         if legal is None:
             return decision
         kernel = legal
     try:
-        sparse_ms, pack_ms = trial.sparse_ms(kernel, key, router.timer)
-        return replace(decision, dense_ms=trial.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
+        sparse_ms, pack_ms = tuner.sparse_ms(kernel, key, router.timer)
+        return replace(decision, dense_ms=tuner.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
     except Exception as error:
         return replace(decision, reason=f"{decision.reason}; not measured: {error}")

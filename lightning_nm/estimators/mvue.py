@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lightning_nm.estimators.blocks import BlockEstimator
@@ -40,6 +42,14 @@ class MVUE(BlockEstimator):
     """
 
     numbers = 1
+    one_pass = True
+    """Whether one kernel may draw and transpose this estimator. A subclass that leaves `prune` and `estimate` as they
+    are may set it again: it is False for a subclass that does not."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may draw something else, which the kernel does not know."""
+        super().__init_subclass__(**kwargs)
+        cls.one_pass = vars(cls).get("one_pass", False)
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """A sample of the estimator."""
@@ -63,9 +73,8 @@ class MVUE(BlockEstimator):
         return mvue_transposed(grad, seed, self.pattern_of(layer), gather=gather)
 
     def _fused(self, layer: NMLayer) -> bool:
-        """Whether the kernel draws what this estimator does; a subclass may draw something else."""
-        own = type(self).prune is not MVUE.prune or type(self).estimate is not MVUE.estimate
-        return not own and TOKENS % self.pattern_of(layer).m == 0
+        """Whether the kernel draws this estimator with this pattern."""
+        return self.one_pass and TOKENS % self.pattern_of(layer).m == 0
 
 
 class ApproxMVUE(BlockEstimator):

@@ -1,9 +1,10 @@
-"""Both masks of a weight as two bits of one byte for each entry."""
+"""The bits of a layer's mask byte.
 
-from __future__ import annotations
+A layer keeps both of its masks in one uint8 tensor of the weight's shape. Each byte holds one bit per mask.
+"""
 
 FORWARD_BIT = 1
-"""Set where the forward mask keeps the entry."""
+"""Set where the forward mask keeps the entry: ``W_F[i] = W[i]``."""
 
 BACKWARD_BIT = 2
-"""Set where the backward mask keeps the entry."""
+"""Set where the backward mask keeps the entry: ``W_B[i] = W[i]``. Only used by layers with a backward mask."""

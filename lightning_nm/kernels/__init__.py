@@ -3,17 +3,14 @@
 from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
 from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
-from lightning_nm.kernels.backends.cutlass import CutlassKernel
-from lightning_nm.kernels.backends.patterns import two_four_reason
 from lightning_nm.kernels.backends.simulated import SimulatedSparseKernel
-from lightning_nm.kernels.backends.two_four import TwoFourKernel
+from lightning_nm.kernels.backends.two_four import TwoFourKernel, two_four_reason
 from lightning_nm.kernels.dispatch import Router, routing
 from lightning_nm.kernels.registry import KernelRegistry
 
 __all__ = [
     "CuSparseLtDirectKernel",
     "CuSparseLtKernel",
-    "CutlassKernel",
     "GemmKernel",
     "GemmKey",
     "GemmName",
@@ -24,3 +21,9 @@ __all__ = [
     "routing",
     "two_four_reason",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "CutlassKernel":  # ImportError, because `from ... import` hides the text of an AttributeError
+        raise ImportError("CutlassKernel was removed: use CuSparseLtKernel, which runs on the same GPUs")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,12 @@
-"""The protocol of kernels: one product with an N:M operand, described by a key."""
+"""The kernel protocol: one GEMM with an N:M operand, described by a key."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +48,23 @@ class GemmKey:
         return f"{self.gemm} {sizes}{', permuted' * self.permuted}, {self.pattern}, {dtype}, {self.device}"
 
 
+class Algorithm(NamedTuple):
+    """How a library computes a product, in cuSPARSELt's terms.
+
+    Args:
+        id: The library's number of the algorithm; 0 is its default.
+        split_k: Into how many parts the contraction is split; 1 does not split.
+        split_k_mode: How the parts are added, the library's enumeration; -1 leaves that to the library.
+    """
+
+    id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+    def __str__(self) -> str:
+        return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
+
+
 class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
 
@@ -54,7 +74,7 @@ class GemmKernel:
     name = "reference"
 
     def probe(self, device: torch.device) -> str:
-        """Why this kernel does not work on a device; empty if a live numeric check passed."""
+        """Why this kernel does not work on a device; empty if a numeric check on the device passed."""
         return ""
 
     def remark(self, device: torch.device) -> str:
@@ -64,6 +84,24 @@ class GemmKernel:
     def supports(self, key: GemmKey) -> str:
         """Why this kernel cannot execute a product; empty if it can."""
         return ""
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Why this kernel can execute a product on no device, by dtype, pattern and sizes; empty if one may exist."""
+        return ""
+
+    def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
+        """Algorithms to try for a product besides the kernel's own, see :meth:`with_algorithm`.
+
+        Args:
+            gemm: Which product: :meth:`matmul` for ``"wgrad"``, :meth:`linear` otherwise.
+            packed: What :meth:`pack` returned.
+            dense: The dense matrix of the product.
+        """
+        return ()
+
+    def with_algorithm(self, algorithm: Algorithm) -> GemmKernel:
+        """This kernel with another algorithm; packed operands are the same."""
+        return self
 
     def pack(self, matrix: Tensor) -> Tensor:
         """Bring ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
@@ -79,3 +117,64 @@ class GemmKernel:
         A may have more columns than B has rows; they hold zeros: the padding of a number of tokens.
         """
         return packed[:, : len(matrix)] @ matrix
+
+
+def token_bucket(tokens: int) -> int:
+    """Round a number of tokens up to the next of ``{4, 5, 6, 7} 2^k``; a number up to 8 is its own bucket.
+
+    The largest number of a bucket is less than 25 % above its smallest. The bucket of a multiple of a power of two is
+    one as well, so that what a kernel demands of a size holds for its bucket.
+
+    Example::
+
+        >>> [token_bucket(tokens) for tokens in (3, 9, 1000, 1024, 1025)]
+        [3, 10, 1024, 1024, 1280]
+    """
+    step = 1 << max((tokens - 1).bit_length() - 3, 0)
+    return -(-tokens // step) * step
+
+
+@lru_cache(maxsize=1 << 14)
+def bucketed(key: GemmKey) -> GemmKey:
+    """Replace the tokens of a key, its columns or for wgrad its depth, by their bucket.
+
+    Decisions are made for a bucket of token counts, not for each count.
+    """
+    if key.gemm == "wgrad":
+        return replace(key, depth=token_bucket(key.depth))
+    return replace(key, columns=token_bucket(key.columns))
+
+
+def multiply_adds(key: GemmKey) -> int:
+    """Count the multiply-adds of the dense product, ``rows depth columns``."""
+    return key.rows * key.depth * key.columns
+
+
+def format_key(key: GemmKey) -> str:
+    """Write a key as ``gemm rowsxdepthxcolumns dtype pattern device``, with ``permuted`` after it if it is.
+
+    :func:`parse_key` reads it back.
+
+    Example::
+
+        >>> format_key(GemmKey("dgrad", 1024, 4096, 8192, torch.bfloat16, NMPattern(2, 4), "cuda:0"))
+        'dgrad 1024x4096x8192 bfloat16 2:4 cuda:0'
+    """
+    dtype = str(key.dtype).removeprefix("torch.")
+    permuted = " permuted" * key.permuted
+    return f"{key.gemm} {key.rows}x{key.depth}x{key.columns} {dtype} {key.pattern} {key.device}{permuted}"
+
+
+def parse_key(text: str) -> GemmKey:
+    """Read what :func:`format_key` wrote.
+
+    Raises:
+        ValueError: If the text is not a key.
+    """
+    match = re.fullmatch(r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?", text)
+    dtype = getattr(torch, match[5], None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'")
+    rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
+    gemm: GemmName = match[1]  # type: ignore[assignment]
+    return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7], match[8] is not None)

@@ -1,26 +1,76 @@
-"""Which kernel runs which product, and the file where that is remembered."""
+"""Which kernel runs which product: decisions, the environment where they hold, their file, and sharing them."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, MutableMapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
+from torch.utils import collect_env
 
-from lightning_nm.kernels.api import GemmKey
-from lightning_nm.kernels.environment import Environment
-from lightning_nm.kernels.keys import bucketed, format_key, parse_key
+from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, format_key, parse_key
+from lightning_nm.kernels.backends.cusparselt import library_version
 
 SCHEMA = 1
 
-Source = Literal["measured", "predicted", "forced", "default"]
-"""Timed on the device; from the cost model; asked for; the reference because nothing else could be chosen."""
+Source = Literal["measured", "forced", "default"]
+"""Timed on the device; asked for; the reference because nothing else could be chosen."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where decisions were measured; decisions are reused only where all of it is equal.
+
+    Args:
+        device: The device's name.
+        driver: Version of the driver, None without one.
+        torch: Version of torch.
+        cuda: Version of CUDA that torch was built for, None without it.
+        cusparselt: Version of the cuSPARSELt that is loaded, None without it.
+        nvmath: Version of nvmath-python, None without it.
+
+    Example::
+
+        >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
+        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none'
+    """
+
+    device: str
+    driver: str | None
+    torch: str
+    cuda: str | None
+    cusparselt: str | None
+    nvmath: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self))
+
+
+def environment_of(device: torch.device) -> Environment:
+    """Describe a device of this machine; a device other than CUDA is named by its type."""
+    if device.type != "cuda":
+        return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
+    cusparselt = library_version()
+    try:
+        nvmath = version("nvmath-python")
+    except PackageNotFoundError:
+        nvmath = None
+    return Environment(
+        device=torch.cuda.get_device_name(device),
+        driver=collect_env.get_nvidia_driver_version(collect_env.run),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cusparselt=None if cusparselt is None else str(cusparselt),
+        nvmath=nvmath,
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +85,8 @@ class Decision:
         reason: Why this kernel, and why not others.
         source: What the decision rests on.
         terms: What was asked: the kernels to choose from, the uses of a pack, the margin, and whether products must be
-            deterministic. Where another thing is asked, the decision does not hold.
+            deterministic. A decision does not hold under other terms.
+        algorithm: The algorithm of the kernel's library that was fastest; None for the kernel's own.
     """
 
     kernel: str
@@ -45,12 +96,19 @@ class Decision:
     reason: str
     source: Source
     terms: str = ""
+    algorithm: Algorithm | None = None
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> Decision:
+        """Read what :func:`dataclasses.asdict` and JSON made of a decision."""
+        algorithm = entry.get("algorithm")
+        return cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
 
 
 class Decisions(MutableMapping[GemmKey, Decision]):
     """The decisions of one environment.
 
-    Keys whose tokens fall into one bucket (:func:`~lightning_nm.kernels.keys.token_bucket`) are the same key, and so
+    Keys whose tokens fall into one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so
     are those of two devices of one type: a machine's GPUs are taken to be equal.
 
     Args:
@@ -60,7 +118,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self.ignored = ""
-        """Why a file was not taken over when this was loaded."""
+        """Why a file was not used when this was loaded."""
         self._decisions: dict[GemmKey, Decision] = {}
 
     def __getitem__(self, key: GemmKey) -> Decision:
@@ -90,18 +148,18 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             environments = _read(Path(path))
             entries = environments.get(str(environment))
             if entries is not None:
-                decisions._decisions = {parse_key(text): Decision(**entry) for text, entry in entries.items()}
+                decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
             else:
                 decisions.ignored = f"{path} has no decisions for {environment}, only for: {'; '.join(environments)}"
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            decisions.ignored = f"no decisions are taken over: {error}"
+            decisions.ignored = f"no decisions are reused: {error}"
         return decisions
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file, beside what it holds of other environments and of other keys.
 
-        The file is replaced at once by a new one. Of two processes that save at the same time one may be forgotten,
-        which costs a measurement; the file is whole at any time.
+        The file is replaced atomically. If two processes save at the same time, the decisions of one may be lost and
+        are measured again later.
 
         Raises:
             ValueError: If there is a file that does not hold decisions; one of another schema is replaced.
@@ -146,3 +204,23 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _shared(key: GemmKey) -> GemmKey:
     """The key under which alike products are remembered."""
     return replace(bucketed(key), device=torch.device(key.device).type)
+
+
+def share(decisions: Decisions, group: dist.ProcessGroup | None = None) -> Decisions:
+    """Give the decisions of the group's first process to all of its processes.
+
+    Processes that decide for themselves may decide differently where two kernels are equally fast. Every process of
+    the group must call this. Without :mod:`torch.distributed` it returns `decisions`.
+
+    Args:
+        decisions: The decisions of this process; only those of the first one matter.
+        group: The processes, all by default.
+
+    Returns:
+        The first process's decisions, with the environment where they were made.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return decisions
+    box = [decisions]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+    return box[0]

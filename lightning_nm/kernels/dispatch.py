@@ -15,16 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey
-from lightning_nm.kernels.cache import Decision, Decisions
-from lightning_nm.kernels.cost import DeviceModel, device_model
-from lightning_nm.kernels.environment import environment_of
-from lightning_nm.kernels.handles import Handled
-from lightning_nm.kernels.keys import bucketed, multiply_adds
-from lightning_nm.kernels.registry import KernelRegistry, failure
-from lightning_nm.kernels.share import share
+from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed, multiply_adds
+from lightning_nm.kernels.cache import Decision, Decisions, environment_of, share
+from lightning_nm.kernels.handles import HasHandle
+from lightning_nm.kernels.modes import check_mode, refuse_removed
+from lightning_nm.kernels.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.timing import DeviceTimer, Timer
-from lightning_nm.kernels.tuner import Chooser, check_mode
+from lightning_nm.kernels.tuner import Tuner
 
 Result = TypeVar("Result")
 
@@ -70,27 +67,26 @@ class _Settled(NamedTuple):
     validity: tuple[int, bool]
 
 
-class Router(Handled):
+class Router(HasHandle):
     """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
 
-    In mode ``"auto"`` the products of the first batch are dense and noted; :meth:`tune` measures them all. The plugins
-    call it before the first backward pass, and without :mod:`torch.distributed` that pass does so itself. Products of
-    other sizes that come later are measured when they come. While a CUDA graph is captured nothing is tried or
+    In mode ``"auto"`` the products of the first batch are dense and recorded; :meth:`tune` measures them all. The
+    plugins call it before the first backward pass; without :mod:`torch.distributed` that pass calls it itself. Products
+    of other sizes that come later are measured when they come. While a CUDA graph is captured nothing is tried or
     measured: products of sizes that did not run before are dense in it.
 
     Args:
-        mode: As :class:`~lightning_nm.kernels.tuner.Chooser`'s.
-        kernels: The kernels besides the reference; ``None`` takes those of the package.
+        kernels: The mode, as :class:`~lightning_nm.kernels.tuner.Tuner`'s.
+        backends: The kernels besides the reference; ``None`` takes those of the package.
         file: Where measured decisions are kept, used in ``"auto"`` alone; ``None`` keeps none.
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on the packs of
             training passes are kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and
             16-bit dtype.
         budget_s: Seconds that :meth:`tune` may take.
-        gpu: Figures of the GPU for ``"heuristic"``, and for ``"auto"`` where its budget ends; by default those that
-            the package knows.
         timer: Measures for ``"auto"``; the device's own by default.
 
     Raises:
+        TypeError: If an argument is unknown, or was removed: the error names the replacement.
         ValueError: If the mode is unknown or two kernels have one name.
 
     Example::
@@ -99,7 +95,7 @@ class Router(Handled):
         >>> from lightning_nm.kernels import SimulatedSparseKernel
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
         >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
-        >>> router = Router("sparse", kernels=[SimulatedSparseKernel()])
+        >>> router = Router("sparse", backends=[SimulatedSparseKernel()])
         >>> with routing(router):
         ...     y = model(torch.randn(16, 32))
         >>> [(used.product.layer, used.product.key.gemm, used.kernel) for used in router.used()]
@@ -108,39 +104,42 @@ class Router(Handled):
 
     def __init__(
         self,
-        mode: str = "auto",
-        kernels: Sequence[GemmKernel] | None = None,
+        kernels: str = "auto",
+        backends: Sequence[GemmKernel] | None = None,
         file: str | os.PathLike[str] | None = None,
         reuse: int = 1,
         budget_s: float = 60.0,
-        gpu: DeviceModel | None = None,
         timer: Timer | None = None,
+        **removed: Any,
     ) -> None:
-        check_mode(mode)
+        refuse_removed("Router", removed)
+        check_mode(kernels)
         if not isinstance(budget_s, (int, float)) or budget_s < 0:
             raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
-        self.mode = mode
-        self.registry = KernelRegistry(kernels)
+        self.kernels = kernels
+        self.registry = KernelRegistry(backends)
         self.file = None if file is None else Path(file).expanduser()
         self.reuse = reuse
         self.budget_s = budget_s
-        self.gpu = gpu
         self.timer = timer or DeviceTimer()
         self.reset()
 
     def reset(self, reuse: int | None = None) -> None:
-        """Forget what ran and every pack, for another training; decisions stay where their file is.
+        """Forget what ran and every pack, for another training; decisions stay in their file.
 
         Args:
             reuse: As the argument of that name; ``None`` leaves it.
         """
         self.reuse = reuse or self.reuse
-        self.chooser: Chooser | None = None
-        self.idle = ""
+        self.tuner: Tuner | None = None
+        self.unavailable_reason = ""
         """Why no sparse kernel works on the device, once that is known."""
+        self.all_dense = False
+        """Whether :meth:`settle` ended routing because no product is faster sparse."""
+        self._none_sparse = False
         self.registry.forget_failures()
-        self.tuned = self.mode != "auto"
-        self._noted: dict[Product, None] = {}
+        self.tuned = self.kernels != "auto"
+        self._recorded: dict[Product, None] = {}
         self._known: dict[Product, _Settled] = {}
         self._fastest: dict[Hashable, int] = {}
         self._uses: dict[tuple[Product, str], _Uses] = {}
@@ -148,7 +147,7 @@ class Router(Handled):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: what was found belongs to this process and its device."""
-        settings = ("mode", "registry", "file", "reuse", "budget_s", "gpu", "timer")
+        settings = ("kernels", "registry", "file", "reuse", "budget_s", "timer")
         return {name: self.__dict__[name] for name in settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,21 +156,16 @@ class Router(Handled):
 
     # ------------------------------------------------------------------------------------------------ choosing
 
-    def open(self, device: torch.device) -> Chooser:
-        """Make ready for a device: load known decisions, or those to replay.
-
-        Raises:
-            ValueError: If there is nothing to replay, or ``"heuristic"`` does not know the device.
-        """
-        if self.chooser is None:
+    def initialize(self, device: torch.device) -> Tuner:
+        """Prepare for a device: load known decisions, and probe the kernels."""
+        if self.tuner is None:
             environment = environment_of(device)
-            keeps = self.mode == "auto" and self.file is not None
+            keeps = self.kernels == "auto" and self.file is not None
             known = Decisions.load(self.file, environment) if keeps and self.file else Decisions(environment)
             self._saved = {key for key, decision in known.items() if decision.source == "measured"}
-            figures = self.gpu or _figures(environment.device, required=self.mode == "heuristic")
-            self.chooser = Chooser(self.mode, self.registry, known, self.timer, figures, reuse=self.reuse)
-            self.idle = self.registry.idle(str(device))
-        return self.chooser
+            self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=self.reuse)
+            self.unavailable_reason = self.registry.unavailable_reason(str(device))
+        return self.tuner
 
     def kernel(self, product: Product) -> GemmKernel:
         """The kernel for a product that is about to run once."""
@@ -191,8 +185,10 @@ class Router(Handled):
         # A capture must neither measure nor try: whatever is not known by then stays dense in it.
         keep = not _capturing() and (self.tuned or bool(product.reason))
         if keep and not product.reason:
-            decision = self.open(torch.device(product.key.device)).decide(product.key)
+            decision = self.initialize(torch.device(product.key.device)).decide(product.key)
         kernel = self.registry.kernels[decision.kernel] if decision else self.registry.reference
+        if decision and decision.algorithm is not None:
+            kernel = kernel.with_algorithm(decision.algorithm)
         bucket = product._replace(key=bucketed(product.key))
         uses = self._uses.setdefault((bucket, kernel.name), _Uses())
         uses.decision = decision
@@ -203,46 +199,64 @@ class Router(Handled):
             self._known[product] = settled
         return settled
 
-    def tune_alone(self) -> None:
+    def tune_if_single(self) -> None:
         """:meth:`tune` where no other process has to take part, unless a CUDA graph is captured."""
         if not self.tuned and not _capturing() and not (dist.is_available() and dist.is_initialized()):
             self.tune()
 
-    def note(self, products: Sequence[Product]) -> None:
-        """Take note of the products of a batch, for :meth:`tune`."""
+    def record(self, products: Sequence[Product]) -> None:
+        """Record the products of a batch, for :meth:`tune`."""
         if not self.tuned:
-            self._noted.update(dict.fromkeys(products))
+            self._recorded.update(dict.fromkeys(products))
 
     def tune(self) -> None:
-        """Measure the products noted so far, unless that was done; the first process measures for all.
+        """Measure the products recorded so far, unless that was done; the first process measures for all.
 
         With :mod:`torch.distributed` initialised, every process must call this at the same point.
         """
         if self.tuned:
             return
         self.tuned = True
-        products = [product for product in self._noted if not product.reason]
-        self._noted.clear()
+        products = [product for product in self._recorded if not product.reason]
+        self._recorded.clear()
         together = dist.is_available() and dist.is_initialized()
         try:
             if products and (not together or dist.get_rank() == 0):
                 device = torch.device(products[0].key.device)
-                self.open(device).tune([product.key for product in products], self.budget_s)
+                self.initialize(device).tune([product.key for product in products], self.budget_s)
                 if device.type == "cuda":
-                    torch.cuda.empty_cache()  # the trials' operands
+                    torch.cuda.empty_cache()  # the operands of the checks
                 self.save()
         finally:  # the others wait for it, and a process without such products takes part
             if together:
-                chooser = self.chooser
-                shared = share(chooser.decisions if chooser else Decisions(environment_of(torch.device("cpu"))))
-                if chooser is not None:
-                    chooser.decisions = shared
+                tuner = self.tuner
+                shared = share(tuner.decisions if tuner else Decisions(environment_of(torch.device("cpu"))))
+                if tuner is not None:
+                    tuner.decisions = shared
+
+            if self.tuner is not None and products:
+                found = [self.tuner.decisions.get(product.key) for product in products]
+                reference = self.registry.reference.name
+                self._none_sparse = all(decision is not None and decision.kernel == reference for decision in found)
+
+    def settle(self) -> None:
+        """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
+
+        The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
+        be recomputed as it was made.
+        """
+        if not self._none_sparse or self.all_dense or self.tuner is None:
+            return
+        self.all_dense = True
+        for (product, _), uses in self._uses.items():  # those that ran before they were measured
+            if uses.decision is None and not product.reason:
+                uses.decision = self.tuner.decisions.get(product.key)
 
     def save(self) -> None:
-        """Add what was measured to the file, if there is one; a file that cannot be written costs a warning."""
-        if self.mode != "auto" or self.file is None or self.chooser is None:
+        """Add what was measured to the file, if there is one; a file that cannot be written gives a warning."""
+        if self.kernels != "auto" or self.file is None or self.tuner is None:
             return
-        decisions = self.chooser.decisions
+        decisions = self.tuner.decisions
         measured = {key for key, decision in decisions.items() if decision.source == "measured"}
         if measured <= self._saved:
             return
@@ -250,18 +264,19 @@ class Router(Handled):
             decisions.save(self.file)
         except (OSError, ValueError) as error:  # no reason to end a training
             warnings.warn(
-                f"the choice of kernels is not kept and will be measured again next time: {failure(error)}",
+                f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self._saved |= measured
 
-    def live(self) -> Router | None:
-        """This router; ``None`` where it has nothing to do: in mode ``"reference"``, and where no sparse kernel works.
+    def active_or_none(self) -> Router | None:
+        """This router, or ``None`` where every product is dense.
 
+        That is so in mode ``"reference"``, where no sparse kernel works, and where none is faster, see :meth:`settle`.
         Layers run as without a router then, and graphs are compiled so.
         """
-        return None if self.mode == "reference" or self.idle else self
+        return None if self.kernels == "reference" or self.unavailable_reason or self.all_dense else self
 
     # ----------------------------------------------------------------------------------------------- products
 
@@ -283,25 +298,25 @@ class Router(Handled):
             packs[name] = kept = (stamp, make())
         return kept[1]
 
-    def faster(
+    def pick_fastest(
         self, name: Hashable, ways: Sequence[Callable[[], Result]], device: torch.device
     ) -> Callable[[], Result]:
         """The fastest of several ways to the same result, measured once in mode ``"auto"`` on a GPU, else the first.
 
         Args:
-            name: What the answer depends on.
+            name: What the choice depends on.
             ways: Functions that return the same.
             device: Where they run.
         """
         if name not in self._fastest:
-            if self.mode != "auto" or device.type != "cuda" or _capturing():
+            if self.kernels != "auto" or device.type != "cuda" or _capturing():
                 return ways[0]
             times = [self.timer.time(way, device) for way in ways]
             self._fastest[name] = times.index(min(times))
         return ways[self._fastest[name]]
 
     def release(self) -> None:
-        """Let go of every pack, and keep what was measured since :meth:`tune`; the first process does."""
+        """Free every pack, and save what was measured since :meth:`tune`, in the first process."""
         self._packs.clear()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             self.save()
@@ -339,15 +354,6 @@ class Router(Handled):
             total += calls * time
             sparse += calls * time * on_sparse
         return (sparse / total if total else 0.0), ("measured times" if rate else "dense multiply-adds")
-
-
-def _figures(name: str, required: bool) -> DeviceModel | None:
-    try:
-        return device_model(name)
-    except ValueError:
-        if required:
-            raise
-        return None
 
 
 def _capturing() -> bool:

@@ -1,4 +1,4 @@
-"""Objects by number: operators of a compiled graph take tensors and numbers, nothing else."""
+"""The handle registry: operators of compiled graphs take tensors and integers, so other objects go by number."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 _numbers = count(1)
-_objects: WeakValueDictionary[int, Handled] = WeakValueDictionary()
+_objects: WeakValueDictionary[int, HasHandle] = WeakValueDictionary()
 
 
-class Handled:
-    """An object with a number of its own, by which :func:`find` returns it; copies have others."""
+class HasHandle:
+    """An object with an integer handle, by which :func:`lookup` returns it; a copy has a handle of its own."""
 
     handle: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object and give it its number."""
+        """Make an object and register it."""
         made = super().__new__(cls)
         made.handle = next(_numbers)
         _objects[made.handle] = made
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take another object's state, but not its number."""
+        """Take another object's state, but not its handle."""
         self.__dict__.update({name: value for name, value in state.items() if name != "handle"})
 
 
-def find(handle: int) -> Any:
-    """Return the object with this number.
+def lookup(handle: int) -> Any:
+    """Return the object with this handle.
 
     Raises:
-        RuntimeError: If it is gone.
+        RuntimeError: If it no longer exists.
     """
     try:
         return _objects[handle]

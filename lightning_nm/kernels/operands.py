@@ -18,10 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
+from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.pattern import NMPattern, PatternLike
-
-FORWARD, BACKWARD = 1, 2
-"""Bits of the byte of marks that a layer keeps for each weight: which mask keeps the entry."""
 
 TOKENS = 16
 """What the tokens of a sparse wgrad must be a multiple of: cuSPARSELt's rule for half types."""
@@ -29,76 +27,31 @@ TOKENS = 16
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def masked_pair(
-    weight: Tensor,
-    marks: Tensor,
-    dtype: torch.dtype,
-    permutation: Tensor | None = None,
-    *,
-    own_backward: bool,
-) -> tuple[Tensor, Tensor]:
-    """Mask a weight for the forward and the dgrad GEMM in one read: W_F, and W_B transposed.
+def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mask a weight for the forward GEMM: ``W_F[o, i] = W[o, i]`` where the forward bit of the mark is set, else +0.
 
-    ``W_F[o, i] = W[o, i]`` where bit 1 of the mark is set, and ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``
-    where its bit 2 is set (bit 1, without a backward mask of its own). All other entries are +0, never the -0 that a
-    product with a mask leaves and that some compressors take for a nonzero.
+    Pruned entries are +0, never the -0 that a product with a mask leaves and that some compressors take for a nonzero.
 
     Args:
         weight: W ``[out, in]``, any floating dtype and strides: a weight that is stored as ``[in, out]`` is given as
             ``weight.t()``.
-        marks: Both masks as bits of one byte, uint8 ``[out, in]``, with the strides of the weight.
-        dtype: Floating dtype of the results.
-        permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
-            checked: on a GPU that would wait for it.
-        own_backward: Whether W_B has a mask of its own; otherwise it is W_F.
-
-    Returns:
-        W_F ``[out, in]`` and W_B^T ``[in, out]``, both contiguous, of ``dtype``, without autograd history.
-
-    Raises:
-        TypeError: If ``weight`` or ``dtype`` is not floating, ``marks`` not uint8 or ``permutation`` not int64.
-        ValueError: If ``weight`` is not a matrix, ``marks`` has another shape, device or other strides, or
-            ``permutation`` another length or device.
-
-    Example::
-
-        >>> weight, marks = torch.tensor([[-1.0, 2.0], [3.0, -4.0]]), torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8)
-        >>> forward, backward = masked_pair(weight, marks, torch.float32, torch.tensor([1, 0]), own_backward=True)
-        >>> forward.tolist(), backward.tolist()
-        ([[-1.0, 0.0], [3.0, 0.0]], [[3.0, 0.0], [0.0, 2.0]])
-
-    Source: NVIDIA/cutlass#2110 on -0.
-    """
-    _check_weight(weight, marks, dtype, permutation)
-    weight, bit = weight.detach(), BACKWARD if own_backward else FORWARD
-    kernels = _kernels_for(weight, dtype)
-    if kernels is not None:
-        return kernels.masked(weight, marks, dtype, permutation, forward=True, backward_bit=bit)
-    return (
-        masked_forward_reference(weight, marks, dtype),
-        masked_backward_reference(weight, marks, dtype, bit, permutation),
-    )
-
-
-def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask a weight for the forward GEMM: the first result of :func:`masked_pair` alone.
-
-    Args:
-        weight: As :func:`masked_pair`'s.
-        marks: As :func:`masked_pair`'s.
-        dtype: As :func:`masked_pair`'s.
+        marks: The masks as bits, see :mod:`lightning_nm.functional.mask_bits`, uint8 ``[out, in]``, with the strides of
+            the weight.
+        dtype: Floating dtype of the result.
 
     Returns:
         W_F ``[out, in]``, contiguous, of ``dtype``, without autograd history.
 
     Raises:
-        TypeError: As :func:`masked_pair`.
-        ValueError: As :func:`masked_pair`.
+        TypeError: If ``weight`` or ``dtype`` is not floating, or ``marks`` not uint8.
+        ValueError: If ``weight`` is not a matrix, or ``marks`` has another shape, device or other strides.
 
     Example::
 
         >>> masked_forward(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
         tensor([[0., 2.]])
+
+    Source: NVIDIA/cutlass#2110 on -0.
     """
     _check_weight(weight, marks, dtype, None)
     weight = weight.detach()
@@ -116,21 +69,24 @@ def masked_backward(
     *,
     own_backward: bool,
 ) -> Tensor:
-    """Mask a weight for the dgrad GEMM, transposed: the second result of :func:`masked_pair` alone.
+    """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
+
+    An entry is kept where the backward bit of its mark is set, or the forward bit without a backward mask.
 
     Args:
-        weight: As :func:`masked_pair`'s.
-        marks: As :func:`masked_pair`'s.
-        dtype: As :func:`masked_pair`'s.
-        permutation: As :func:`masked_pair`'s.
-        own_backward: As :func:`masked_pair`'s.
+        weight: As :func:`masked_forward`'s.
+        marks: As :func:`masked_forward`'s.
+        dtype: As :func:`masked_forward`'s.
+        permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
+            checked: on a GPU that would synchronise.
+        own_backward: Whether W_B has a mask of its own; otherwise it is W_F.
 
     Returns:
         W_B^T ``[in, out]``, contiguous, of ``dtype``, without autograd history.
 
     Raises:
-        TypeError: As :func:`masked_pair`.
-        ValueError: As :func:`masked_pair`.
+        TypeError: As :func:`masked_forward`, or if ``permutation`` is not int64.
+        ValueError: As :func:`masked_forward`, or if ``permutation`` is of another length or device.
 
     Example::
 
@@ -140,7 +96,7 @@ def masked_backward(
                 [ 2.]])
     """
     _check_weight(weight, marks, dtype, permutation)
-    weight, bit = weight.detach(), BACKWARD if own_backward else FORWARD
+    weight, bit = weight.detach(), BACKWARD_BIT if own_backward else FORWARD_BIT
     kernels = _kernels_for(weight, dtype)
     if kernels is not None:
         return kernels.masked(weight, marks, dtype, permutation, forward=False, backward_bit=bit)[1]
@@ -149,14 +105,15 @@ def masked_backward(
 
 def masked_forward_reference(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute :func:`masked_forward` by torch operations, from checked arguments."""
-    return _masked(weight, marks, dtype, FORWARD).contiguous()
+    return _masked(weight, marks, dtype, FORWARD_BIT).contiguous()
 
 
 def masked_backward_reference(
     weight: Tensor, marks: Tensor, dtype: torch.dtype, backward_bit: int, permutation: Tensor | None
 ) -> Tensor:
     """Compute :func:`masked_backward` by torch operations, from checked arguments."""
-    return _rows(_masked(weight, marks, dtype, backward_bit), permutation).t().contiguous()
+    masked = _masked(weight, marks, dtype, backward_bit)
+    return (masked if permutation is None else masked[permutation]).t().contiguous()
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
@@ -197,14 +154,12 @@ def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
 
 
 @overload
-def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., permutation: Tensor | None = ..., *, gather: None = ...
-) -> Tensor: ...
+def mvue_transposed(grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: None = ...) -> Tensor: ...
 
 
 @overload
 def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., permutation: Tensor | None = ..., *, gather: Tensor
+    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: Tensor
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -212,13 +167,12 @@ def mvue_transposed(
     grad: Tensor,
     seed: Tensor,
     pattern: PatternLike = "2:4",
-    permutation: Tensor | None = None,
     *,
     gather: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
 
-    ``R[o, t] = E(dY)[t, permutation[o]]`` with E as ``MVUE(pattern).estimate`` draws it from this seed:
+    ``R[o, t] = E(dY)[t, o]`` with E as ``MVUE(pattern).estimate`` draws it from this seed:
     :func:`lightning_nm.functional.mvue` of blocks of M tokens, where the block of tokens ``M b, ..., M b + M - 1`` of
     column o takes the number ``b * out + o`` of :func:`lightning_nm.functional.counter_uniform`. The tokens are padded
     with zeros, which no estimate keeps, to a multiple of 16.
@@ -228,8 +182,6 @@ def mvue_transposed(
             once.
         seed: Four words in int64, as :func:`lightning_nm.functional.fold_seed` makes them.
         pattern: N:M pattern along the tokens; M must divide 16.
-        permutation: Order of the rows of the result, int64 ``[out]``, each once; ``None`` leaves them. It does not
-            change what is drawn, and its values are not checked.
         gather: Order in which the dgrad GEMM takes the columns of dY, int64 ``[out]``: the same launch then makes
             :func:`permuted_columns` of it, so that dY comes from memory once. Its values are not checked.
 
@@ -239,9 +191,9 @@ def mvue_transposed(
         ``permuted_columns(grad, gather)``.
 
     Raises:
-        TypeError: If ``grad`` is not floating, or ``permutation`` or ``gather`` not int64.
+        TypeError: If ``grad`` is not floating, or ``gather`` not int64.
         ValueError: If ``grad`` is not a contiguous matrix, ``seed`` not four int64, M does not divide 16, or
-            ``permutation`` or ``gather`` is of another length or device.
+            ``gather`` is of another length or device.
 
     Example::
 
@@ -259,31 +211,26 @@ def mvue_transposed(
         raise ValueError(f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide")
     if seed.dtype != torch.int64 or seed.shape != (4,):
         raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
-    _check_order("permutation", permutation, grad.shape[1], grad.device)
     _check_order("gather", gather, grad.shape[1], grad.device)
     grad = grad.detach()
     kernels = _kernels_for(grad, grad.dtype)
     if kernels is not None:
-        return kernels.mvue_transposed(grad, seed, pattern, permutation, gather)
-    estimate = mvue_transposed_reference(grad, seed, pattern, permutation)
+        return kernels.mvue_transposed(grad, seed, pattern, gather)
+    estimate = mvue_transposed_reference(grad, seed, pattern)
     return estimate if gather is None else (estimate, permuted_columns_reference(grad, gather))
 
 
-def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None) -> Tensor:
+def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern) -> Tensor:
     """Compute :func:`mvue_transposed` without ``gather`` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padded = F.pad(grad, (0, 0, 0, -tokens % TOKENS))
     blocks = padded.shape[0] // pattern.m
     uniform = counter_uniform(blocks * out, seed, device=grad.device).view(blocks, out)
-    return _rows(mvue(padded, pattern, 0, uniform=uniform).t(), permutation).contiguous()
+    return mvue(padded, pattern, 0, uniform=uniform).t().contiguous()
 
 
 def _masked(weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int) -> Tensor:
     return torch.where((marks & bit).ne(0), weight, 0).to(dtype)
-
-
-def _rows(matrix: Tensor, permutation: Tensor | None) -> Tensor:
-    return matrix if permutation is None else matrix[permutation]
 
 
 def _check_matrix(name: str, matrix: Tensor) -> None:

@@ -43,7 +43,7 @@ def masked(
     forward: bool,
     backward_bit: int | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Launch ``preprocess.masked_pair``, or the half of it that is wanted, on checked arguments."""
+    """Launch ``masked_forward``, ``masked_backward``, or both in one read, on checked arguments."""
     out, columns = weight.shape
     pair = (
         torch.empty(out, columns, dtype=dtype, device=weight.device) if forward else None,
@@ -70,16 +70,12 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
 
 def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: NMPattern, permutation: Tensor | None, gather: Tensor | None
+    grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launch :func:`lightning_nm.kernels.operands.mvue_transposed` on checked arguments."""
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
-    place = None  # of each column of dY in the result
-    if permutation is not None:
-        place = torch.empty_like(permutation)
-        place[permutation] = torch.arange(out, device=grad.device)
     parts, width, gathered, options = triton.cdiv(out, TILE), None, None, SAMPLING
     if gather is not None and _gatherable(grad):
         parts, width, gathered = parts + TILE // ROWS, triton.next_power_of_2(out), torch.empty_like(grad)
@@ -88,7 +84,6 @@ def mvue_transposed(
         _mvue_transposed[(triton.cdiv(padded, TILE) * parts,)](
             grad,
             seed.to(grad.device).contiguous(),
-            place,
             result,
             gather,
             gathered,
@@ -177,7 +172,6 @@ def _gather(grad, order, result, first, tokens, out, ROWS: tl.constexpr, WIDTH: 
 def _mvue_transposed(
     grad,
     seed,
-    place,
     result,
     gather,
     gathered,
@@ -198,12 +192,12 @@ def _mvue_transposed(
     tiles = tl.cdiv(out, TILE)
     if gathered is None:
         strip, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-        _mvue_tile(grad, seed, place, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
+        _mvue_tile(grad, seed, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
     else:
         parts = tiles + TILE // ROWS
         strip, part = tl.program_id(0) // parts, tl.program_id(0) % parts
         if part < tiles:
-            _mvue_tile(grad, seed, place, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
+            _mvue_tile(grad, seed, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
         else:
             first = strip.to(tl.int64) * TILE + (part - tiles) * ROWS
             _gather(grad, gather, gathered, first, tokens, out, ROWS, WIDTH)
@@ -213,7 +207,6 @@ def _mvue_transposed(
 def _mvue_tile(
     grad,
     seed,
-    place,
     result,
     strip,
     part,
@@ -246,8 +239,6 @@ def _mvue_tile(
         rows = rows + (tl.trans(sample[i]),)
     token = strip.to(tl.int64) * TILE + tl.arange(0, TILE)
     row = column.to(tl.int64)
-    if place is not None:
-        row = tl.load(place + column, mask=column < out, other=0)
     tl.store(
         result + (row * padded)[:, None] + token[None, :],
         _interleave(rows, M).to(result.dtype.element_ty),

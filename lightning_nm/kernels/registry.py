@@ -1,9 +1,9 @@
-"""The kernels that are known, which of them can make a product, and a way back to the dense product if one fails."""
+"""The kernels that are known, which of them can make a product, and the dense product where one fails."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,19 +12,17 @@ from torch import Tensor
 from lightning_nm.kernels.api import GemmKernel, GemmKey
 from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
-from lightning_nm.kernels.backends.cutlass import CutlassKernel
-from lightning_nm.kernels.keys import multiply_adds
-from lightning_nm.kernels.trial import check
 
 
 class KernelRegistry:
     """Kernels in the order in which they are tried, the reference first.
 
-    Kernels may come from outside, and what they raise is a reason like any other. Each is probed once on a device.
+    Kernels may come from outside; an exception that they raise is a reason against them. Each is probed once for each
+    device.
 
     Args:
-        kernels: The kernels besides the reference, each under a name of its own; ``None`` takes ``cusparselt-direct``,
-            ``cusparselt`` and ``cutlass``.
+        backends: The kernels besides the reference, each with a name of its own; ``None`` takes ``cusparselt-direct``
+            and ``cusparselt``.
 
     Raises:
         ValueError: If two kernels have one name, or something is no kernel.
@@ -35,18 +33,18 @@ class KernelRegistry:
         >>> from lightning_nm.kernels import SimulatedSparseKernel
         >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
         >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
-        >>> [(kernel.name, reason) for kernel, reason in registry.usable(key)]
+        >>> [(kernel.name, registry.reason(kernel, key)) for kernel in registry.kernels.values()]
         [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
     """
 
-    def __init__(self, kernels: Sequence[GemmKernel] | None = None) -> None:
+    def __init__(self, backends: Sequence[GemmKernel] | None = None) -> None:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
-        if kernels is None:
-            kernels = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CutlassKernel()]
-        if isinstance(kernels, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in kernels):
-            raise ValueError(f"kernels={kernels!r} must be a list of GemmKernel objects")
-        for kernel in (self.reference, *kernels):
+        if backends is None:
+            backends = [CuSparseLtDirectKernel(), CuSparseLtKernel()]
+        if isinstance(backends, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in backends):
+            raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
+        for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
             self.kernels[kernel.name] = kernel
@@ -55,6 +53,11 @@ class KernelRegistry:
 
     def __str__(self) -> str:
         return ", ".join(self.kernels)
+
+    @property
+    def backends(self) -> list[GemmKernel]:
+        """The kernels besides the reference, in order."""
+        return list(self.kernels.values())[1:]
 
     @property
     def failures(self) -> int:
@@ -69,48 +72,28 @@ class KernelRegistry:
         """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
         if failed := self._failed.get((kernel.name, key)):
             return failed
-        return self.probe(kernel, key.device) or answer(partial(kernel.supports, key))
+        return self.probe(kernel, key.device) or reason_or_error(partial(kernel.supports, key))
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
         """Why a kernel does not work on a device; asked once for each."""
         if (kernel.name, device) not in self._probes:
-            self._probes[kernel.name, device] = answer(partial(kernel.probe, torch.device(device)))
+            self._probes[kernel.name, device] = reason_or_error(partial(kernel.probe, torch.device(device)))
         return self._probes[kernel.name, device]
 
-    def idle(self, device: str) -> str:
+    def unavailable_reason(self, device: str) -> str:
         """Why no sparse kernel works on a device; empty if one does."""
-        reasons = [f"{kernel.name}: {self.probe(kernel, device)}" for kernel in list(self.kernels.values())[1:]]
-        working = any(not self.probe(kernel, device) for kernel in list(self.kernels.values())[1:])
-        return "" if working else "; ".join(reasons) or "there is no sparse kernel"
-
-    def usable(self, key: GemmKey) -> list[tuple[GemmKernel, str]]:
-        """List all known kernels, each with the reason why it is not used for a product, empty if it can be."""
-        return [(kernel, self.reason(kernel, key)) for kernel in self.kernels.values()]
-
-    def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
-        """Yield the sparse kernels that compute a product right, each tried when it is asked for.
-
-        Args:
-            key: The product.
-            notes: Takes the reasons against the others.
-        """
-        if not multiply_adds(key):
-            notes.append("the product is empty")
-            return
-        for kernel in list(self.kernels.values())[1:]:
-            reason = self.reason(kernel, key) or answer(partial(check, kernel, key))
-            if reason:
-                notes.append(f"{kernel.name}: {reason}")
-            else:
-                yield kernel
+        reasons = {kernel.name: self.probe(kernel, device) for kernel in self.backends}
+        if not all(reasons.values()):
+            return ""
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is no sparse kernel"
 
     def attempt(
         self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
     ) -> Tensor:
         """Make a product by a kernel, and the dense one if that fails, now and from then on.
 
-        A failure is told in one warning, and switches this kernel off for this key, unless memory was short. If the
-        dense product fails too, the operands are at fault: its error is raised, and the kernel stays.
+        A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
+        product fails too, the operands are at fault: its error is raised, and the kernel stays on.
 
         Args:
             kernel: The kernel that `product` calls.
@@ -128,56 +111,17 @@ class KernelRegistry:
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if kernel is self.reference or capturing:  # a capture that failed takes no other product either
                 raise
-            failed = f"it failed, {failure(error)}"
+            failed = f"it failed, {describe_error(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed
         if not failed:
             return result
         self._failed[kernel.name, key] = failed
         warnings.warn(
-            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product takes its place.",
+            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
             RuntimeWarning,
             stacklevel=3,
         )
         return result
-
-    def linear(self, kernel: GemmKernel, key: GemmKey, matrix: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias`` with ``A [rows, depth]`` packed on the way, by a kernel or, if it fails, dense.
-
-        Args:
-            kernel: What should make it.
-            key: The product, with the sizes of `matrix` and `x`.
-            matrix: ``A [rows, depth]``, N:M along `depth`, contiguous.
-            x: ``[tokens, depth]``, contiguous.
-            bias: ``[rows]``.
-
-        Returns:
-            ``[tokens, rows]``.
-        """
-        return self.attempt(
-            kernel,
-            key,
-            lambda: kernel.linear(kernel.pack(matrix), x, bias),
-            lambda: self.reference.linear(matrix, x, bias),
-        )
-
-    def matmul(self, kernel: GemmKernel, key: GemmKey, matrix: Tensor, dense: Tensor) -> Tensor:
-        """``A B`` with ``A [rows, depth]`` packed on the way, by a kernel or, if it fails, dense.
-
-        Args:
-            kernel: What should make it.
-            key: The product, with the sizes of `matrix` and `dense`.
-            matrix: ``A [rows, depth]``, N:M along `depth`, contiguous.
-            dense: ``B [depth, columns]``, contiguous.
-
-        Returns:
-            ``[rows, columns]``.
-        """
-        return self.attempt(
-            kernel,
-            key,
-            lambda: kernel.matmul(kernel.pack(matrix), dense),
-            lambda: self.reference.matmul(matrix, dense),
-        )
 
 
 def _checked(result: Tensor, key: GemmKey) -> Tensor:
@@ -191,14 +135,14 @@ def _checked(result: Tensor, key: GemmKey) -> Tensor:
     return result
 
 
-def failure(error: Exception) -> str:
-    """Say what was raised."""
+def describe_error(error: Exception) -> str:
+    """The class and the message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
-def answer(question: Callable[[], str]) -> str:
-    """Ask for a reason; what is raised is one."""
+def reason_or_error(ask: Callable[[], str]) -> str:
+    """Ask for a reason; an exception is one."""
     try:
-        return question()
+        return ask()
     except Exception as error:
-        return failure(error)
+        return describe_error(error)

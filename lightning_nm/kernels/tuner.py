@@ -1,111 +1,101 @@
-"""The choice of a kernel for each product."""
+"""The choice of a kernel for each product: check it against the dense product, time it, decide."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_nm.kernels import cost, trial
-from lightning_nm.kernels.api import GemmKey
-from lightning_nm.kernels.cache import Decision, Decisions, Source
-from lightning_nm.kernels.cost import DeviceModel
-from lightning_nm.kernels.keys import bucketed, multiply_adds
-from lightning_nm.kernels.registry import KernelRegistry, failure
-from lightning_nm.kernels.timing import Timer
+from lightning_nm.functional import nm_prune
+from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, multiply_adds
+from lightning_nm.kernels.cache import Decision, Decisions
+from lightning_nm.kernels.modes import check_mode
+from lightning_nm.kernels.operands import TOKENS, permuted_columns
+from lightning_nm.kernels.registry import KernelRegistry, describe_error, reason_or_error
+from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
 
-_DETERMINISTIC = "; deterministic"
+TOLERANCE = 1e-2
+"""Largest relative Frobenius difference of two 16-bit products. Rounding both results to bfloat16 makes 2.3e-3, and the
+dense one may round partial sums, too; a kernel that loses one value in 5000 shows."""
 
-MODES = ("auto", "sparse", "reference", "heuristic", "replay:FILE")
-
-
-def check_mode(mode: str) -> None:
-    """Refuse a mode that :class:`Chooser` does not know.
-
-    Raises:
-        ValueError: Naming those that there are.
-    """
-    if mode not in MODES[:-1] and not (mode.startswith("replay:") and mode != "replay:"):
-        raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}")
+REPEATS = 3
+"""How often a product must come out with the same bits where deterministic algorithms are asked for."""
 
 
-class Chooser:
+class _Candidate(NamedTuple):
+    """A kernel that computes a product right, and its milliseconds."""
+
+    kernel: GemmKernel
+    algorithm: Algorithm | None
+    product_ms: float
+    pack_ms: float
+
+    def __str__(self) -> str:
+        return self.kernel.name if self.algorithm is None else f"{self.kernel.name} ({self.algorithm})"
+
+
+class Tuner:
     """Chooses a kernel for each product, and remembers it.
 
     Before a sparse kernel may run, its probe must pass on the device, it must support the product, and its product of
-    random operands must agree with the dense one; a kernel that raises is passed over. A product without a kernel
-    is dense, with the reason in its :class:`~lightning_nm.kernels.cache.Decision`.
+    random operands must agree with the dense one. A kernel that raises is passed over. A product without a kernel is
+    dense, with the reason in its :class:`~lightning_nm.kernels.cache.Decision`.
 
     Under ``torch.use_deterministic_algorithms(True)`` a kernel must also repeat its product bit for bit; decisions that
     were made without that check do not hold there.
 
-    A decision is made for the bucket of a token count and holds for all of it; a count within the bucket that the
+    A decision is made for the bucket of a token count and holds for all of it. A count within the bucket that the
     kernel does not support is dense.
 
     Args:
-        mode: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)`` is
-            at least ``1 + hysteresis``. ``"heuristic"`` does the same with predicted times. ``"sparse"`` takes the
-            first kernel that is legal, ``"reference"`` none. ``"replay:FILE"`` takes what is recorded in a file, and
-            the reference for a product that is not.
+        kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
+            is at least ``1 + hysteresis``; of each kernel the algorithms are tried that it proposes, too. ``"sparse"``
+            takes the first kernel that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take the environment alone from them.
         timer: Measures times for ``"auto"``.
-        device_model: Figures for ``"heuristic"``, and for ``"auto"`` where its budget ends.
         hysteresis: The share by which a sparse product must be faster.
         reuse: Products that use one pack of a weight: the micro-batches of an optimizer step. Output gradients are
             packed for each product.
 
     Raises:
-        ValueError: If the mode is unknown, has no device model where it needs one, or has nothing to replay, or if
-            `reuse` or `hysteresis` is out of range.
+        ValueError: If the mode is unknown, or if `reuse` or `hysteresis` is out of range.
     """
 
     def __init__(
         self,
-        mode: str,
+        kernels: str,
         registry: KernelRegistry,
         decisions: Decisions,
         timer: Timer,
-        device_model: DeviceModel | None = None,
         hysteresis: float = 0.03,
         reuse: int = 1,
     ) -> None:
-        check_mode(mode)
-        name, _, path = mode.partition(":")
-        if mode == "heuristic" and device_model is None:
-            raise ValueError("mode='heuristic' predicts times: pass the figures of the GPU as device_model")
+        check_mode(kernels)
         if hysteresis < 0 or reuse < 1:
             raise ValueError(f"hysteresis={hysteresis!r} must be at least 0, and reuse={reuse!r} at least 1")
+        self.kernels = kernels
         self.registry = registry
-        self.mode = mode
-        self.decisions = decisions if mode == "auto" else Decisions(decisions.environment)
-        if name == "replay":
-            self.decisions = Decisions.load(path, decisions.environment)
-            if not self.decisions:
-                raise ValueError(
-                    f"mode={mode!r} has nothing to replay: {self.decisions.ignored or 'the file is empty'}"
-                )
+        self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
-        self.device_model = device_model
         self.hysteresis = hysteresis
         self.reuse = reuse
-        self._decide = {
-            "auto": self._measured,
-            "sparse": self._forced,
-            "reference": self._dense,
-            "heuristic": self._predicted,
-            "replay": self._unrecorded,
-        }[name]
+        self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
 
         In ``"auto"`` a product that is not known yet is measured, which must not happen while a CUDA graph is being
-        captured: :meth:`tune` beforehand.
+        captured: call :meth:`tune` beforehand.
         """
         bucket = bucketed(key)
         if not self._known(bucket):
@@ -113,23 +103,22 @@ class Chooser:
         decision = self.decisions[bucket]
         kernel = self.registry.kernels.get(decision.kernel)
         if kernel is None:
-            decision = _default([f"{decision.kernel} is not among the kernels"])
-        elif reason := self.registry.reason(kernel, key):
-            decision = _default([f"{decision.kernel}: {reason}"])
+            return _default([f"{decision.kernel} is not among the kernels"])
+        if reason := self.registry.reason(kernel, key):
+            return _default([f"{decision.kernel}: {reason}"])
         return decision
 
     def tune(self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Decide for many products within a time, in ``"auto"`` those first that cost most.
 
         The cost of a product is its multiply-adds, times how often it is among the keys. When the time is used up, the
-        rest gets predicted decisions, or without a device model the reference; a later call measures them. The last
-        measurement may exceed the time. With several processes one tunes, and all go on with
-        ``chooser.decisions = share(chooser.decisions)``.
+        rest is dense; a later call measures it. The last measurement may exceed the time. With several processes one
+        tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
 
         Args:
             keys: The products of a step; repeated keys count.
             budget_s: Seconds.
-            clock: Tells seconds.
+            clock: Returns seconds.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # what is measured for a bucket is a size that occurs
@@ -139,26 +128,38 @@ class Chooser:
         end = clock() + budget_s
         for bucket in sorted(counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True):
             key = sizes[bucket]
-            if self.mode == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
-                self._settle(bucket, self._measured(key) if clock() < end else self._left(key, budget_s))
+            if self.kernels == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
+                late = [f"the budget of {budget_s:g} s is used up"]
+                self._settle(bucket, self._measured(key) if clock() < end else _default(late))
             self.decide(key)
+
+    def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
+        """Yield the sparse kernels that compute a product right, each checked when it is asked for.
+
+        Args:
+            key: The product.
+            notes: Takes the reasons against the others.
+        """
+        if not multiply_adds(key):
+            notes.append("the product is empty")
+            return
+        for kernel in self.registry.backends:
+            reason = self.registry.reason(kernel, key) or reason_or_error(partial(check, kernel, key))
+            if reason:
+                notes.append(f"{kernel.name}: {reason}")
+            else:
+                yield kernel
 
     def _uses(self, key: GemmKey) -> int:
         return 1 if key.gemm == "wgrad" else self.reuse
 
     def _terms(self, key: GemmKey) -> str:
         terms = f"kernels {self.registry}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
-        return terms + _DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else terms
+        return f"{terms}; deterministic" if torch.are_deterministic_algorithms_enabled() else terms
 
     def _known(self, key: GemmKey) -> bool:
         decision = self.decisions.get(key)
-        if decision is None or self.mode == "auto":
-            return decision is not None and decision.terms == self._terms(key)
-        return (
-            decision.kernel == self.registry.reference.name
-            or decision.terms.endswith(_DETERMINISTIC)
-            or not torch.are_deterministic_algorithms_enabled()
-        )
+        return decision is not None and decision.terms == self._terms(key)
 
     def _settle(self, key: GemmKey, decision: Decision) -> None:
         self.decisions[key] = replace(decision, terms=self._terms(key))
@@ -166,67 +167,213 @@ class Chooser:
     def _measured(self, key: GemmKey) -> Decision:
         notes: list[str] = []
         dense: list[float] = []
-        times = {}
-        for kernel in self.registry.legal(key, notes):
+        found: list[_Candidate] = []
+        for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
-                dense = dense or [trial.dense_ms(key, self.timer)]
-                times[kernel.name] = trial.sparse_ms(kernel, key, self.timer)
-                dense.append(trial.dense_ms(key, self.timer))
+                dense = dense or [dense_ms(key, self.timer)]
+                product_ms, pack_ms = sparse_ms(kernel, key, self.timer)
+                found.append(_Candidate(kernel, None, product_ms, pack_ms))
+                for algorithm, other in proposed(kernel, key, notes):
+                    found.append(_Candidate(other, algorithm, bare_ms(other, key, self.timer), pack_ms))
+                dense.append(dense_ms(key, self.timer))
             except Exception as error:
-                notes.append(f"{kernel.name}: {failure(error)}")
-        if not times:
-            return _default(notes)
-        return self._compared(key, fmean(dense), times, notes, "measured")
+                notes.append(f"{kernel.name}: {describe_error(error)}")
+        return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
 
-    def _predicted(self, key: GemmKey) -> Decision:
-        notes: list[str] = []
-        kernel = next(self.registry.legal(key, notes), None)
-        model = self.device_model
-        if kernel is None or model is None:
-            return _default(notes)
-        try:
-            dense_ms, sparse_ms, pack_ms = (
-                cost.dense_ms(key, model),
-                cost.sparse_ms(key, model),
-                cost.pack_ms(key, model),
-            )
-        except ValueError as error:
-            return _default([*notes, str(error)])
-        return self._compared(key, dense_ms, {kernel.name: (sparse_ms, pack_ms)}, notes, "predicted")
-
-    def _compared(
-        self, key: GemmKey, dense_ms: float, times: dict[str, tuple[float, float]], notes: list[str], source: Source
-    ) -> Decision:
-        gains = {name: cost.speedup(dense_ms, *pair, self._uses(key)) for name, pair in times.items()}
-        best = max(gains, key=lambda name: gains[name])
-        least = 1 + self.hysteresis
-        figures = [f"{name} {gain:.3f}x" for name, gain in gains.items()]
-        notes = [f"{source} {', '.join(figures)}; sparse from {least:g}x", *notes]
-        kernel = best if gains[best] >= least else "reference"
-        return Decision(kernel, dense_ms, *times[best], "; ".join(notes), source)
+    def _fastest(self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]) -> Decision:
+        uses, least = self._uses(key), 1 + self.hysteresis
+        gains = [speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found]
+        gain, best = max(zip(gains, found, strict=True), key=lambda pair: pair[0])
+        times = ", ".join(f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True))
+        reason = "; ".join([f"measured {times}; sparse from {least:g}x", *notes])
+        name, algorithm = (best.kernel.name, best.algorithm) if gain >= least else (self.registry.reference.name, None)
+        return Decision(name, dense_ms, best.product_ms, best.pack_ms, reason, "measured", algorithm=algorithm)
 
     def _forced(self, key: GemmKey) -> Decision:
         notes: list[str] = []
-        kernel = next(self.registry.legal(key, notes), None)
+        kernel = next(self.legal(key, notes), None)
         if kernel is None:
             return _default(notes)
-        return Decision(kernel.name, None, None, None, "; ".join([f"mode {self.mode!r}", *notes]), "forced")
+        return Decision(kernel.name, None, None, None, "; ".join(["mode 'sparse'", *notes]), "forced")
 
     def _dense(self, key: GemmKey) -> Decision:
-        return Decision("reference", None, None, None, f"mode {self.mode!r}", "forced")
-
-    def _unrecorded(self, key: GemmKey) -> Decision:
-        how = " as deterministic" if torch.are_deterministic_algorithms_enabled() else ""
-        return _default([f"not recorded{how} in {self.mode.partition(':')[2]}"])
-
-    def _left(self, key: GemmKey, budget_s: float) -> Decision:
-        why = f"the budget of {budget_s:g} s is used up"
-        if self.device_model is None:
-            return _default([why])
-        decision = self._predicted(key)
-        return replace(decision, reason=f"{why}; {decision.reason}")
+        return Decision("reference", None, None, None, "mode 'reference'", "forced")
 
 
 def _default(notes: Sequence[str]) -> Decision:
     return Decision("reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default")
+
+
+def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
+    """Compare a dense product with a sparse one, packing included: ``dense / (sparse + pack / reuse)``.
+
+    Args:
+        dense_ms: Milliseconds of the dense product.
+        sparse_ms: Milliseconds of the sparse product without packing.
+        pack_ms: Milliseconds of packing once.
+        reuse: Products that use one pack.
+    """
+    return dense_ms / (sparse_ms + pack_ms / reuse)
+
+
+def check(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product of random operands with the dense one, ``|P - D|_F / |D|_F < 1e-2``.
+
+    Under ``torch.use_deterministic_algorithms(True)`` it is packed and made three times more, always to the same bits.
+
+    Returns:
+        What is wrong; empty if nothing is. Whatever the kernel raises passes through.
+    """
+    with _aside():
+        generator = torch.Generator(key.device).manual_seed(0)
+        matrix, dense = _matrix(key, generator), _dense(key, generator)
+        expected = _product(GemmKernel(), key, matrix, dense)
+        packable, kept = matrix.contiguous(), dense.clone()
+        packed = kernel.pack(packable)
+        result = _product(kernel, key, packed, dense)
+        if not torch.equal(dense, kept) or not torch.equal(packable, matrix):
+            return "changes its operands"
+        second = _product(kernel, key, packed, dense)
+        if result.data_ptr() == second.data_ptr():
+            return "returns the same memory for two products"
+        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+            return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+        if reason := _difference(result, expected):
+            return reason
+        if torch.are_deterministic_algorithms_enabled():
+            repeats = [_product(kernel, key, _packed(kernel, matrix), dense) for _ in range(REPEATS - 1)]
+            bits = [product.contiguous().view(torch.uint8) for product in (result, second, *repeats)]
+            if not all(torch.equal(each, bits[0]) for each in bits):
+                return "gives other bits when it is repeated, and deterministic algorithms are asked for"
+    return ""
+
+
+def _check_bias(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product with a bias with the dense one; return what is wrong."""
+    with _aside():
+        generator = torch.Generator(key.device).manual_seed(0)
+        matrix, dense = _matrix(key, generator), _dense(key, generator)
+        bias = 10 * torch.randn(key.rows, dtype=key.dtype, device=key.device, generator=generator)
+        return _difference(
+            kernel.linear(_packed(kernel, matrix), dense, bias), GemmKernel().linear(matrix, dense, bias)
+        )
+
+
+def _difference(result: Tensor, expected: Tensor) -> str:
+    dtype = torch.promote_types(expected.dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in (result - expected, expected)])
+    difference, norm = norms.tolist()
+    error = difference / norm
+    if not error < TOLERANCE:  # true of NaN
+        return f"wrong by {error:.2g} of the dense product, not less than {TOLERANCE:g}"
+    return ""
+
+
+def dense_ms(key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of the dense product of the N:M operand as the layer has it."""
+    with _aside():
+        matrices, others = _copies(key)
+        return _milliseconds(timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others)
+
+
+def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
+    """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the N:M operand once.
+
+    The operands lie as kernels pack them, transposed where that is so. Like the dense product, the times include
+    neither masking nor drawing.
+    """
+    with _aside():
+        product = bare_ms(kernel, key, timer)
+        matrices = [matrix.contiguous() for matrix in _copies(key)[0]]
+        return product, _milliseconds(timer, key, kernel.pack, matrices)
+
+
+def bare_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of a kernel's product alone: the first time of :func:`sparse_ms`."""
+    with _aside():
+        matrices, others = _copies(key)
+        packs = [_packed(kernel, matrix) for matrix in matrices]
+        order = None
+        if key.permuted:
+            order = torch.randperm(key.depth, generator=torch.Generator().manual_seed(0)).to(key.device)
+
+        def product_of(packed: Tensor, dense: Tensor) -> Tensor:
+            return _product(kernel, key, packed, dense if order is None else permuted_columns(dense, order))
+
+        return _milliseconds(timer, key, product_of, packs, others)
+
+
+def proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tuple[Algorithm, GemmKernel]]:
+    """Yield the algorithms that a kernel proposes for a product and that compute it right.
+
+    Args:
+        kernel: The kernel with its own algorithm.
+        key: The product.
+        notes: Takes the reasons against the others.
+    """
+    try:
+        with _aside():
+            generator = torch.Generator(key.device).manual_seed(0)
+            packed, dense = _packed(kernel, _matrix(key, generator)), _dense(key, generator)
+            algorithms = kernel.algorithms(key.gemm, packed, dense)
+    except Exception as error:
+        notes.append(f"{kernel.name}: the search for algorithms failed, {describe_error(error)}")
+        return
+    for algorithm in algorithms:
+        other = kernel.with_algorithm(algorithm)
+        # The device's probe saw products with a bias, but of the kernel's own algorithm.
+        reason = reason_or_error(partial(check, other, key))
+        if not reason and key.gemm == "forward":
+            reason = reason_or_error(partial(_check_bias, other, key))
+        if reason:
+            notes.append(f"{kernel.name} ({algorithm}): {reason}")
+        else:
+            yield algorithm, other
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Neither recorded by autograd nor cast by autocast."""
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """``A [rows, depth]`` of random numbers, N:M, lying in memory as the layer has it: W and dY, so A^T but in forward.
+
+    A block that the depth cuts off is N:M as well.
+    """
+    whole = -(-key.depth // key.pattern.m) * key.pattern.m
+    matrix = torch.randn(key.rows, whole, dtype=key.dtype, device=key.device, generator=generator)
+    matrix = nm_prune(matrix, key.pattern)[:, : key.depth]
+    if key.gemm == "wgrad":  # as an estimate's tokens are
+        matrix = pad(matrix, (0, -key.depth % TOKENS))
+    return matrix.contiguous() if key.gemm == "forward" else matrix.t().contiguous().t()
+
+
+def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+    shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
+    return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+
+
+def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator(key.device).manual_seed(0)
+    device = torch.device(key.device)
+    matrices, others = (
+        [make(key, generator) for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))]
+        for make, rows in ((_matrix, key.rows), (_dense, key.columns))
+    )
+    return matrices, others
+
+
+def _packed(kernel: GemmKernel, matrix: Tensor) -> Tensor:
+    return kernel.pack(matrix.contiguous())
+
+
+def _product(kernel: GemmKernel, key: GemmKey, packed: Tensor, dense: Tensor) -> Tensor:
+    return kernel.matmul(packed, dense) if key.gemm == "wgrad" else kernel.linear(packed, dense)
+
+
+def _milliseconds(timer: Timer, key: GemmKey, function: Callable[..., Tensor], *operands: Sequence[Tensor]) -> float:
+    return 1e3 * timer.time(rotated(function, *operands), torch.device(key.device))

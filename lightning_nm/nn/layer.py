@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity
-from lightning_nm.kernels.handles import Handled
+from lightning_nm.kernels.handles import HasHandle
 from lightning_nm.nn.gemms import Gemms, LayerCosts, layer_gemms
 from lightning_nm.nn.masks import LayerMasks
 from lightning_nm.nn.noise import LayerNoise
@@ -62,7 +62,7 @@ class LayerSpec:
     tensor_parallel: bool = False
 
 
-class NMLayer(Handled):
+class NMLayer(HasHandle):
     """A weight under an N:M method: a composition of parts, each of which says who changes it.
 
     Args:

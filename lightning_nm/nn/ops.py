@@ -22,7 +22,7 @@ from torch.nn import grad as nn_grad
 
 from lightning_nm.kernels.dispatch import Router, active
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.routed_ops import backward_gemms, forward_gemm, leave
+from lightning_nm.nn.routed_ops import backward_gemms, forward_gemm, record_dense
 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_INPUT: dict[int, Callable[..., Tensor]] = {
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
             router, trains = route
             out = layer.matrix(weight).shape[0]
             return forward_gemm(x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle)
-        leave(layer, ctx.router, ("forward",), len(x), x, _PART)
+        record_dense(layer, ctx.router, ("forward",), len(x), x, _PART)
         return F.linear(x, layer.matrix(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
     @staticmethod
@@ -182,10 +182,10 @@ class _Linear(torch.autograd.Function):
             grad_x, found = made[0] if needs_input else None, made[1]
         else:
             if needs_input:
-                leave(layer, ctx.router, ("dgrad",), len(x), x, _PART)
+                record_dense(layer, ctx.router, ("dgrad",), len(x), x, _PART)
                 grad_x = grad @ layer.matrix(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
             if needs_weight:
-                leave(layer, ctx.router, ("wgrad",), len(x), x, _PART)
+                record_dense(layer, ctx.router, ("wgrad",), len(x), x, _PART)
                 found = _wgrad(layer, grad, noise, lambda dy: dy.t() @ x, ctx.rows.start or 0)
         if needs_weight:
             if not whole:
@@ -207,7 +207,7 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.geometry, ctx.router = layer, dtype, geometry, router
         y = _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
-        leave(layer, router, ("forward",), y.numel() // y.shape[1], x, _CUDNN)
+        record_dense(layer, router, ("forward",), y.numel() // y.shape[1], x, _CUDNN)
         return y
 
     @staticmethod
@@ -220,11 +220,11 @@ class _Conv(torch.autograd.Function):
         rest: list[Any] = [None] * len(tensors)
         tokens = grad.numel() // grad.shape[1]
         if ctx.needs_input_grad[0]:
-            leave(layer, ctx.router, ("dgrad",), tokens, x, _CUDNN)
+            record_dense(layer, ctx.router, ("dgrad",), tokens, x, _CUDNN)
             backward_weight = layer.method.backward_weight(layer, weight).to(ctx.dtype)
             grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
         if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:]):
-            leave(layer, ctx.router, ("wgrad",), tokens, x, _CUDNN)
+            record_dense(layer, ctx.router, ("wgrad",), tokens, x, _CUDNN)
             conv = _CONV_WEIGHT[spatial]
             full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))

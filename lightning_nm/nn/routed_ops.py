@@ -1,9 +1,9 @@
 """The three products of a layer on the kernels that a router chooses, as two operators that compiled graphs call.
 
-What they compute is what :mod:`lightning_nm.nn.ops` computes without a router. They look the layer and the router up
-by number: the choice, the packs and the fused passes over operands happen when a graph runs, not when it is traced. A
-layer's number is the size of an empty tensor, because graphs are made anew for another number, but not for other sizes:
-equal blocks of a model share one graph.
+They compute what :mod:`lightning_nm.nn.ops` computes without a router. They look up the layer and the router by handle:
+the choice, the packs and the fused passes over operands happen when a graph runs, not when it is traced. A layer's
+handle is the size of an empty tensor, because a graph is recompiled for another integer, but not for other sizes: equal
+blocks of a model share one graph.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
+from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
-from lightning_nm.kernels.handles import find
-from lightning_nm.kernels.keys import token_bucket
-from lightning_nm.kernels.operands import permuted_columns
+from lightning_nm.kernels.handles import lookup
+from lightning_nm.kernels.operands import in_one_pass, permuted_columns
 from lightning_nm.nn.gemms import Gemm
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.packable import packable_backward, packable_forward
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
+
+_NO_OPERAND = "none of its operands is N:M"
 
 
 def products(
@@ -38,7 +39,7 @@ def products(
     found = []
     for gemm in gemms:
         how: Gemm = getattr(treated, gemm)
-        reason = "" if how.pattern else "; ".join(filter(None, (how.treatment, how.reason)))
+        reason = "" if how.pattern else f"{how.treatment}; {how.reason}" if how.reason else _NO_OPERAND
         permuted = gemm == "dgrad" and layer.masks.has_backward and layer.permutation is not None
         key = GemmKey(gemm, *sizes[gemm], dtype, how.pattern or layer.pattern, str(device), permuted)
         found.append(Product(layer.name, key, reason))
@@ -51,10 +52,10 @@ def _sizes(layer: NMLayer, tokens: int) -> dict[GemmName, tuple[int, int, int]]:
     return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
 
 
-def leave(
+def record_dense(
     layer: NMLayer, router: Router | None, gemms: Sequence[GemmName], tokens: int, x: Tensor, reason: str
 ) -> None:
-    """Count products that no router runs, for its report; those of a compiled graph are not seen.
+    """Count products that stay dense without a choice, for the router's report; compiled graphs are not counted.
 
     Args:
         layer: The layer.
@@ -103,14 +104,14 @@ def forward_gemm(
     Returns:
         ``[tokens, out]``.
     """
-    nm, route = find(tag.shape[0]), find(router)
-    noted = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = products(nm, len(x), x.dtype, x.device, noted)
-    route.note([product, *later])
+    nm, route = lookup(tag.shape[0]), lookup(router)
+    recorded = GEMMS if trains and not route.tuned else GEMMS[:1]
+    product, *later = products(nm, len(x), x.dtype, x.device, recorded)
+    route.record([product, *later])
     kernel = route.kernel(product)
 
     def dense() -> Tensor:
-        return F.linear(x, nm.matrix(nm.method.forward_weight(nm, weight)).to(x.dtype), bias)
+        return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
         def operand() -> Tensor:
@@ -171,9 +172,9 @@ def backward_gemms(
     Returns:
         ``dX [tokens, in]`` and ``dW [out, in]``.
     """
-    nm, route = find(tag.shape[0]), find(router)
+    nm, route = lookup(tag.shape[0]), lookup(router)
     dgrad, wgrad = products(nm, len(x), x.dtype, x.device, GEMMS[1:])
-    route.tune_alone()
+    route.tune_if_single()
     dgrad_kernel = route.kernel(dgrad) if needs_input else None
     wgrad_kernel = route.kernel(wgrad) if needs_weight else None
     gradient = _Gradient(nm, route, _plain(grad), noise if needs_weight else None)
@@ -252,7 +253,7 @@ class _Gradient:
 
         size = (token_bucket(len(grad)), grad.shape[1])
         name = (type(estimator), estimator.pattern_of(layer), size, grad.dtype)
-        self._transposed, permuted = self.router.faster(name, (one_pass, two_passes), grad.device)()
+        self._transposed, permuted = self.router.pick_fastest(name, (one_pass, two_passes), grad.device)()
         return permuted
 
     def transposed(self) -> Tensor:
@@ -270,7 +271,7 @@ def _dgrad(
     grad = gradient.grad
 
     def dense() -> Tensor:
-        return grad @ layer.matrix(layer.method.backward_weight(layer, weight)).to(grad.dtype)
+        return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
         packed = _pack(layer, router, kernel, product, weight, lambda: packable_backward(layer, weight, grad.dtype))
@@ -288,7 +289,10 @@ def _wgrad(
         return grad.t() @ x
     if layer.observation.active:
         estimate = layer.estimate(grad, seed)
-        found = router.registry.matmul(kernel, product.key, estimate.t().contiguous(), _plain(x))
+        matrix, other = estimate.t().contiguous(), _plain(x)
+        found = _run(
+            router, kernel, product, lambda: kernel.matmul(kernel.pack(matrix), other), lambda: estimate.t() @ x
+        )
         layer.observation.add(layer.clock, estimate, grad.t() @ x, found)
         return found
 
@@ -296,6 +300,20 @@ def _wgrad(
         return kernel.matmul(kernel.pack(gradient.transposed()), _plain(x))
 
     return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+
+
+def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W_F ``[out, in]`` for a dense product: masked and cast in one pass over the weight where a kernel does that."""
+    if in_one_pass(weight):
+        return packable_forward(layer, weight, dtype)
+    return layer.matrix(layer.method.forward_weight(layer, weight)).to(dtype)
+
+
+def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W_B ``[out, in]`` likewise; the one pass would order the rows of a permuted W_B, which takes more passes here."""
+    if in_one_pass(weight) and not (layer.masks.has_backward and layer.permutation is not None):
+        return packable_backward(layer, weight, dtype).t()
+    return layer.matrix(layer.method.backward_weight(layer, weight)).to(dtype)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the precision plugins add to Lightning's own: a router that is active while a step runs."""
+"""What the precision plugins add to Lightning's own: a router that is active during forward and backward passes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
-from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.kernels.dispatch import routing
+from lightning_nm.kernels.modes import refuse_removed
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"
@@ -27,22 +27,22 @@ class KernelRouting:
     """Mixed into a precision plugin: masked layers run their products by the router's choice of kernels.
 
     The router is active in the forward contexts and in backward passes that Lightning calls, where activation
-    checkpointing computes forward passes again. What a forward pass found holds for its backward pass wherever that is
-    called. In mode ``"auto"`` the first batch's forward is dense; its products are measured before its backward.
+    checkpointing computes forward passes again. A backward pass uses the router of its forward pass, wherever it is
+    called. In mode ``"auto"`` the first batch's forward is dense; its products are measured before its backward. If
+    none of them is faster sparse, the router is inactive from the first optimizer step to the end of the fit.
 
     Args:
         kernels: ``"auto"``: for each product of each masked layer the kernel that is fastest as measured on this
-            device, packing included, and the dense one unless another is 3 % faster. ``"sparse"``: the first legal
-            kernel. ``"reference"``: dense. ``"heuristic"``: by a cost model, without timing. ``"replay:FILE"``: as
-            recorded in a file.
+            device, packing included, and the dense one unless another is 3 % faster. ``"sparse"``: the first kernel
+            that computes the product right. ``"reference"``: dense.
         backends: The kernels to choose from, in order of preference; ``None`` takes those of the package.
         decisions: Where ``"auto"`` keeps what it measured, by device, driver and library versions; ``None`` keeps
             nothing.
         budget_s: Seconds that measuring the first batch's products may take.
-        gpu: Figures of the GPU for ``"heuristic"``, where the package does not know them.
         kwargs: As Lightning's plugin takes them.
 
     Raises:
+        TypeError: If an argument was removed: the error names the replacement.
         ValueError: If ``kernels`` is none of these, and as Lightning's plugin.
         RuntimeError: When training starts, if the model has no masked layer.
     """
@@ -57,11 +57,11 @@ class KernelRouting:
         backends: list[GemmKernel] | None = None,
         decisions: str | None = DECISIONS,
         budget_s: float = 60.0,
-        gpu: DeviceModel | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_removed(type(self).__name__, kwargs.keys() & {"gpu"})
         super().__init__(**kwargs)
-        self.router = Router(kernels, backends, decisions, budget_s=budget_s, gpu=gpu)
+        self.router = Router(kernels, backends, decisions, budget_s=budget_s)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class KernelRouting:
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Lightning's context, with the router active."""
-        with super().forward_context(), routing(self.router.live()):  # type: ignore[misc]
+        with super().forward_context(), routing(self.router.active_or_none()):  # type: ignore[misc]
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -103,11 +103,17 @@ class KernelRouting:
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Lightning's backward pass, with the router active."""
-        with routing(self.router.live()):
+        with routing(self.router.active_or_none()):
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's step; after the first one the router may go inactive."""
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        self.router.settle()
+        return result
+
     def teardown(self) -> None:
-        """Let go of the models and the packs; what ran can still be asked for."""
+        """Free the models and the packs; the report of what ran stays."""
         self._models.clear()
         self.router.release()
         super().teardown()  # type: ignore[misc]

@@ -24,7 +24,6 @@ class _TrainerRouting(KernelRouting):
 
         Raises:
             TypeError: If this is no module in a Trainer.
-            ValueError: If the router cannot work on the device: nothing to replay, or no figures for a heuristic.
         """
         if not isinstance(module, pl.LightningModule) or module.fabric is not None:
             raise TypeError(
@@ -36,7 +35,7 @@ class _TrainerRouting(KernelRouting):
         self._models.add(module)
         self._checked = False
         self.router.reset(trainer.accumulate_grad_batches if self.keeps_packs else 1)
-        self.router.open(trainer.strategy.root_device)
+        self.router.initialize(trainer.strategy.root_device)
         return super().convert_module(module)  # type: ignore[misc]
 
     def _require_masked(self) -> None:
@@ -85,7 +84,7 @@ def _searching(trainer: pl.Trainer) -> bool:
 
 
 class NMPrecision(_TrainerRouting, Precision):
-    """Full precision, for which there is no sparse kernel on GPUs: for kernels of one's own, and for tests.
+    """Full precision. GPUs have no sparse kernel for it: this plugin is for kernels from outside, and for tests.
 
     The arguments are those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
     """

@@ -101,7 +101,7 @@ def test_blocks_with_nan_are_left_out():
 def test_the_table_names_the_kernels_that_ran():
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
     sparsifier = NMSparsifier(model, method="transposable", skip_first_last=False, exclude="2").attach()
-    router = Router("sparse", kernels=[SimulatedSparseKernel()])
+    router = Router("sparse", backends=[SimulatedSparseKernel()])
     with routing(router):
         model(torch.randn(16, 32)).sum().backward()
     rows = {

@@ -1,4 +1,4 @@
-"""ThroughputMonitor beside the plugin: one denominator, named, and never above it."""
+"""ThroughputMonitor beside the plugin: no mfu whose denominator has no meaning."""
 
 import logging
 
@@ -13,29 +13,15 @@ from lightning_nm.callbacks import throughput
 from lightning_nm.kernels import SimulatedSparseKernel
 from tests.lightning_models import Data, callback, make_trainer, new_model
 
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 1979),
-        ("NVIDIA H200 NVL", 1671),
-        ("NVIDIA H100 PCIe", 1513),
-        ("NVIDIA A100-PCIE-40GB", 624),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40S", 733),
-        ("NVIDIA L4", 242),
-        ("Tesla V100-SXM2-16GB", None),
-    ],
-)
-def test_peaks_are_those_of_the_very_gpu(name, peak):
-    assert throughput.sparse_peak(name) == peak
+TABLE = 989_400_000_000_000
+"""Lightning's figure for an H100."""
 
 
 class Cuda:
     type = "cuda"
 
 
-def fit(tmp_path, monkeypatch, plugin, name):
+def fit(tmp_path, monkeypatch, plugin, name="NVIDIA H100 80GB HBM3", given=None):
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     trainer = make_trainer(
         tmp_path, [monitor, callback()], plugins=[plugin], logger=Recorder(tmp_path), log_every_n_steps=1
@@ -45,9 +31,9 @@ def fit(tmp_path, monkeypatch, plugin, name):
     settle = throughput.settle_throughput
 
     def as_on_a_gpu(trainer):
-        monitor.available_flops = 1  # as Lightning's table would have it
+        monitor.available_flops = given or TABLE
         for each in monitor._throughputs.values():
-            each.available_flops = 1
+            each.available_flops = monitor.available_flops
         with monkeypatch.context() as patch:
             patch.setattr(type(trainer.strategy), "root_device", Cuda())
             patch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -71,31 +57,32 @@ def plugin(cls=NMMixedPrecision, **options):
     return cls(backends=[SimulatedSparseKernel()], decisions=None, **{"kernels": "sparse", **options})
 
 
-def test_mfu_is_over_the_sparse_peak(tmp_path, monkeypatch, caplog):
-    with caplog.at_level(logging.INFO):
-        trainer, monitor = fit(tmp_path, monkeypatch, plugin(), "NVIDIA H200")
-    assert monitor.available_flops == 1979 * 10**12
-    assert "mfu is dense-equivalent FLOPs over 1979 TFLOP/s, the 2:4 peak of NVIDIA H200" in caplog.text
-    logged = [row for row in trainer.logger.rows if row.get("train/device/mfu")]
-    assert logged, trainer.logger.rows[-3:]
-    for row in logged:
-        assert 0 < row["train/device/mfu"] < 1
-        assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1979e12)
-
-
-def test_no_mfu_without_a_known_peak(tmp_path, monkeypatch, caplog):
-    with caplog.at_level(logging.INFO):
-        trainer, monitor = fit(tmp_path, monkeypatch, plugin(), "NVIDIA Thing")
-    assert monitor.available_flops is None
-    assert "no 2:4 peak is known for NVIDIA Thing" in caplog.text
+def logs_mfu(trainer):
     assert trainer.logger.rows
-    assert not any("mfu" in key for row in trainer.logger.rows for key in row)
+    return any("mfu" in key for row in trainer.logger.rows for key in row)
+
+
+def test_no_mfu_while_products_are_routed(tmp_path, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        trainer, monitor = fit(tmp_path, monkeypatch, plugin())
+    assert monitor.available_flops is None
+    assert "no mfu is logged while sparse kernels may run" in caplog.text
+    assert not logs_mfu(trainer)
+
+
+def test_a_peak_that_was_given_stays(tmp_path, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        trainer, monitor = fit(tmp_path, monkeypatch, plugin(), given=10**15)
+    assert monitor.available_flops == 10**15
+    assert "no mfu" not in caplog.text
+    assert logs_mfu(trainer)
 
 
 @pytest.mark.parametrize(("cls", "kernels"), [(NMPrecision, "sparse"), (NMMixedPrecision, "reference")])
-def test_lightnings_own_figure_stays_where_nothing_is_routed(cls, kernels, tmp_path, monkeypatch):
-    _, monitor = fit(tmp_path, monkeypatch, plugin(cls, kernels=kernels), "NVIDIA H200")
-    assert monitor.available_flops == 1
+def test_mfu_stays_where_nothing_is_routed(cls, kernels, tmp_path, monkeypatch):
+    trainer, monitor = fit(tmp_path, monkeypatch, plugin(cls, kernels=kernels))
+    assert monitor.available_flops == TABLE
+    assert logs_mfu(trainer)
 
 
 def test_model_flops_do_not_depend_on_kernels():

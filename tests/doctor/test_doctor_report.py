@@ -1,8 +1,9 @@
-"""Rows and sums against numbers computed by hand, and estimates against the cost model."""
+"""Rows and sums against numbers computed by hand."""
 
 import io
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,16 +13,22 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import NMPattern, NMSparsifier
-from lightning_nm.doctor import EstimateRouter, KernelState, Machine, report
-from lightning_nm.doctor.estimate import as_16_bit
+from lightning_nm.doctor import KernelState, Machine, report
+from lightning_nm.doctor.report import static_row, summarize
 from lightning_nm.doctor.tables import print_machine, print_report
-from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, cost, routing
-from lightning_nm.kernels.cost import device_model
+from lightning_nm.kernels import (
+    CuSparseLtKernel,
+    GemmKernel,
+    GemmKey,
+    KernelRegistry,
+    Router,
+    SimulatedSparseKernel,
+    routing,
+)
+from lightning_nm.kernels.cache import Environment
 from lightning_nm.kernels.dispatch import Product
-from lightning_nm.kernels.environment import Environment
 from tests.fake_kernels import FakeTimer
 
-H200 = device_model("H200")
 CPU = torch.device("cpu")
 
 
@@ -83,7 +90,6 @@ def test_packs_of_weights_are_shared_and_those_of_gradients_are_not():
     router = make_router(pack=5.0, reuse=2)  # 6 + 5 / 2 < 10 < 6 + 5
     found = report(router, trained(router), steps=2, step_ms=100.0)
     assert [row.sparse for row in found.rows] == [row.product.key.gemm != "wgrad" for row in found.rows]
-    assert [row.uses for row in found.rows] == [2 * 16, 32, 2 * 16, 2 * 16, 64]
     assert found.dense_ms == pytest.approx(50)
     assert found.chosen_ms == pytest.approx(3 * 8.5 + 2 * 10)
     assert found.predicted_step_ms == pytest.approx(100 - 4.5)
@@ -94,7 +100,7 @@ def test_what_gains_nothing_is_said():
     found = report(router, trained(router), steps=2, step_ms=100.0)
     assert all(row.eligible and not row.sparse for row in found.rows)
     assert found.predicted_step_ms == found.step_ms == 100.0
-    assert found.verdict == "nothing here runs faster sparse: train without the plugin"
+    assert found.verdict == "no product is faster sparse: train without the plugin"
 
 
 def test_products_without_an_operand_have_a_reason_and_no_time():
@@ -129,7 +135,7 @@ def test_times_are_scaled_from_the_bucket_to_the_real_tokens():
     gradients = replace(key, gemm="wgrad", depth=9, columns=32)
     products = {Product("0", key): 3.0, Product("0", gradients): 1.0}
     for product in products:
-        router.open(CPU).decide(product.key)
+        router.initialize(CPU).decide(product.key)
     forward, wgrad = report(router, counts=products).rows
     assert (forward.dense_ms, forward.sparse_ms, forward.pack_ms) == pytest.approx((9.0, 5.4, 2.0))
     assert (wgrad.dense_ms, wgrad.sparse_ms, wgrad.pack_ms) == pytest.approx((9.0, 5.4, 1.8))
@@ -176,25 +182,24 @@ SIZES = st.sampled_from([16, 24, 64, 1024, 4096, 12288])  # each its own bucket
     permuted=st.booleans(),
     reuse=st.sampled_from([1, 4]),
 )
-def test_estimates_are_the_cost_models(gemm, sizes, dtype, pattern, permuted, reuse):
+def test_without_a_gpu_sizes_and_patterns_decide_what_could_run(gemm, sizes, dtype, pattern, permuted, reuse):
+    class Broken(GemmKernel):
+        name = "broken"
+
+        def static_reason(self, key):
+            raise KeyError("mine")
+
     key = GemmKey(gemm, *sizes, dtype, NMPattern.parse(pattern), "cpu", permuted and gemm == "dgrad")
-    router = EstimateRouter(H200, reuse)
-    product = as_16_bit(Product("layer", key))
-    router.open(CPU).decide(product.key)
-    (row,) = report(router, counts={product: 1.0}).rows
-    rows, depth, columns = sizes
-    fits = rows % 16 == 0 and (gemm == "wgrad" or depth % 16 == 0) and pattern != "4:8"
-    assert row.eligible == fits
-    assert row.break_even == cost.break_even(H200)
-    uses = 1 if gemm == "wgrad" else reuse
-    assert row.uses == columns * uses
-    if not fits:
-        assert not row.sparse
-        assert row.why.startswith("cusparselt: ")
-        return
-    expected = [f(product.key, H200) for f in (cost.dense_ms, cost.sparse_ms, cost.pack_ms)]
-    assert [row.dense_ms, row.sparse_ms, row.pack_ms] == pytest.approx(expected)
-    assert row.sparse == (cost.speedup(*expected, uses) >= 1.03)
+    kernel = CuSparseLtKernel()
+    row = static_row(KernelRegistry([Broken(), kernel]), reuse, Product("layer", key), 2.0)
+    rows, depth, _ = sizes
+    fits = rows % 16 == 0 and (gemm == "wgrad" or depth % 16 == 0) and pattern != "4:8" and dtype != torch.float32
+    assert (row.eligible, row.could) == (fits, ("cusparselt",) if fits else ())
+    assert ("; cusparselt: " in row.why) == (not fits)
+    assert row.why.startswith("broken: KeyError: 'mine'")
+    assert (row.calls, row.pack_uses, row.sparse) == (2.0, 1 if gemm == "wgrad" else reuse, False)
+    assert row.dense_ms is row.chosen_ms is row.gain is None
+    assert not kernel.device_probe._verdicts, "nothing is probed"
 
 
 def test_reports_are_json():
@@ -204,12 +209,12 @@ def test_reports_are_json():
     assert content["rows"][0]["dtype"] == "float32"
     assert content["rows"][0]["pattern"] == "2:4"
     assert content["predicted_step_ms"] == found.predicted_step_ms
-    nothing = EstimateRouter(replace(H200, gain=1.0))
     product = Product("0", GemmKey("forward", 64, 64, 64, torch.bfloat16, NMPattern(2, 4), "cpu"))
-    nothing.open(CPU).decide(product.key)
-    (row,) = report(nothing, counts={product: 1}).to_dict()["rows"]
-    assert row["break_even"] is None
-    assert row["kernel"] == "reference"
+    make_row = partial(static_row, KernelRegistry([CuSparseLtKernel()]), 1)
+    unmeasured = summarize(make_row, None, [], {product: 1.0})
+    content = json.loads(json.dumps(unmeasured.to_dict(), allow_nan=False))
+    assert (content["kernels"], content["rows"][0]["could"]) == (None, ["cusparselt"])
+    assert content["verdict"].startswith("1 of 1 products could run on a sparse kernel")
 
 
 def printed(width, show, *found):

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from lightning_nm import NMPrecision, NMSparsityCallback
-from lightning_nm.doctor import EstimateRouter
-from lightning_nm.doctor.training import judge, watch
-from lightning_nm.kernels.cost import device_model
+from lightning_nm.doctor.training import judge, judge_unmeasured, watch
+from lightning_nm.kernels import CuSparseLtKernel, Router, SimulatedSparseKernel
 from lightning_nm.kernels.dispatch import active, routing
 from lightning_nm.nn.adapters import Adapter
 from tests.doctor.test_doctor_report import Watched, make_router
@@ -46,7 +45,7 @@ def test_products_of_one_step_are_counted_as_they_are(tmp_path, capsys, plugin, 
     assert seen.step_ms > 0
     assert seen.router is (plugins[0].router if plugin else None)
     if plugin:
-        assert seen.router.mode == "auto"
+        assert seen.router.kernels == "auto"
         assert not seen.router.used()
     assert active() is None
     assert not any(isinstance(module, Adapter) for module in model.modules())
@@ -64,7 +63,7 @@ def test_a_router_that_was_active_is_so_again(tmp_path):
     assert not router.used()
 
 
-def test_one_step_is_enough_for_an_estimate(tmp_path):
+def test_one_step_is_enough_where_nothing_is_measured(tmp_path):
     trainer, _, seen = examined(tmp_path, timed=False)
     assert trainer.global_step == 1
     assert seen.step_ms is None
@@ -125,19 +124,36 @@ def test_a_forced_kernel_may_lose(tmp_path):
     _, _, seen = examined(tmp_path)
     (found,) = judge(make_router("sparse", sparse=12.0), seen)
     assert found.predicted_step_ms == pytest.approx(seen.step_ms + 2 * 4)
-    assert "gains nothing" in found.verdict
+    assert "is not faster" in found.verdict
 
 
 def test_other_token_counts(tmp_path):
     _, _, seen = examined(tmp_path)
-    small, large = judge(EstimateRouter(device_model("H200")), seen, [64, 1 << 20])
+    router = Router(backends=[CuSparseLtKernel()], timer=None)
+    small, large = judge_unmeasured(router, seen, [64, 1 << 20])
+    assert not router.used()
+    assert small.kernels is None
+    assert [row.could for row in small.rows] == [()] * 3 + [("cusparselt",)] * 2 + [()]
     assert (small.tokens, large.tokens) == (64, 1 << 20)
     assert small.step_ms is large.step_ms is None
     for found, tokens in ((small, 64), (large, 1 << 20)):
         for row in found.rows:
             key = row.product.key
             assert (key.depth if key.gemm == "wgrad" else key.columns) == tokens
-            assert key.dtype == (torch.bfloat16 if row.product.layer == "net.6" else key.dtype)
+            assert key.dtype == torch.bfloat16
+
+
+def test_without_a_gpu_nothing_runs(tmp_path):
+    class Untouched(SimulatedSparseKernel):
+        def pack(self, matrix):
+            raise AssertionError("packed")
+
+    _, _, seen = examined(tmp_path, timed=False)
+    (found,) = judge_unmeasured(Router(backends=[Untouched()], reuse=4), seen)
+    assert {row.why for row in found.rows[:3]} == {"a convolution, left to cuDNN"}
+    assert [row.eligible for row in found.rows] == [False] * 3 + [True, True, False]
+    assert [row.pack_uses for row in found.rows] == [4, 4, 1] * 2
+    assert found.rows[5].why == "none of its operands is N:M"
 
 
 def test_the_plugins_router_measures(tmp_path):
@@ -146,5 +162,5 @@ def test_the_plugins_router_measures(tmp_path):
     plugin.router.timer = FakeTimer([kernel], 10, simulated=(6, 2))
     _, _, seen = examined(tmp_path, plugins=[plugin])
     (found,) = judge(seen.router, seen)
-    assert found.mode == "auto"
+    assert found.kernels == "auto"
     assert found.predicted_step_ms == pytest.approx(seen.step_ms - 2 * 2)

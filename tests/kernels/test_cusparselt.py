@@ -1,6 +1,8 @@
 import copy
+import ctypes
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey
-from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, _claim_thread
+from lightning_nm.kernels.backends import cusparselt
+from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, _claim_thread, library_version
+from lightning_nm.kernels.backends.probe import DeviceProbe
 from tests.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
 
 CPU = torch.device("cpu")
@@ -243,7 +247,7 @@ class TestProbe:
         kernel.probe(CPU)
         matrices = [call[1] for call in kernel.ops.calls if call[0] == "compress"]
         assert {(tuple(matrix.shape), matrix.dtype) for matrix in matrices} == {
-            (shape, dtype) for shape in ((256, 512), (144, 176)) for dtype in DTYPES
+            (shape, dtype) for shape in ((256, 512), (192, 320), (144, 176)) for dtype in DTYPES
         }
         for matrix in matrices:
             assert set((matrix != 0).unflatten(1, (-1, 4)).sum(2).unique().tolist()) == {0, 1, 2}
@@ -324,6 +328,17 @@ class TestProbe:
         gradient, x = two_four(128, 144), normal(144, 16)
         assert_product(kernel.matmul(kernel.pack(gradient), x), gradient, x)
 
+    @pytest.mark.parametrize(("works", "multiple"), [(128, 128), (64, 64), (32, 64), (16, 16)])
+    def test_the_finest_rung_that_is_right_is_used(self, works, multiple):
+        class Coarse(TrappingOps):
+            def _cslt_sparse_mm(self, packed, dense, **keywords):
+                right = len(packed) % works == dense.shape[0] % works == 0
+                return super()._cslt_sparse_mm(packed, dense, **keywords) * (1 if right else 2)
+
+        kernel = KernelOnCpu(Coarse())
+        assert kernel.probe(CPU) == ""
+        assert kernel.multiple(CPU) == multiple
+
     def test_ragged_shapes_that_are_wrong_are_not_used(self):
         class WrongIfRagged(TrappingOps):
             def _cslt_sparse_mm(self, packed, *arguments, **keywords):
@@ -385,16 +400,52 @@ class TestMachines:
 
     def test_a_device_without_index_is_the_current_one(self, h200):
         tried = []
-        h200.setattr(CuSparseLtKernel, "_try", lambda kernel, device, *sizes: tried.append(device) or "")
+        h200.setattr(DeviceProbe, "_compare", lambda probe, device, *sizes: tried.append(device) or "")
         kernel = CuSparseLtKernel()
         assert kernel.probe(torch.device("cuda")) == kernel.probe(torch.device("cuda:0")) == ""
-        assert tried == [torch.device("cuda:0")] * 2
+        assert tried == [torch.device("cuda:0")] * 3
 
     @pytest.mark.parametrize(
         ("version", "capability", "warns"),
         [(800, (9, 0), True), (801, (9, 0), False), (800, (8, 0), False), (None, (9, 0), False)],
     )
     def test_a_slow_version_is_remarked(self, h200, version, capability, warns):
-        h200.setattr(torch.backends.cusparselt, "version", lambda: version)
+        h200.setattr(cusparselt, "library_version", lambda: version)
         h200.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         assert ("install a torch that brings 0.8.1" in CuSparseLtKernel().remark(torch.device("cuda:0"))) == warns
+
+
+class TestVersion:
+    """The library that is loaded is asked, not the header that torch was compiled with."""
+
+    @pytest.fixture
+    def loaded(self, h200):
+        def load(status=0, parts=(0, 8, 1)):
+            def get(part, value):
+                value._obj.value = parts[part]
+                return status
+
+            h200.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cusparseLtGetProperty=get))
+
+        h200.setattr(torch.backends.cusparselt, "version", lambda: 800)
+        return load
+
+    @pytest.mark.parametrize(("parts", "version"), [((0, 8, 1), 801), ((0, 10, 0), 1000), ((1, 2, 3), 1203)])
+    def test_it_is_the_librarys(self, loaded, parts, version):
+        loaded(parts=parts)
+        assert library_version() == version
+
+    def test_torchs_where_the_library_does_not_answer(self, loaded, h200):
+        loaded(status=7)
+        assert library_version() == 800
+
+        def missing(name):
+            raise OSError(name)
+
+        for library in (missing, lambda name: object()):
+            h200.setattr(ctypes, "CDLL", library)
+            assert library_version() == 800
+
+    def test_none_without_it(self, h200):
+        h200.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+        assert library_version() is None

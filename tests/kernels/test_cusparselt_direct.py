@@ -13,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
-from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry, cusparselt_plans
+from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry, Router
+from lightning_nm.kernels.api import Algorithm
+from lightning_nm.kernels.backends import cusparselt_plans
 from lightning_nm.kernels.backends.cusparselt_plans import Library
+from lightning_nm.kernels.dispatch import Product
 from tests.fake_cusparselt import STREAM, DirectOnCpu, FakeCuSparseLt
 from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 CPU = torch.device("cpu")
+DEFAULT = Algorithm()
 DTYPES = [torch.bfloat16, torch.float16]
 KERNELS = DirectOnCpu(), KernelOnCpu()
 PLAN = [
@@ -59,7 +63,7 @@ def probed(fake):
     return kernel
 
 
-def multiply(library, tokens, bias=None, algorithm=0, matrix=None):
+def multiply(library, tokens, bias=None, algorithm=DEFAULT, matrix=None):
     matrix = two_four(32, 64) if matrix is None else matrix
     x = normal(tokens, 64, dtype=matrix.dtype)
     packed = library.compress(matrix, STREAM)
@@ -142,7 +146,7 @@ class TestCalls:
         second.linear(packed, x)
         assert fake.names() == [*PLAN, "matmul"]
         selection = max(pointer for pointer, made in fake.alive.items() if made.kind == "selection")
-        assert fake.alive[selection].algorithm == 7
+        assert fake.alive[selection].attributes == {0: 7}
 
     def test_no_workspace_is_no_pointer(self):
         fake = FakeCuSparseLt(workspace=0)
@@ -185,7 +189,7 @@ class TestPlans:
         before = set(fake.alive)
         fake.broken = {step}
         with pytest.raises(Exception, match="NOT_SUPPORTED"):
-            library.multiply(packed, normal(8, 64), normal(32), transposed=True, algorithm=0, stream=STREAM)
+            library.multiply(packed, normal(8, 64), normal(32), transposed=True, algorithm=Algorithm(), stream=STREAM)
         assert set(fake.alive) == before
         fake.broken = set()
         multiply(library, 8, normal(32))
@@ -220,7 +224,7 @@ class TestPlans:
         thread.start()
         thread.join()
         assert_product(results[0].t(), matrix, x.t())
-        assert fake.names()[:2] == ["init", "get_version"]
+        assert fake.names()[:4] == ["init", *["get_property"] * 3]
         gc.collect()
         assert there
         assert not there & set(fake.alive)
@@ -244,6 +248,106 @@ print("plans", sum(made.kind == "plan" for made in library.alive.values()))
         assert lines.index("plans 1") == len(lines) - 2  # the probe's thread destroys its own before
 
 
+class TestAlgorithms:
+    """The library's search returns an id, a split of the contraction, and its mode: all three are in the plan."""
+
+    FOUND = Algorithm(5, 3, 4)
+
+    @pytest.fixture
+    def kernel(self):
+        return DirectOnCpu(FakeCuSparseLt(fastest=self.FOUND))
+
+    @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+    def test_the_search_is_of_this_product_and_leaves_nothing_behind(self, kernel, gemm):
+        packed = kernel.pack(two_four(32, 64))
+        dense = normal(64, 24) if gemm == "wgrad" else normal(24, 64)
+        before = set(kernel.library.alive)
+        kernel.library.calls.clear()
+        assert list(kernel.algorithms(gemm, packed, dense)) == [self.FOUND]
+        assert kernel.library.names() == [*PLAN, "matmul_search", *["matmul_alg_get_attribute"] * 3, *UNMADE]
+        assert kernel.library.calls[3][1]["op_b"] == (gemm != "wgrad")
+        assert set(kernel.library.alive) == before
+
+    @pytest.mark.parametrize("found", [Algorithm(), Algorithm(0, 1, 0)])
+    def test_the_default_is_no_proposal(self, found):
+        kernel = DirectOnCpu(FakeCuSparseLt(fastest=found))
+        assert kernel.algorithms("forward", kernel.pack(two_four(32, 64)), normal(24, 64)) == ()
+
+    def test_a_given_algorithm_is_not_searched_for(self, kernel):
+        given = DirectOnCpu(kernel.library, algorithm=7)
+        packed = given.pack(two_four(32, 64))
+        assert given.algorithms("forward", packed, normal(24, 64)) == ()
+        assert "matmul_search" not in kernel.library.names()
+
+    def test_a_search_that_fails_leaves_nothing_behind(self, kernel):
+        packed = kernel.pack(two_four(32, 64))
+        before = set(kernel.library.alive)
+        kernel.library.broken = {"matmul_search"}
+        with pytest.raises(Exception, match="NOT_SUPPORTED"):
+            kernel.algorithms("forward", packed, normal(24, 64))
+        assert set(kernel.library.alive) == before
+
+    @pytest.mark.parametrize(
+        ("algorithm", "attributes"),
+        [
+            (Algorithm(), {0: 0}),
+            (Algorithm(2, 1, 0), {0: 2}),
+            (FOUND, {0: 5, 3: 3, 4: 4}),
+            (Algorithm(5, -1), {0: 5, 3: -1}),
+        ],
+    )
+    def test_an_algorithm_has_its_own_plan_with_what_differs_from_the_default(self, kernel, algorithm, attributes):
+        matrix, x, library = two_four(32, 64), normal(24, 64), kernel.library
+        packed = kernel.pack(matrix)
+        other = kernel.with_algorithm(algorithm)
+        assert (other.name, other.device_probe) == (kernel.name, kernel.device_probe)
+        assert_product(other.linear(packed, x).t(), matrix, x.t())
+        selection = max(pointer for pointer, made in library.alive.items() if made.kind == "selection")
+        assert library.alive[selection].attributes == attributes
+        assert library.alive[selection].at_plan == attributes, "the plan is made with them"
+        assert kernel.algorithm == Algorithm()
+
+    def test_auto_takes_it_into_the_decision_and_the_products(self, kernel):
+        """Of three plans, the one that was searched is the fastest, and it alone runs."""
+
+        class Timer:
+            def time(self, function, device):
+                kernel.library.calls.clear()
+                function()
+                used = [
+                    kernel.library.alive[call["plan"]].selection
+                    for name, call in kernel.library.calls
+                    if name == "matmul"
+                ]
+                if not kernel.library.calls:
+                    return 9e-3
+                return 1e-3 if used and kernel.library.alive[used[0]].attributes.get(0) == 5 else 2e-3
+
+        router = Router("auto", [kernel], timer=Timer())
+        key = GemmKey("forward", 32, 64, 24, torch.bfloat16, NMPattern(2, 4), "cpu")
+        decision = router.initialize(CPU).decide(key)
+        assert (decision.kernel, decision.algorithm) == ("cusparselt-direct", self.FOUND)
+        router.tuned = True
+        assert router.kernel(Product("layer", key)).algorithm == self.FOUND
+
+    @pytest.mark.parametrize("wrong", [20, 21])
+    def test_a_proposal_that_is_wrong_loses(self, wrong):
+        """One is wrong in each product, the other one with a bias alone."""
+        kernel = DirectOnCpu(FakeCuSparseLt(fastest=Algorithm(wrong, 2, 5)))
+
+        class Timer:
+            def time(self, function, device):
+                kernel.library.calls.clear()
+                function()
+                return 1e-3 if kernel.library.calls else 9e-3
+
+        router = Router("auto", [kernel], timer=Timer())
+        key = GemmKey("forward", 32, 64, 24, torch.bfloat16, NMPattern(2, 4), "cpu")
+        decision = router.initialize(CPU).decide(key)
+        assert (decision.kernel, decision.algorithm) == ("cusparselt-direct", None)
+        assert f"(algorithm {wrong}, split-k 2, mode 5): wrong by" in decision.reason
+
+
 class TestProbe:
     def test_a_plan_that_keeps_its_first_bias_fails_it(self):
         assert "linear with bias" in DirectOnCpu(FakeCuSparseLt(plan_keeps_bias=True)).probe(CPU)
@@ -264,7 +368,7 @@ class TestProbe:
         reason = DirectOnCpu(FakeCuSparseLt(broken=[step])).probe(CPU)
         assert reason == "FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
 
-    @pytest.mark.parametrize("step", ["init", "get_version"])
+    @pytest.mark.parametrize("step", ["init", "get_property"])
     def test_a_library_that_does_not_start_is_a_reason(self, step):
         kernel = DirectOnCpu(FakeCuSparseLt(broken=[step]))
         assert kernel.probe(CPU) == "cuSPARSELt does not start: FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
@@ -290,7 +394,7 @@ class TestProbe:
         matrix, x = two_four(32, 64), normal(16, 64)
         fake.broken = {"matmul"}
         with pytest.warns(RuntimeWarning, match=r"'cusparselt-direct' is switched off .*STATUS_NOT_SUPP"):
-            y = registry.linear(probed, key, matrix, x)
+            y = registry.attempt(probed, key, lambda: probed.linear(probed.pack(matrix), x), lambda: x @ matrix.t())
         assert_product(y.t(), matrix, x.t())
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.kernels.keys import bucketed, format_key, multiply_adds, parse_key, token_bucket
+from lightning_nm.kernels.api import bucketed, format_key, multiply_adds, parse_key, token_bucket
 from tests.fake_kernels import gemm_key
 
 SIZES = st.integers(1, 1 << 40)

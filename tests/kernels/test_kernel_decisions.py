@@ -11,16 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import collect_env
 
-from lightning_nm.kernels import environment
-from lightning_nm.kernels.cache import Decision, Decisions
-from lightning_nm.kernels.environment import Environment, environment_of
+from lightning_nm.kernels import cache
+from lightning_nm.kernels.api import Algorithm
+from lightning_nm.kernels.cache import Decision, Decisions, Environment, environment_of
 from tests.fake_kernels import gemm_key
 
 HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
 FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")
 TIMES = st.none() | st.floats(min_value=0, allow_infinity=False)
 DECISIONS = st.builds(
-    Decision, st.text(), TIMES, TIMES, TIMES, st.text(), st.sampled_from(["measured", "predicted"]), st.text()
+    Decision,
+    st.text(),
+    *[TIMES] * 3,
+    st.text(),
+    st.sampled_from(["measured", "forced"]),
+    st.text(),
+    st.none() | st.builds(Algorithm, st.integers(0, 99), st.integers(-1, 8), st.integers(-1, 6)),
 )
 
 
@@ -52,6 +58,14 @@ def test_the_file_can_be_read_by_people(tmp_path):
     ((environment, entries),) = content["environments"].items()
     assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none"
     assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
+
+
+def test_decisions_of_an_earlier_release_have_no_algorithm(tmp_path):
+    path = tmp_path / "kernels.json"
+    decisions({gemm_key(): FAST}).save(path)
+    path.write_text(path.read_text().replace(',\n    "algorithm": null', ""))
+    assert "algorithm" not in path.read_text()
+    assert Decisions.load(path, HERE)[gemm_key()] == FAST
 
 
 def test_a_bucket_and_all_devices_of_a_type_share_a_decision():
@@ -124,7 +138,7 @@ def test_damaged_entries_are_ignored(tmp_path, entries):
     path.write_text(json.dumps({"schema": 1, "environments": {str(HERE): entries}}))
     loaded = Decisions.load(path, HERE)
     assert not loaded
-    assert "no decisions are taken over" in loaded.ignored
+    assert "no decisions are reused" in loaded.ignored
 
 
 def test_a_missing_file_is_no_error(tmp_path):
@@ -167,9 +181,9 @@ def test_the_environment_of_a_cpu():
 
 def test_the_environment_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(cache, "library_version", lambda: 801)
     monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
-    monkeypatch.setattr(environment, "version", {"nvmath-python": "1.0.0"}.__getitem__)
+    monkeypatch.setattr(cache, "version", {"nvmath-python": "1.0.0"}.__getitem__)
     here = environment_of(torch.device("cuda:1"))
     assert (here.device, here.driver, here.cusparselt) == ("GPU 1", "580.65", "801")
     assert str(replace(here, cuda=None)) == (
@@ -182,7 +196,7 @@ def test_an_environment_without_nvmath(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(cache, "library_version", lambda: 801)
     monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
-    monkeypatch.setattr(environment, "version", version)
+    monkeypatch.setattr(cache, "version", version)
     assert environment_of(torch.device("cuda")).nvmath is None

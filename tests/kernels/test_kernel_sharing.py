@@ -2,9 +2,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_nm.kernels.cache import Decision, Decisions
-from lightning_nm.kernels.environment import Environment
-from lightning_nm.kernels.share import share
+from lightning_nm.kernels.cache import Decision, Decisions, Environment, share
 from tests.fake_kernels import gemm_key
 
 KEY = gemm_key(columns=1000)

@@ -18,7 +18,6 @@ from lightning_nm.kernels.operands import (
     masked_backward_reference,
     masked_forward,
     masked_forward_reference,
-    masked_pair,
     mvue_transposed,
     mvue_transposed_reference,
     permuted_columns,
@@ -115,18 +114,16 @@ def pair_reference(weight, marks, dtype, bit, permutation):
     seed=st.integers(0, 2**20),
 )
 def test_interpreted_pair(out, columns, source, target, own_backward, permuted, transposed, seed):
-    """Both halves at once and each alone."""
     generator = torch.Generator().manual_seed(seed)
     weight = values(generator, torch.float32, out, columns).nan_to_num(1.0).to(source)
     marks = torch.randint(4, (out, columns), generator=generator, dtype=torch.uint8)
     permutation = order(generator, out, permuted)
     if transposed:
         weight, marks = weight.t().contiguous().t(), marks.t().contiguous().t()
-    pair = masked_pair(weight, marks, target, permutation, own_backward=own_backward)
     forward = masked_forward(weight, marks, target)
     backward = masked_backward(weight, marks, target, permutation, own_backward=own_backward)
     exact = pair_reference(weight.float(), marks, torch.float32, 1 + own_backward, permutation)
-    for found, expected in zip((*pair, forward, backward), exact * 2, strict=True):
+    for found, expected in zip((forward, backward), exact, strict=True):
         assert found.is_contiguous()
         assert torch.equal(
             bits(found), bits(expected.to(target) if source == target else interpreted(expected, target))
@@ -140,21 +137,19 @@ def test_interpreted_pair(out, columns, source, target, own_backward, permuted, 
     out=SIZES,
     dtype=st.sampled_from(DTYPES),
     pattern=st.sampled_from(PATTERNS),
-    permuted=st.booleans(),
     gathered=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_interpreted_estimate(tokens, out, dtype, pattern, permuted, gathered, seed):
+def test_interpreted_estimate(tokens, out, dtype, pattern, gathered, seed):
     generator = torch.Generator().manual_seed(seed)
     grad = values(generator, dtype, tokens, out)
-    permutation = order(generator, out, permuted)
     gather = order(generator, out, gathered)
-    result = mvue_transposed(grad, fold_seed(seed), pattern, permutation, gather=gather)
+    result = mvue_transposed(grad, fold_seed(seed), pattern, gather=gather)
     if gather is not None:
         result, columns = result
         assert columns.is_contiguous()
         assert torch.equal(raw(columns), raw(grad[:, gather]))
-    exact = mvue_transposed_reference(grad.float(), fold_seed(seed), NMPattern.parse(pattern), permutation)
+    exact = mvue_transposed_reference(grad.float(), fold_seed(seed), NMPattern.parse(pattern))
     assert result.is_contiguous()
     assert result.dtype == dtype
     assert torch.equal(bits(result), bits(interpreted(exact, dtype)))
@@ -194,7 +189,7 @@ def test_interpreted_estimate_of_gaussians(dtype):
     """The random numbers decide in every block; the seed is neither reduced nor contiguous."""
     grad = torch.randn(512, 132, generator=torch.Generator().manual_seed(0)).to(dtype)
     seed = (fold_seed(3) + 5 * 0x9E3779B1).repeat_interleave(2)[::2]
-    exact = mvue_transposed_reference(grad.float(), seed, NMPattern(2, 4), None)
+    exact = mvue_transposed_reference(grad.float(), seed, NMPattern(2, 4))
     assert torch.equal(bits(mvue_transposed(grad, seed)), bits(interpreted(exact, dtype)))
 
 
@@ -275,22 +270,16 @@ def test_the_gather_compiles(width, dtype):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("shared", "permuted", "gathered"), [(True, False, False), (False, True, False), (True, True, True)]
-)
+@pytest.mark.parametrize(("shared", "gathered"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(
     ("pattern", "dtype"), [*((pattern, "bf16") for pattern in PATTERNS), ("2:4", "fp32"), ("2:4", "fp16")]
 )
-def test_the_estimate_compiles(pattern, dtype, shared, permuted, gathered):
+def test_the_estimate_compiles(pattern, dtype, shared, gathered):
     """Divisions are rounded to nearest, and nothing is fused, approximated or flushed: what torch's operations do."""
     parsed, width = NMPattern.parse(pattern), 2**14
     types = {"grad": f"*{dtype}", "seed": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32", "padded": "i32"}
     constants = {"N": parsed.n, "M": parsed.m, "TILE": kernels.TILE, "SHARED": shared, "ROWS": kernels.ROWS}
     options = dict(kernels.SAMPLING)
-    if permuted:
-        types["place"] = "*i64"
-    else:
-        constants["place"] = None
     if gathered:
         types |= {"gather": "*i64", "gathered": f"*{dtype}"}
         constants["WIDTH"] = width
@@ -313,16 +302,15 @@ def test_on_a_gpu(rows, columns, dtype, permuted):
     """Bit for bit what the torch operations give, on the GPU and on the CPU."""
     generator = torch.Generator().manual_seed(0)
     for pattern in PATTERNS:
-        grad, permutation = values(generator, dtype, rows, columns), order(generator, columns, permuted, "cuda")
+        grad = values(generator, dtype, rows, columns)
         gather = torch.randperm(columns, generator=generator).cuda()
-        result = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, permutation)
-        both = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, permutation, gather=gather)
+        result = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern)
+        both = mvue_transposed(grad.cuda(), fold_seed(1).cuda(), pattern, gather=gather)
         assert torch.equal(raw(both[0]), raw(result))
         for found in (both[1], permuted_columns(grad.cuda(), gather)):
             assert torch.equal(raw(found.cpu()), raw(grad[:, gather.cpu()]))
         for device in ("cuda", "cpu"):
-            moved = None if permutation is None else permutation.to(device)
-            expected = mvue_transposed_reference(grad.to(device), fold_seed(1), NMPattern.parse(pattern), moved)
+            expected = mvue_transposed_reference(grad.to(device), fold_seed(1), NMPattern.parse(pattern))
             assert torch.equal(bits(result.cpu()), bits(expected.cpu()))
     weight, permutation = values(generator, dtype, rows, columns), order(generator, rows, permuted, "cuda")
     marks = torch.randint(4, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -330,10 +318,9 @@ def test_on_a_gpu(rows, columns, dtype, permuted):
     for target in DTYPES:
         expected = pair_reference(weight, marks, target, 2, moved)
         for lie in (lambda x: x.cuda(), lambda x: x.cuda().t().contiguous().t()):
-            pair = masked_pair(lie(weight), lie(marks), target, permutation, own_backward=True)
             forward = masked_forward(lie(weight), lie(marks), target)
             backward = masked_backward(lie(weight), lie(marks), target, permutation, own_backward=True)
-            for found, wanted in zip((*pair, forward, backward), expected * 2, strict=True):
+            for found, wanted in zip((forward, backward), expected, strict=True):
                 assert torch.equal(bits(found.cpu()), bits(wanted))
 
 
@@ -352,7 +339,8 @@ def test_more_than_2_31_entries_on_a_gpu():
     assert int(gathered.count_nonzero()) == 2 * columns
     del gathered
     marks = torch.full(x.shape, 3, dtype=torch.uint8, device="cuda")
-    forward, backward = masked_pair(x, marks, torch.bfloat16, own_backward=True)
+    forward = masked_forward(x, marks, torch.bfloat16)
+    backward = masked_backward(x, marks, torch.bfloat16, own_backward=True)
     assert torch.equal(forward[-2:], x[-2:])
     assert torch.equal(backward[:, -2:], x[-2:].t())
     assert int(backward.count_nonzero()) == 2 * columns

@@ -7,7 +7,6 @@ import torch
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels import dispatch as router_module
-from lightning_nm.kernels.cost import DeviceModel
 from tests.fake_kernels import FakeKernel, FakeTimer
 from tests.kinds import make
 from tests.routed import assert_equal, attach, gradients, ran, simulated
@@ -136,13 +135,12 @@ def test_packs_are_of_training_passes_alone():
     assert_equal(gradients(module, x, router), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["auto", "sparse", "heuristic"])
+@pytest.mark.parametrize("mode", ["auto", "sparse"])
 def test_captures_try_nothing(mode, monkeypatch):
     module, x = make("linear")
     attach(module)
     fast = FakeKernel()
-    figures = DeviceModel("mine", 100, 1e6, 1.9)
-    router = Router(mode, [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)), gpu=figures)
+    router = Router(mode, [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
     monkeypatch.setattr(router_module, "_capturing", lambda: True)
     gradients(module, x, router)
     assert not fast.calls

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.nn import routed_ops
 from tests.fake_kernels import FakeKernel, FakeTimer
 from tests.kinds import make
 from tests.routed import assert_equal, attach, gradients, ran, simulated
@@ -42,10 +44,6 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
     assert not second.timed, "what the file knows is not measured"
     assert ("forward", "fast") in ran(again)
 
-    replayed = Router(f"replay:{file}", [fast])
-    gradients(module, x, replayed)
-    assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} == ran(replayed)
-
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path):
     module, x = make("linear")
@@ -68,7 +66,7 @@ def test_a_training_without_gradients_needs_forward_products_alone():
     router = Router("auto", [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
     with routing(router), torch.no_grad():
         module(x)
-    assert [product.key.gemm for product in router._noted] == ["forward"]
+    assert [product.key.gemm for product in router._recorded] == ["forward"]
 
 
 @pytest.mark.parametrize("fails", ["linear", "matmul", "pack"])
@@ -174,7 +172,7 @@ def test_measuring_draws_no_random_numbers():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kernels", ["cutlass", SimulatedSparseKernel(), [SimulatedSparseKernel]])
+@pytest.mark.parametrize("kernels", ["cusparselt", SimulatedSparseKernel(), [SimulatedSparseKernel]])
 def test_kernels_are_objects_in_a_list(kernels):
     with pytest.raises(ValueError, match="must be a list of GemmKernel objects"):
         Router("sparse", kernels)
@@ -211,12 +209,57 @@ def test_what_is_measured_later_is_kept_in_the_end(tmp_path):
     assert len(file.read_text()) > len(first)
 
 
-def test_unknown_modes_and_nothing_to_replay(tmp_path):
-    with pytest.raises(ValueError, match=r"'fast' is none of auto, sparse, reference, heuristic, replay:FILE"):
-        Router("fast")
+def test_removed_arguments_name_what_replaces_them():
+    for arguments, error, words in (
+        ({"kernels": "fast"}, ValueError, "kernels='fast' is unknown: use 'auto'"),
+        ({"kernels": "heuristic"}, ValueError, "was removed: use 'auto'"),
+        ({"kernels": []}, ValueError, "pass a list of kernels as backends="),
+        ({"mode": "auto"}, TypeError, "'mode' was removed: pass the mode as kernels="),
+        ({"gpu": None}, TypeError, "'gpu' was removed: times are measured"),
+        ({"budget": 3}, TypeError, "'budget' is unknown"),
+    ):
+        with pytest.raises(error, match=words):
+            Router(**arguments)
+
+
+@pytest.mark.parametrize(("dense", "inactive"), [(1.0, True), (9.0, False)])
+def test_a_router_without_a_faster_kernel_goes_inactive_after_a_step(dense, inactive):
+    """Not before: a checkpointed forward pass is recomputed as it was made."""
     module, x = make("linear")
     attach(module)
-    with pytest.raises(ValueError, match="nothing to replay"), routing(Router(f"replay:{tmp_path / 'missing.json'}")):
-        module(x)
-    with pytest.raises(ValueError, match="no figures are known for 'cpu'"), routing(Router("heuristic")):
-        module(x)
+    fast = FakeKernel(supports=lambda key: "only forward" if key.gemm != "forward" else "")
+    router = Router("auto", [fast], timer=FakeTimer([fast], dense=dense, fast=(5.0, 0.0)))
+    router.settle()
+    gradients(module, x, router)
+    assert router.active_or_none() is router
+    router.settle()
+    assert (router.active_or_none() is None) == inactive
+    router.reset()
+    assert router.active_or_none() is router
+
+
+def test_other_modes_stay_active():
+    module, x = make("linear")
+    attach(module)
+    router = Router("sparse", [FakeKernel(supports=lambda key: "nothing")])
+    gradients(module, x, router)
+    router.settle()
+    assert router.active_or_none() is router
+
+
+@pytest.mark.parametrize("kind", ["linear", "hugging-face-conv1d"])
+@pytest.mark.parametrize("method", ["sr-ste", "transposable", "bi-mask"])
+def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monkeypatch):
+    module, x = make(kind)
+    attach(module, method=method)
+    router = Router("sparse", [])
+    expected = gradients(module, x, router)
+    calls = []
+    monkeypatch.setattr(routed_ops, "in_one_pass", lambda weight: calls.append(weight) or True)
+    for name in ("forward_operand", "backward_operand"):
+        original = getattr(MaskMethod, name)
+        monkeypatch.setattr(MaskMethod, name, lambda *args, name=name, call=original: calls.append(name) or call(*args))
+    assert_equal(gradients(module, x, router), expected)
+    (layer,) = module.nm_layers.values()
+    permuted = layer.permutation is not None
+    assert [call for call in calls if isinstance(call, str)] == ["forward_operand", "backward_operand"][: 2 - permuted]

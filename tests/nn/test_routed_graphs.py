@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_nm import NMSparsifier
 from lightning_nm.kernels import dispatch as router_module
 from lightning_nm.kernels import routing
-from lightning_nm.kernels.handles import find
+from lightning_nm.kernels.handles import lookup
 from tests.kinds import make
 from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 
@@ -136,8 +136,8 @@ def test_copies_are_layers_of_their_own(again):
     attach(module)
     copied = again(module)
     (layer,), (other,) = module.nm_layers.values(), copied.nm_layers.values()
-    assert find(layer.handle) is layer
-    assert find(other.handle) is other
+    assert lookup(layer.handle) is layer
+    assert lookup(other.handle) is other
     assert layer.handle_tensor.shape != other.handle_tensor.shape
     other.set_masks(other.forward_mask.roll(1, 0), other.backward_mask.roll(1, 1))
     for mine in (module, copied):

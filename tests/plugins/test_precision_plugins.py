@@ -27,7 +27,6 @@ from lightning_nm import (
 )
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.kernels import dispatch as router_module
-from lightning_nm.kernels.cost import DeviceModel
 from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS
 from tests.fake_kernels import FakeKernel, FakeTimer
@@ -145,7 +144,7 @@ def test_micro_batches_share_packs(tmp_path):
     made = plugin()
     fit(tmp_path, [made], accumulate_grad_batches=2)
     assert made.router.reuse == 2
-    assert made.router.chooser.reuse == 2
+    assert made.router.tuner.reuse == 2
     assert not made.router._packs, "packs are let go after the fit"
 
 
@@ -173,8 +172,13 @@ def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
 
 
 def test_bad_settings_are_refused_when_the_plugin_is_made():
-    with pytest.raises(ValueError, match="'fastest' is none of auto, sparse"):
+    with pytest.raises(ValueError, match="kernels='fastest' is unknown: use 'auto'"):
         NMPrecision(kernels="fastest")
+    with pytest.raises(ValueError, match=r"kernels='replay:here' was removed: use 'auto' \(measured\)"):
+        NMPrecision(kernels="replay:here")
+    for cls in (NMPrecision, fabric_plugins.NMPrecision):
+        with pytest.raises(TypeError, match="NMPrecision: the argument 'gpu' was removed: times are measured"):
+            cls(gpu=None)
     with pytest.raises(ValueError, match="precision='bf16' is unknown"):
         NMHalfPrecision("bf16")
     with pytest.raises(ValueError, match="bf16-mixed"):
@@ -366,11 +370,15 @@ def test_searches_of_lightning_take_the_masks_away(as_callback, tmp_path):
     assert kernels_of(made.router) == ALL
 
 
-def test_what_cannot_work_is_said_before_training(tmp_path):
-    with pytest.raises(ValueError, match="nothing to replay"):
-        fit(tmp_path, [plugin(kernels=f"replay:{tmp_path / 'missing.json'}")])
-    with pytest.raises(ValueError, match="no figures are known for 'cpu'"):
-        fit(tmp_path, [plugin(kernels="heuristic")])
+def test_where_no_product_is_faster_sparse_the_router_goes_inactive(tmp_path, capsys):
+    kernel = FakeKernel()
+    made = NMPrecision(backends=[kernel], decisions=None)
+    made.router.timer = FakeTimer([kernel], dense=1.0, fast=(9.0, 0.0))
+    fit(tmp_path, [made], [tabled(True)], Mlp(checkpointed=True), max_epochs=2)
+    assert made.router.all_dense
+    calls = {used.product.key.gemm: used.calls for used in made.router.used()}
+    assert set(calls.values()) <= {1, 2, 4}, "one step, whose forward is computed twice"
+    assert "later calls are not counted" in " ".join(capsys.readouterr().out.split())
 
 
 # ----------------------------------------------------------------------------------------------------- Fabric
@@ -454,14 +462,6 @@ def test_the_trainers_plugin_in_fabric_says_where_fabrics_is():
         fabric.setup(nn.Linear(32, 64))
 
 
-def test_figures_of_a_gpu_that_the_package_does_not_know(tmp_path):
-    figures = DeviceModel("mine", dense_tflops=100, bandwidth=1e6, gain=1.9)
-    made = NMHalfPrecision(kernels="heuristic", backends=[SimulatedSparseKernel()], gpu=figures)
-    fit(tmp_path, [made], max_epochs=1)
-    assert made.router.chooser.device_model is figures
-    assert kernels_of(made.router) == ALL
-
-
 def test_the_table_after_a_fit(tmp_path, capsys):
     made = plugin()
     made.router.reset()
@@ -476,7 +476,7 @@ def test_the_table_after_a_fit(tmp_path, capsys):
     fit(tmp_path, [dense], callbacks=[tabled(True)], max_epochs=1)
     out = " ".join(capsys.readouterr().out.split())
     assert "no product ran on a sparse kernel" in out
-    assert "the same, see above" in out
+    assert "as above" in out
     assert "0.0% (by dense multiply-adds)" in out
 
 
@@ -487,11 +487,11 @@ def tabled(tables):
 def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
     made = NMPrecision(decisions=str(tmp_path / "kernels.json"))
     fit(tmp_path, [made], callbacks=[tabled(True)], max_epochs=1)
-    assert made.router.live() is None
+    assert made.router.active_or_none() is None
     assert not made.router.used()
     out = " ".join(capsys.readouterr().out.split())
     assert "every product was dense, no sparse kernel works here: cusparselt-direct: cuSPARSELt needs a CUDA" in out
     assert not (tmp_path / "kernels.json").exists()
     none = NMPrecision(backends=[])
     fit(tmp_path, [none], max_epochs=1)
-    assert none.router.idle == "there is no sparse kernel"
+    assert none.router.unavailable_reason == "there is no sparse kernel"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, CuSparseLtKernel
+from lightning_nm.kernels.api import Algorithm, GemmName
+from lightning_nm.kernels.backends.cusparselt import DTYPES, cuda_reason, named, refuse_crowded, regression
 from lightning_nm.kernels.backends.cusparselt_plans import Library
-from lightning_nm.kernels.backends.probed import cuda_reason
+from lightning_nm.kernels.backends.probe import DeviceProbe
+from lightning_nm.kernels.backends.two_four import TwoFourKernel
 
 VERSIONS = (800, 801)
 """Versions of cuSPARSELt whose documentation and headers the calls were written by: 0.8.0 and 0.8.1."""
@@ -21,18 +24,21 @@ VERSIONS = (800, 801)
 _thread = threading.local()
 
 
-class CuSparseLtDirectKernel(CuSparseLtKernel):
-    """The products of :class:`CuSparseLtKernel` by the same library, called through ``nvmath.bindings.cusparseLt``.
+class CuSparseLtDirectKernel(TwoFourKernel):
+    """The products of ``CuSparseLtKernel`` by the same library, called through ``nvmath.bindings.cusparseLt``.
 
     torch's operators make descriptors and a plan in each call, which costs the host more time than many products take
     the GPU: 50-200 us (pytorch#179642), 0.46 ms between kernels (pytorch#177866), as reported there. This kernel makes
-    them once for each shape, thread and device. Operands, results and algorithms are the same, and nothing is copied.
+    them once for each shape, algorithm, thread and device. Operands and results are the same, and nothing is copied.
+
+    In mode ``"auto"`` the library's search proposes an algorithm for each product, with a split of the contraction.
+    It is used if its products are right and it is faster than the default.
 
     It needs nvmath-python, ``pip install lightning-nm[cuda]``, which finds the library that torch brings. It has not
     run on a GPU yet; whether a CUDA graph can capture the first product of a shape is not known.
 
     Args:
-        algorithm: The library's id of an algorithm, 0 for its default.
+        algorithm: The library's id of an algorithm, 0 for its default; with another one no algorithm is searched.
         check: Look into every matrix to pack for a group of more than two entries that are not ``+0``.
         any_version: Try versions of the library besides 0.8.0 and 0.8.1.
 
@@ -43,10 +49,14 @@ class CuSparseLtDirectKernel(CuSparseLtKernel):
     """
 
     name = "cusparselt-direct"
+    dtypes = DTYPES
 
     def __init__(self, algorithm: int = 0, check: bool = False, any_version: bool = False) -> None:
-        super().__init__(algorithm, check)
+        self.name = named(self.name, algorithm)
+        self.algorithm = Algorithm(algorithm)
+        self.check = check
         self.any_version = any_version
+        self.device_probe = DeviceProbe(self)
 
     def binding(self) -> Any:
         """The module that holds the library's calls, imported when it is needed first."""
@@ -54,7 +64,7 @@ class CuSparseLtDirectKernel(CuSparseLtKernel):
 
     def machine_reason(self, device: torch.device) -> str:
         """Why cuSPARSELt cannot run on a device, as far as can be said without a product; empty if it may."""
-        return cuda_reason("cuSPARSELt", device, CAPABILITIES) or self.library_reason(device)
+        return cuda_reason(device) or self.library_reason(device)
 
     def library_reason(self, device: torch.device) -> str:
         """Why the library is not used: it is not there, or is not of a known version."""
@@ -72,10 +82,28 @@ class CuSparseLtDirectKernel(CuSparseLtKernel):
             "any_version=True tries it"
         )
 
+    def remark(self, device: torch.device) -> str:
+        """Warn of cuSPARSELt 0.8.0 on Hopper, which is correct but slower than what came before and after."""
+        return "" if self.machine_reason(device) else regression(device, self.version(device))
+
     def version(self, device: torch.device) -> int:
         """The version of the library that is loaded, 801 for 0.8.1."""
         with self._entered(device) as (library, _):
             return library.version
+
+    def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
+        """What the library's search proposes for a product, unless an algorithm was given or it is the default."""
+        if self.algorithm != Algorithm():
+            return ()
+        with self._entered(dense.device) as (library, stream):
+            found = library.search(packed, dense, transposed=gemm != "wgrad", stream=stream)
+        return () if found == self.algorithm else (found,)
+
+    def with_algorithm(self, algorithm: Algorithm) -> CuSparseLtDirectKernel:
+        """This kernel with another algorithm; the device's probe is shared."""
+        other = copy(self)
+        other.algorithm = algorithm
+        return other
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack by the library; with ``check``, refuse what it might drop or misread.
@@ -83,7 +111,8 @@ class CuSparseLtDirectKernel(CuSparseLtKernel):
         Raises:
             ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
         """
-        self.refuse_crowded(matrix)
+        if self.check:
+            refuse_crowded(self.name, matrix)
         with self._entered(matrix.device) as (library, stream):
             return library.compress(matrix, stream)
 

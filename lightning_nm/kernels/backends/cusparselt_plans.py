@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.kernels.api import Algorithm
+from lightning_nm.kernels.backends.cusparselt import version_number
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 
 CAPACITY = 256
@@ -39,7 +41,7 @@ class _ProductKey(NamedTuple):
     dtype: torch.dtype
     transposed: bool
     bias: bool
-    algorithm: int
+    algorithm: Algorithm
 
 
 class Library:
@@ -61,7 +63,7 @@ class Library:
         self.handle: int = binding.init()  # for the device that is current now
         self._plans: OrderedDict[tuple[Any, ...], _Packing | _Product] = OrderedDict()
         weakref.finalize(self, _close, binding, self.handle, self._plans).atexit = False
-        self.version: int = binding.get_version(self.handle)
+        self.version: int = version_number(binding.get_property)
         """801 for 0.8.1."""
 
     def compress(self, matrix: Tensor, stream: int) -> Tensor:
@@ -71,7 +73,7 @@ class Library:
         return plan(matrix, stream)
 
     def multiply(
-        self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: int, stream: int
+        self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: Algorithm, stream: int
     ) -> Tensor:
         """Multiply with a packed ``A [rows, depth]``.
 
@@ -80,13 +82,23 @@ class Library:
             dense: ``x [tokens, depth]`` if `transposed`, else ``B [depth, columns]``; contiguous.
             bias: ``[rows]``, added to each column of the product.
             transposed: Compute ``x A^T + bias``, ``[tokens, rows]``, and not ``A B + bias``, ``[rows, columns]``.
-            algorithm: The library's id.
+            algorithm: The library's id, and how it splits the contraction.
             stream: The CUDA stream's pointer.
         """
-        depth, columns = dense.shape[::-1] if transposed else dense.shape
-        key = _ProductKey(len(packed), depth, columns, dense.dtype, transposed, bias is not None, algorithm)
+        key = _product_key(packed, dense, transposed, bias is not None, algorithm)
         plan = self._plan(key, lambda: _Product(self.binding, self.handle, key, bias))
         return plan(packed, dense, bias, stream)
+
+    def search(self, packed: Tensor, dense: Tensor, *, transposed: bool, stream: int) -> Algorithm:
+        """Let the library time its algorithms for a product; the arguments are those of :meth:`multiply`.
+
+        The search changes the plan that it is given, so it gets one of its own.
+        """
+        product = _Product(self.binding, self.handle, _product_key(packed, dense, transposed, False, Algorithm()), None)
+        try:
+            return product.search(packed, dense, stream)
+        finally:
+            product.destroy()
 
     def _plan(self, key: tuple[Any, ...], make: Callable[[], _Packing | _Product]) -> Any:
         plan = self._plans.get(key)
@@ -147,28 +159,36 @@ class _Product:
             undo.callback(binding.matmul_descriptor_destroy, self.matmul)
             if bias is not None:
                 self._point_at(bias)  # whether there is one may decide about the plan
-            selection = binding.matmul_alg_selection_init(handle, self.matmul, binding.MatmulAlg.DEFAULT)
-            undo.callback(binding.matmul_alg_selection_destroy, selection)
-            algorithm = ctypes.c_int32(key.algorithm)
-            binding.matmul_alg_set_attribute(
-                handle,
-                selection,
-                binding.MatmulAlgAttribute.CONFIG_ID,
-                ctypes.addressof(algorithm),
-                ctypes.sizeof(algorithm),
-            )
-            self.plan = binding.matmul_plan_init(handle, self.matmul, selection)
+            self.selection = binding.matmul_alg_selection_init(handle, self.matmul, binding.MatmulAlg.DEFAULT)
+            undo.callback(binding.matmul_alg_selection_destroy, self.selection)
+            attributes, (identity, split_k, mode) = binding.MatmulAlgAttribute, key.algorithm
+            self._set(attributes.CONFIG_ID, identity)
+            if split_k != 1:
+                self._set(attributes.SPLIT_K, split_k)
+            if mode > 0:  # -1 was never set, and 0 is the library's "invalid"
+                self._set(attributes.SPLIT_K_MODE, mode)
+            self.plan = binding.matmul_plan_init(handle, self.matmul, self.selection)
             undo.callback(binding.matmul_plan_destroy, self.plan)
             self.workspace = binding.matmul_get_workspace(handle, self.plan)
             self.destroy = undo.pop_all().close
 
     def __call__(self, packed: Tensor, dense: Tensor, bias: Tensor | None, stream: int) -> Tensor:
-        # The allocator hands the workspace's memory on to later work of this stream alone, so it may be let go at once.
-        result, workspace = dense.new_empty(self.shape), dense.new_empty(self.workspace, dtype=torch.uint8)
         if bias is not None:
             self._point_at(bias)
+        return self._launch(self.binding.matmul, packed, dense, stream)
+
+    def search(self, packed: Tensor, dense: Tensor, stream: int) -> Algorithm:
+        """Find the fastest algorithm; this plan is changed to it."""
+        self._launch(self.binding.matmul_search, packed, dense, stream)
+        attributes = self.binding.MatmulAlgAttribute
+        identity, split_k, mode = map(self._get, (attributes.CONFIG_ID, attributes.SPLIT_K, attributes.SPLIT_K_MODE))
+        return Algorithm(identity, split_k, mode if mode > 0 else -1)
+
+    def _launch(self, call: Callable[..., object], packed: Tensor, dense: Tensor, stream: int) -> Tensor:
+        # The allocator hands the workspace's memory on to later work of this stream alone, so it may be freed at once.
+        result, workspace = dense.new_empty(self.shape), dense.new_empty(self.workspace, dtype=torch.uint8)
         self.stream.value = stream
-        self.binding.matmul(
+        call(
             self.handle,
             self.plan,
             ctypes.addressof(_ONE),
@@ -183,6 +203,19 @@ class _Product:
         )
         return result
 
+    def _set(self, attribute: int, value: int) -> None:
+        word = ctypes.c_int32(value)
+        self.binding.matmul_alg_set_attribute(
+            self.handle, self.selection, attribute, ctypes.addressof(word), ctypes.sizeof(word)
+        )
+
+    def _get(self, attribute: int) -> int:
+        word = ctypes.c_int32()
+        self.binding.matmul_alg_get_attribute(
+            self.handle, self.selection, attribute, ctypes.addressof(word), ctypes.sizeof(word)
+        )
+        return word.value
+
     def _point_at(self, bias: Tensor) -> None:
         self.bias.value = bias.data_ptr()
         self.binding.matmul_desc_set_attribute(
@@ -192,6 +225,11 @@ class _Product:
             ctypes.addressof(self.bias),
             ctypes.sizeof(self.bias),
         )
+
+
+def _product_key(packed: Tensor, dense: Tensor, transposed: bool, bias: bool, algorithm: Algorithm) -> _ProductKey:
+    depth, columns = dense.shape[::-1] if transposed else dense.shape
+    return _ProductKey(len(packed), depth, columns, dense.dtype, transposed, bias, algorithm)
 
 
 def _sparse(undo: ExitStack, binding: Any, handle: int, rows: int, depth: int, dtype: torch.dtype) -> int:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from lightning_nm.kernels.backends.patterns import two_four_violation
-from lightning_nm.kernels.backends.two_four import TwoFourKernel, packed_width
+from lightning_nm.kernels.backends.two_four import TwoFourKernel, packed_width, two_four_violation
 
 # For each set of nonzeros of a group, bit j standing for entry j: the two positions that are stored, in order. Where
 # there are fewer nonzeros the lowest other positions fill up; where there are more, all but the first two are lost.

@@ -1,19 +1,82 @@
-"""What all kernels for 2:4 hardware share: its rules of shapes and layouts, padding, and checks of operands."""
+"""What all kernels for 2:4 hardware share: its rules of patterns, shapes and layouts, padding, checks of operands."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.kernels.api import GemmKernel, GemmKey
-from lightning_nm.kernels.backends.patterns import two_four_reason
+from lightning_nm.pattern import NMPattern, PatternLike
+
+if TYPE_CHECKING:
+    from lightning_nm.kernels.backends.probe import DeviceProbe
 
 # Sizes of the dense matrix are multiples of 8 for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT).
 DENSE_MULTIPLE = 8
 
+# Rows and depth of the sparse matrix are multiples of 16 for 16-bit types, on every device.
+SPARSE_MULTIPLE = 16
+
 # Bytes: torch tells cuSPARSELt that every operand starts at a multiple of 16, without looking.
 ALIGNMENT = 16
+
+
+def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
+    """Say why matrices of a pattern are not all 2:4; empty if they are.
+
+    Every aligned group of four may hold two nonzeros. A block of 1:M gives a group one, and a group meets at most two
+    blocks. Two blocks of 2:M may give it more than two, unless no group lies across them: 4 must divide M. With three
+    entries in a block, a group may hold them all.
+
+    Args:
+        pattern: What :meth:`NMPattern.parse` reads.
+        depth: Size of the axis along which the blocks lie, if it is known: groups of four must fill it.
+
+    Returns:
+        The reason, or an empty string.
+
+    Example::
+
+        >>> [pattern for pattern in ("1:2", "2:4", "4:8", "1:16", "2:6") if not two_four_reason(pattern)]
+        ['1:2', '2:4', '1:16']
+        >>> two_four_reason("1:2", depth=6)
+        'an axis of 6 is not made of groups of four, as 2:4 hardware needs it'
+    """
+    pattern = NMPattern.parse(pattern)
+    if pattern.n > 2 or (pattern.n == 2 and pattern.m % 4):
+        return (
+            f"{pattern} may put more than two nonzeros into a group of four, and the hardware knows 2:4 alone: "
+            "patterns 1:M and 2:M with 4 dividing M fit"
+        )
+    if depth is not None and depth % 4:
+        return f"an axis of {depth} is not made of groups of four, as 2:4 hardware needs it"
+    return ""
+
+
+def two_four_violation(nonzero: Tensor) -> str:
+    """Say where a matrix is not 2:4; empty if each group of four along its last axis holds at most two nonzeros.
+
+    Args:
+        nonzero: A bool tensor ``[rows, depth]``, 4 dividing `depth`. Reading the answer synchronises with its device.
+
+    Example::
+
+        >>> two_four_violation(torch.tensor([[False, True, False, True, True, True, True, False]]))
+        '1 of 2 groups of four holds more than two nonzeros, the first at row 0, columns 4 to 7'
+    """
+    crowded = nonzero.unflatten(1, (-1, 4)).sum(2) > 2
+    count = int(crowded.sum())
+    if not count:
+        return ""
+    row, group = (int(index) for index in crowded.nonzero()[0])
+    hold = "holds" if count == 1 else "hold"
+    return (
+        f"{count} of {crowded.numel()} groups of four {hold} more than two nonzeros, "
+        f"the first at row {row}, columns {4 * group} to {4 * group + 3}"
+    )
 
 
 def packed_width(depth: int, dtype: torch.dtype) -> int:
@@ -33,19 +96,33 @@ class TwoFourKernel(GemmKernel):
     """Products with a matrix that is 2:4 along its depth, kept as half of its values and their positions.
 
     Rows and depth of A are multiples of :meth:`multiple`, sizes of the dense matrix multiples of 8. Tokens are padded
-    with zero rows where that is all that is missing, and cut again, because a batch may end anywhere; the sizes of a
-    layer are not, as that would cost a copy in each product. Operands are contiguous matrices of one dtype, on one
-    device: whatever else comes in is refused, because the hardware's library reads it wrongly without a word.
+    with zero rows where that is all that is missing, and cut again, because a batch may end anywhere. The sizes of a
+    layer are not padded, as that would cost a copy in each product. Operands are contiguous matrices of one dtype, on
+    one device; others are refused, because the hardware's library would read them wrongly without an error.
 
     A subclass gives ``dtypes`` and the three calls ``compress``, ``sparse_linear`` and ``sparse_matmul``, which see
-    padded and checked operands.
+    padded and checked operands. A subclass for hardware sets ``device_probe`` and gives :meth:`machine_reason`.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
+    device_probe: DeviceProbe | None = None
+    """Checks a device before the first product on it; None for software that works everywhere."""
+
+    def machine_reason(self, device: torch.device) -> str:
+        """Why the kernel cannot run on a device, as far as can be said without a product; empty if it may."""
+        return ""
+
+    def probe(self, device: torch.device) -> str:
+        """The reason that :class:`~lightning_nm.kernels.backends.probe.DeviceProbe` found against a device."""
+        return "" if self.device_probe is None else self.device_probe.reason(device)
 
     def multiple(self, device: torch.device) -> int:
-        """What rows and depth of A must be multiples of, on a device."""
-        return 16
+        """What rows and depth of A must be multiples of, on a device.
+
+        Raises:
+            RuntimeError: If the kernel did not pass the probe of this device.
+        """
+        return SPARSE_MULTIPLE if self.device_probe is None else self.device_probe.multiple(device)
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack ``A [rows, depth]`` into ``rows * packed_width(depth)`` values of its dtype."""
@@ -60,10 +137,17 @@ class TwoFourKernel(GemmKernel):
         raise NotImplementedError
 
     def supports(self, key: GemmKey) -> str:
-        """Why a product cannot run: its dtype, its pattern, or the first size that does not fit."""
+        """Why a product cannot run: the probe's reason, its dtype, its pattern, or the first size that does not fit."""
+        device = torch.device(key.device)
+        return self.probe(device) or self._misfit(key, self.multiple(device))
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Why no device runs a product: its dtype, its pattern, or a size that is no multiple of 16, or of 8."""
+        return self._misfit(key, SPARSE_MULTIPLE)
+
+    def _misfit(self, key: GemmKey, multiple: int) -> str:
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
-        multiple = self.multiple(torch.device(key.device))
         depth = _round_up(key.depth, multiple) if key.gemm == "wgrad" else key.depth
         if reason := two_four_reason(key.pattern, depth):
             return reason
