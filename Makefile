@@ -9,7 +9,10 @@ INTERPRETED_TRITON ?= triton==3.6.0
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test slow test-all interpreter lint types notebooks benchmarks clean
+# Sums as a CPU without AVX makes them: torch's own kernels, MKL's and oneDNN's.
+OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+
+.PHONY: demo test slow test-all test-other-arithmetic interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -26,6 +29,10 @@ slow: .venv/.dev
 ## Run both in one go.
 test-all: .venv/.dev
 	$(PYTEST) -m 'not gpu'
+
+## Run the test suite in the arithmetic of an old CPU: no test may ask for the bits of this one.
+test-other-arithmetic: .venv/.dev
+	$(OTHER_ARITHMETIC) $(PYTEST)
 
 ## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter

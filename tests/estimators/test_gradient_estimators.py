@@ -158,7 +158,7 @@ def test_compiled_and_eager_draw_the_same(estimator, kind):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    module, x = make(kind, torch.float32)
+    module, x = make(kind)  # in float64: no rounding moves what is drawn
     other = copy.deepcopy(module)
     counter = CompileCounterWithBackend("aot_eager")
     runs = []
@@ -175,8 +175,8 @@ def test_compiled_and_eager_draw_the_same(estimator, kind):
             sparsifier.step()
         runs.append([p.detach().clone() for p in trained.parameters()])
     assert counter.frame_count == 1, "a new seed must not compile anew"
-    for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for a, b in zip(*runs, strict=True):  # compiled products may take operands of other strides, and add up otherwise
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     torch._dynamo.reset()
 
 

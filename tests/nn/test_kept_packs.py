@@ -130,7 +130,8 @@ def test_packs_are_of_training_passes_alone():
     with routing(router), torch.no_grad():
         found = module(x)
     with torch.no_grad():
-        assert torch.equal(found, module(x))
+        # The router's product is of 8 tokens, 2 of them zeros: some CPUs add it up in another order than that of 6.
+        torch.testing.assert_close(found, module(x), rtol=1e-12, atol=1e-12)
     module.weight.data.copy_(kept)
     assert_equal(gradients(module, x, router), expected, rtol=0, atol=0)
 
