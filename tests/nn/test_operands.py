@@ -70,6 +70,31 @@ def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
     assert found.t().stride()[-1] == 1, "the product takes it without a copy"
 
 
+def test_a_subclass_is_drawn_by_the_kernel_only_if_it_says_so(monkeypatch):
+    class Doubled(MVUE):
+        def prune(self, grad, pattern, uniform):
+            return 2 * super().prune(grad, pattern, uniform)
+
+    class Named(MVUE):
+        one_pass = True
+
+    class Below(Named):
+        pass
+
+    assert [cls.one_pass for cls in (MVUE, Doubled, Named, Below)] == [True, False, True, False]
+    monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
+    grad, found = torch.randn(16, 12, generator=torch.Generator().manual_seed(0)), []
+    for estimator in (MVUE(), Doubled()):
+        module = nn.Linear(8, 12)
+        sparsifier = NMSparsifier(module, "2:4", "dense", estimator, skip_first_last=False).attach()
+        (layer,) = sparsifier.layers.values()
+        layer.draw_seed(1)
+        found.append(layer.estimate(grad, layer.noise))
+        transposed, _ = estimator.estimate_transposed(layer, grad, layer.noise)
+        assert torch.equal(transposed, found[-1].t())
+    assert torch.equal(found[1], 2 * found[0])
+
+
 def test_the_faster_of_two_ways_is_measured_once_and_on_a_gpu_alone():
     class Recorded:
         def __init__(self):
