@@ -17,6 +17,7 @@ from lightning_nm.nn.names import key_of_layer
 
 from .kinds import KINDS, make
 from .outside import ScaledMask, SoftThreshold
+from .pairs import pairwise_cases
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths",  # the stock module's
@@ -76,9 +77,7 @@ def check_nm(layer):
             assert not (layer.backward_mask & ~layer.forward_mask).any()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, PATTERNS))
 def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
     module, x = make(kind, torch.float32)
     keys, kinds, parameters = list(module.state_dict()), [type(m) for m in module.modules()], list(module.parameters())
@@ -195,10 +194,16 @@ def test_gradients_that_are_not_needed_may_be_left_out(method):
     assert (left_out > 0) == method.startswith(("asp", "bame"))
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "encoder-layer"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])  # one that looks at entries, one that looks at norms
+ROUND_TRIPS = ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "encoder-layer"]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "name"),
+    pairwise_cases(METHODS, ROUND_TRIPS, ["adamw", "adafactor"]),  # the latter looks at norms, not at entries
+)
 def test_state_round_trip_is_exact(method, kind, name):
+    name = "sgd" if method.startswith("bame") and name == "adafactor" else name  # which BAME refuses
+
     def start(seed):
         module, x = make(kind, torch.float32, seed=seed)
         sparsifier = attach(module, method, seed=seed)

@@ -12,14 +12,13 @@ from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import routing
 from tests import places
 from tests.kinds import KINDS, make
+from tests.pairs import pairwise_cases
 from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:2", "1:16", "3:8"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, ["2:4", "1:2", "1:16", "3:8"]))
 def test_the_same_numbers(method, kind, pattern):
     module, x = make(kind)
     attach(module, pattern, METHODS[method](), MVUE(pattern))
