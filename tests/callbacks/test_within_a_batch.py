@@ -38,7 +38,7 @@ class Swap(pl.Callback):
 def test_weights_that_are_swapped_within_a_window_do_not_rewind_the_noise(tmp_path):
     def draws(*others):
         seen = []
-        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].draws))
+        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws))
         options = {
             "accumulate_grad_batches": 6,
             "val_check_interval": 1,
@@ -75,7 +75,7 @@ def test_a_fit_that_dies_within_a_batch_leaves_none_open(tmp_path):
 
     def draws(nm):
         seen = []
-        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].draws))
+        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws))
         make_trainer(tmp_path, [nm, look], max_epochs=1).fit(new_model(), Data())
         return seen
 
