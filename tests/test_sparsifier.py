@@ -1,7 +1,5 @@
 """Without Lightning: a plain loop, Fabric, statistics and FLOPs."""
 
-import copy
-
 import lightning as L
 import pytest
 import torch
@@ -335,28 +333,6 @@ def one_step(model, sparsifier, optimizer, seed=0):
     sparsifier.step()
 
 
-def test_swapping_weights_out_and_in_again_loses_nothing():
-    """What averaging for validation does: no latent value is in a state dict."""
-    model = network()
-    sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    one_step(model, sparsifier, optimizer)
-    layer = sparsifier.layers["2"]
-    latent, marks, permutation = (t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.permutation))
-    backup = {key: value.clone() for key, value in model.state_dict().items()}
-    for factor in (0.5, 0.25):
-        model.load_state_dict({key: factor * value + 0.01 for key, value in backup.items()})
-        assert torch.equal(model.state_dict()["2.weight"], nmf.nm_prune(layer.weight.detach(), "2:4"))
-    model.load_state_dict(backup)
-    assert torch.equal(layer.weight, latent)
-    assert torch.equal(layer.masks.bits, marks)
-    assert torch.equal(layer.permutation, permutation)
-    assert layer.step == 1
-    one_step(model, sparsifier, optimizer, seed=1)
-    assert layer.replaced_state is None, "a copy of the weights is not kept for good"
-
-
 def test_parameters_that_join_an_optimizer_are_followed():
     model = network()
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
@@ -408,111 +384,8 @@ def test_own_parameters_leave_the_optimizer_again():
         assert len(group["params"]) == len(group["param_names"]) == 6
 
 
-def test_random_choices_depend_on_seed_layer_and_step():
-    sparsifier = NMSparsifier(network(), seed=3).attach()
-    first, second = sparsifier.layers.values()
-    draws = {torch.rand(1, generator=layer.generator()).item() for layer in (first, second, first)}
-    assert len(draws) == 2
-    first.progress.step = 1
-    draws.add(torch.rand(1, generator=first.generator()).item())
-    first.noise.reseed(4)
-    draws.add(torch.rand(1, generator=first.generator()).item())
-    assert len(draws) == 4
-
-
-def test_a_state_brings_its_seed_and_its_sums():
-    model = network()
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste", seed=3).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    sparsifier.register(optimizer)
-    model(data()[0])
-    one_step(model, sparsifier, optimizer)
-    other_model = network()
-    other = NMSparsifier(other_model, "2:4", "sr-ste", seed=9).attach()
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(sparsifier.state_dict())
-    assert other.seed == other.layers["2"].noise.seed == 3
-    assert other.macs == sparsifier.macs
-    assert other.mean_flip_rate() == sparsifier.mean_flip_rate() > 0
-    assert other.mean_flops_ratios() == sparsifier.mean_flops_ratios()
-
-
-def test_a_resumed_run_keeps_the_costs_that_it_counted():
-    """Another first batch may pass through other parts of the model."""
-
-    def start():
-        model = network()
-        sparsifier = NMSparsifier(model, method="sr-ste").attach()
-        sparsifier.register(torch.optim.SGD(model.parameters(), 0.1))
-        return model, sparsifier
-
-    (model, sparsifier), (resumed, other) = start(), start()
-    model(data()[0])
-    sparsifier.step()
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(sparsifier.state_dict())
-    resumed[0](data()[0])
-    other.step()
-    assert other.macs == sparsifier.macs
-    assert other.flops_ratios() == sparsifier.flops_ratios()
-
-
-def test_a_state_of_other_weights_or_another_layout_is_refused():
-    def sparse(scale=1.0, layout="channels"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(16, 16, 3))
-        with torch.no_grad():
-            model[0].weight.mul_(scale)
-        options = {"skip_first_last": False, "conv_layout": layout}
-        return NMSparsifier(model, "2:4", ASP(start=5), **options).attach()  # no mask yet to compare by
-
-    state = sparse().state_dict()
-    sparse().load_state_dict(state)
-    with pytest.raises(ValueError, match="do not belong to the weights of layer '0'"):
-        sparse(scale=1.01).load_state_dict(state)
-    with pytest.raises(ValueError, match="layout plain in the checkpoint, flat here"):
-        sparse(layout="flat").load_state_dict(state)
-
-
 def test_flops_of_a_model_whose_batches_are_not_seen():
     model = network()
     sparsifier = NMSparsifier(model, "2:4", "ste", include="2").attach()
     share = 32 * 32 / (16 * 32 + 32 * 32 + 32)
     assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - share / 6)
-
-
-def test_masks_move_to_the_weights_device():
-    model = network()
-    sparsifier = NMSparsifier(model).attach()
-    model.to("meta")
-    for layer in sparsifier.layers.values():
-        assert {tensor.device.type for tensor in layer.tensors()} == {"meta"}
-
-
-@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "asp", "transposable"])
-def test_a_state_can_be_loaded_over_itself_and_over_later_weights(method):
-    model = network()
-    sparsifier = NMSparsifier(model, "2:4", method, "mvue").attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    sparsifier.register(optimizer)
-
-    def train():
-        for k in range(3):
-            optimizer.zero_grad()
-            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(k))
-            model(x).square().mean().backward()
-            sparsifier.before_step(optimizer)
-            optimizer.step()
-            sparsifier.step()
-
-    train()
-    states = [copy.deepcopy(part.state_dict()) for part in (model, sparsifier, optimizer)]
-    latent = [p.detach().clone() for p in model.parameters()]
-    found = []
-    for _ in range(2):
-        for part, state in zip((model, sparsifier, optimizer), states, strict=True):
-            part.load_state_dict(copy.deepcopy(state))
-        assert all(torch.equal(a, b) for a, b in zip(latent, model.parameters(), strict=True))
-        train()
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
