@@ -1,15 +1,15 @@
-# Needs Python 3.10+ and make; everything else is installed into .venv.
+# Requires Python 3.10+ and make. Everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 INTERPRETED_TRITON ?= triton==3.6.0
 
-# Tests are shared out among so many processes of one thread each.
+# Number of test processes, each with one thread.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-# Sums as a CPU without AVX makes them: torch's own kernels, MKL's and oneDNN's.
+# The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
 .PHONY: demo test slow test-all test-other-arithmetic interpreter lint types notebooks benchmarks clean
@@ -22,19 +22,19 @@ demo: .venv/.demo
 test: .venv/.dev
 	$(PYTEST)
 
-## Run the tests that take longer.
+## Run the slow tests.
 slow: .venv/.dev
 	$(PYTEST) -m slow
 
-## Run both in one go.
+## Run the test suite and the slow tests together.
 test-all: .venv/.dev
 	$(PYTEST) -m 'not gpu'
 
-## Run the test suite in the arithmetic of an old CPU: no test may ask for the bits of this one.
+## Run the test suite in the arithmetic of a CPU without AVX: no test may depend on the last bits of this CPU's products.
 test-other-arithmetic: .venv/.dev
 	$(OTHER_ARITHMETIC) $(PYTEST)
 
-## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
+## Run the Triton kernels in Triton's interpreter, then compile them for an H100; needs no GPU.
 interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
@@ -57,7 +57,7 @@ benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.step_overhead
 
-# torch goes first: the constraint selects one build of it before anything can ask for another.
+# torch is installed first, so that the constraint selects its build before another package requires torch.
 .venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
@@ -71,7 +71,7 @@ benchmarks: .venv/.dev
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# A CUDA build of torch has brought its own Triton, which stays.
+# A CUDA build of torch installs its own Triton, which is kept.
 .venv/.interpreter: .venv/.dev
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps $(INTERPRETED_TRITON)
 	@touch $@
