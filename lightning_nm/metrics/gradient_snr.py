@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from lightning_nm.functional.statistics import GRADIENT_SNR, gradient_energies
-from lightning_nm.metrics.base import Layers, NMMetric, pairs
+from lightning_nm.metrics.base import Layers, RatioMetric, pairs
 
 
-class GradientSNR(NMMetric):
-    r"""Norm of the exact gradients over the norm of the estimates' errors.
+class GradientSNR(RatioMetric):
+    r"""Norm of the exact gradients over the norm of the estimates' errors; not in decibels.
 
     .. math:: \sqrt{\sum_i \|G_i\|^2 / \sum_i \|\hat G_i - G_i\|^2}
 
-    Gradients of all layers, updates and processes are taken as one long vector, as ``nm/grad_snr`` takes them:
-    different gradients of several processes all count, and equal ones change nothing. Not in decibels.
+    The gradients of all layers, updates and processes count as one long vector, as in ``nm/grad_snr``.
 
-    ``update(exact, estimate)`` takes tensors of any floating dtype: two, or two dicts by layer name. ``compute()``
-    returns a float32 number, infinite if there was no error; one NaN or infinity makes it NaN until it is reset. The
+    ``update(exact, estimate)`` takes two tensors of any floating dtype, or two dicts by layer name. ``compute()``
+    returns a float32 number: infinite without any error, NaN until the next reset after a NaN or an infinity. The
     functional form is :func:`gradient_snr`.
 
     Args:
-        kwargs: What :class:`torchmetrics.Metric` takes.
+        kwargs: Arguments of :class:`torchmetrics.Metric`.
 
     Raises:
         TypeError: On update, if a gradient is not of a floating dtype.
@@ -41,23 +37,10 @@ class GradientSNR(NMMetric):
 
     higher_is_better = True
     plot_upper_bound = None
-
-    signal: Tensor
-    error: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_sum("signal", torch.float64)
-        self.add_sum("error", torch.float64)
+    ratio = GRADIENT_SNR
+    sums = ("signal", "error")
+    sum_dtype = torch.float64
 
     def update(self, exact: Layers, estimate: Layers) -> None:
-        """Add up squares."""
-        signal, error = self.signal, self.error
-        for gradient, found, layer in pairs(exact, estimate):
-            more, noise = gradient_energies(gradient, found, layer)
-            signal, error = signal + more, error + noise
-        self.signal, self.error = signal, error
-
-    def compute(self) -> Tensor:
-        """Divide, and take the root."""
-        return GRADIENT_SNR(self.signal, self.error)
+        """Add squared norms."""
+        self.add(gradient_energies(*pair) for pair in pairs(exact, estimate))

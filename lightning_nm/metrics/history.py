@@ -10,18 +10,17 @@ from torch import Tensor
 
 from lightning_nm.functional import pack_mask
 from lightning_nm.functional.statistics import check_masks
-from lightning_nm.metrics.base import Layers, NMMetric, by_name
+from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
 _KEY = "memory."
 
 
-class MaskHistory(NMMetric):
-    """A metric that remembers each layer's mask until the next update, one bit an entry.
+class MaskHistory(RatioMetric):
+    """A metric that stores each layer's packed mask until the next update, one bit per entry.
 
-    The masks are no state in torchmetrics' sense: ``reset`` clears the sums and keeps the masks, so that no
-    flip is missed when Lightning resets a metric at the end of an epoch, and processes exchange the sums only. The
-    masks follow the metric's device, are copied and pickled with it, and are in its ``state_dict`` after
-    ``persistent(True)``. :meth:`forget` clears them.
+    The masks are no state of torchmetrics: ``reset`` clears the sums and keeps the masks, so that no flip is missed
+    when Lightning resets a metric at the end of an epoch, and processes exchange only the sums. The masks follow the
+    metric's device, are copied and pickled with it, and are in its ``state_dict`` after ``persistent(True)``.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -33,12 +32,12 @@ class MaskHistory(NMMetric):
         """Add the changes of one layer to the sums.
 
         Args:
-            packed: The mask, packed.
-            rows: The last result of :meth:`remember` or `compare` for this layer.
-            entries: Entries of the mask.
+            packed: The packed mask.
+            rows: The last result of :meth:`remember` or `compare` for this layer, uint8 ``[rows, bytes]``.
+            entries: Number of entries of the mask.
 
         Returns:
-            The new rows, uint8 ``[rows, bytes]``: a new tensor, since ``forward`` may restore the old one.
+            The new rows; a new tensor, since ``forward`` may restore the old one.
         """
         raise NotImplementedError
 
@@ -81,7 +80,7 @@ class MaskHistory(NMMetric):
     def reset(self) -> None:
         """Clear the sums and keep the masks for the next update."""
         super().reset()
-        if self._before_forward is not None:  # torchmetrics updates a second time, which is to see the same change
+        if self._before_forward is not None:  # torchmetrics' second update must see the same change
             self._memory = dict(self._before_forward)
 
     def forget(self) -> None:
@@ -90,9 +89,9 @@ class MaskHistory(NMMetric):
         self._memory = {}
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> torch.nn.Module:
-        this = super()._apply(fn, exclude_state)
+        module = super()._apply(fn, exclude_state)
         self._memory = {name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()}
-        return this
+        return module
 
     def state_dict(  # type: ignore[override]  # torchmetrics' signature
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_nm.functional.packing import count_bits
@@ -12,17 +10,17 @@ from lightning_nm.metrics.history import MaskHistory
 
 
 class MaskFlipRate(MaskHistory):
-    r"""Share of masks that an update changed, averaged over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
+    r"""Share of mask entries that an update changed, averaged over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
 
     ``update(masks)`` takes the bool mask of one layer, or those of several layers by name, and compares each with the
     last one of its name: update it once per mask update. ``compute()`` returns a float32 number, 0 if nothing was
-    compared yet; ``forward`` returns the changes since the previous update. The functional form
-    is :func:`mask_flip_rate`.
+    compared yet; ``forward`` returns the changes since the previous update. The functional form is
+    :func:`mask_flip_rate`.
 
-    ``reset`` clears the average and keeps the masks, :meth:`forget` both.
+    ``reset`` clears the average and keeps the masks; :meth:`forget` clears both.
 
     Args:
-        kwargs: What :class:`torchmetrics.Metric` takes.
+        kwargs: Arguments of :class:`torchmetrics.Metric`.
 
     Raises:
         TypeError: On update, if a mask is not a bool tensor.
@@ -41,21 +39,10 @@ class MaskFlipRate(MaskHistory):
     """
 
     higher_is_better = None
-
-    flips: Tensor
-    compared: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_sum("flips")
-        self.add_sum("compared")
+    ratio = FLIP_RATE
+    sums = ("flips", "compared")
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
         """Count the flips."""
-        self.flips = self.flips + count_bits(packed ^ rows[0])
-        self.compared = self.compared + entries
+        self.add([(count_bits(packed ^ rows[0]), entries)])
         return self.remember(packed)
-
-    def compute(self) -> Tensor:
-        """Divide."""
-        return FLIP_RATE(self.flips, self.compared)

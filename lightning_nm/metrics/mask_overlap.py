@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from lightning_nm.functional.statistics import OVERLAP, overlap_counts
-from lightning_nm.metrics.base import Layers, NMMetric, pairs
+from lightning_nm.metrics.base import Layers, RatioMetric, pairs
 
 
-class MaskOverlap(NMMetric):
+class MaskOverlap(RatioMetric):
     r"""Share of the forward masks' entries that backward masks keep: :math:`\sum_i |F_i \cap B_i| / \sum_i |F_i|`.
 
     ``update(masks, backward_masks)`` takes bool masks: two tensors, or two dicts by layer name. ``compute()`` returns a
     float32 number, 1 if the forward masks keep nothing. The functional form is :func:`mask_overlap`.
 
     Args:
-        kwargs: What :class:`torchmetrics.Metric` takes.
+        kwargs: Arguments of :class:`torchmetrics.Metric`.
 
     Raises:
         TypeError: On update, if a mask is not a bool tensor.
@@ -33,23 +29,9 @@ class MaskOverlap(NMMetric):
     """
 
     higher_is_better = True
-
-    both: Tensor
-    forward_entries: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_sum("both")
-        self.add_sum("forward_entries")
+    ratio = OVERLAP
+    sums = ("both", "forward_entries")
 
     def update(self, masks: Layers, backward_masks: Layers) -> None:
-        """Count what the masks share."""
-        both, entries = self.both, self.forward_entries
-        for forward, backward, layer in pairs(masks, backward_masks):
-            shared, kept = overlap_counts(forward, backward, layer)
-            both, entries = both + shared, entries + kept
-        self.both, self.forward_entries = both, entries
-
-    def compute(self) -> Tensor:
-        """Divide."""
-        return OVERLAP(self.both, self.forward_entries)
+        """Count the common entries."""
+        self.add(overlap_counts(*pair) for pair in pairs(masks, backward_masks))

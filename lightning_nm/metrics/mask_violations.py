@@ -13,19 +13,18 @@ from lightning_nm.pattern import NMPattern, PatternLike
 
 
 class MaskViolations(NMMetric):
-    """Number of blocks of M that hold more than N nonzeros, over all layers and updates; 0 unless something is broken.
+    """Number of blocks of M that hold more than N nonzeros, over all layers and updates.
 
     ``update(masks)`` takes masks, or values whose nonzeros are counted; a tensor or a dict by layer name. ``compute()``
-    returns an int64 number. The functional form is :func:`count_violations`. Layers of other patterns take a metric of
-    their own.
+    returns an int64 number. The functional form is :func:`count_violations`. Use one metric per pattern.
 
-    Processes have equal masks: the result is not their sum but the largest of their counts. As counts add up over
-    updates all the same, ``forward`` needs the full state, updates twice, and ``merge_state`` is refused.
+    Processes have equal masks, so the result is the largest of their counts. As counts add up over updates,
+    ``forward`` needs the full state and updates twice, and ``merge_state`` is refused.
 
     Args:
-        pattern: What :meth:`NMPattern.parse` reads.
+        pattern: Any form that :meth:`NMPattern.parse` reads.
         dim: The axis along which the blocks lie.
-        kwargs: What :class:`torchmetrics.Metric` takes.
+        kwargs: Arguments of :class:`torchmetrics.Metric`.
 
     Raises:
         ValueError: If the pattern cannot be read; on update, if M does not divide the size of the axis.
@@ -45,7 +44,6 @@ class MaskViolations(NMMetric):
     plot_upper_bound = None
 
     violations: Tensor
-    blocks: Tensor
 
     def __init__(self, pattern: PatternLike, dim: int = -1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,13 +55,13 @@ class MaskViolations(NMMetric):
 
     def update(self, masks: Layers) -> None:
         """Count the blocks of masks or values that break the pattern."""
-        found = self.violations
+        violations = self.violations
         for name, mask in by_name(masks).items():
             try:
-                found = found + count_violations(mask, self.pattern, self.dim)
+                violations = violations + count_violations(mask, self.pattern, self.dim)
             except (ValueError, IndexError) as error:
                 raise type(error)(f"layer '{name}': {error}" if name else str(error)) from None
-        self.violations = found
+        self.violations = violations
 
     def compute(self) -> Tensor:
         """Return the count."""
