@@ -1,4 +1,4 @@
-"""Images that are held in memory as bytes and turned into float batches."""
+"""Images in memory as bytes, and float batches of them."""
 
 import torch
 from torch import Tensor
@@ -69,15 +69,12 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-    """Crop each zero-padded image at random, then flip some.
+    """Crop each zero-padded image, then flip some.
 
     Args:
-        images: `[B, C, H, W]`.
-        shifts: Row and column offset of the cut, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
-        flips: Which images are mirrored left to right, bool `[B]`.
-
-    Returns:
-        A tensor like `images`.
+        images: `[B, C, H, W]`, as the result.
+        shifts: Row and column offset of the crop, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
+        flips: Images to flip left to right, bool `[B]`.
     """
     batch, channels, height, width = images.shape
     columns = torch.arange(width).expand(batch, width)

@@ -13,17 +13,16 @@ T = TypeVar("T", covariant=True)
 
 
 class ResumableLoader(DataLoader[T]):
-    """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Make it with `over`.
+    """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Create it with `over`.
 
     Lightning saves the state of such a loader in its checkpoints, and loads it when it resumes inside an epoch.
 
-    - Batches are counted when they are handed out, so worker processes that run ahead do not matter.
-    - Iteration starts lazily, at the first `next`: Lightning calls `iter` before it sets the epoch, and worker
-      processes that started then would fetch the order of the wrong epoch.
-    - Worker seeds come from a generator of the loader's own, so that a new pass does not move the global random state.
-    - If the dataset has `set_epoch`, it is told the epoch before each pass.
+    - Batches are counted when they are returned, so worker processes that prefetch do not matter.
+    - Iteration starts at the first `next`, since Lightning calls `iter` before it sets the epoch.
+    - Worker seeds come from the loader's own generator, so a new pass does not change the global random state.
+    - If the dataset has `set_epoch`, it is called before each pass.
 
-    The number of batches is that of a whole epoch, also when the pass starts in the middle.
+    The length is that of a whole epoch, also when a pass starts in the middle.
 
     Example:
         >>> loader = ResumableLoader.over(range(10), batch_size=4, seed=0)
@@ -56,18 +55,13 @@ class ResumableLoader(DataLoader[T]):
             num_replicas: Number of processes that share the data.
             rank: Index of this process.
             **kwargs: Further arguments of `DataLoader`.
-
-        Returns:
-            The loader.
         """
-        sampler = ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank)
-        generator = keyed_generator(seed, "workers")
         return cls(
             cast("Dataset[Any]", dataset),
             batch_size=batch_size,
-            sampler=sampler,
+            sampler=ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank),
             num_workers=num_workers,
-            generator=generator,
+            generator=keyed_generator(seed, "workers"),
             **kwargs,
         )
 
@@ -84,7 +78,7 @@ class ResumableLoader(DataLoader[T]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that was returned, and the settings; plain integers."""
+        """Return the position after the last returned batch, and the settings; plain integers."""
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):
             return {}
@@ -94,24 +88,20 @@ class ResumableLoader(DataLoader[T]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Start the next pass at the saved position.
 
-        Args:
-            state: A result of `state_dict`.
-
         Raises:
-            ValueError: If the state is of the middle of an epoch, and this loader's seed, dataset size, batch size or
-                number of replicas is another: the batches that are left would not be the ones that were not seen.
+            ValueError: If the state is of the middle of an epoch, and the seed, dataset size, batch size or number of
+                replicas has changed.
         """
         sampler = self.sampler
         if not state or not isinstance(sampler, ResumableSampler):
             return
         ended = state["position"] >= math.ceil(state["size"] / state["num_replicas"])
-        if state["position"] and not ended:
-            mine = self.state_dict()
-            changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != mine[k]]
-            if changed:
-                what = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
-                raise ValueError(
-                    f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
-                    " start from a checkpoint made at the end of an epoch."
-                )
+        now = self.state_dict()
+        changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != now[k]]
+        if state["position"] and not ended and changed:
+            what = ", ".join(f"{k} was {state[k]} and is {now[k]}" for k in changed)
+            raise ValueError(
+                f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
+                " start from a checkpoint made at the end of an epoch."
+            )
         sampler.load_state_dict({**state, "position": len(sampler)} if ended else state)

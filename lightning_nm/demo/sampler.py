@@ -11,11 +11,11 @@ from lightning_nm.demo.seeding import keyed_generator
 class ResumableSampler(DistributedSampler[int]):
     """Yields dataset indices in an order that depends only on `(seed, epoch)`.
 
-    A pass starts at the first index, except for the one that follows `load_state_dict`: it starts where the saved pass
-    had got to. `set_epoch` with another epoch drops that position, because a position belongs to one epoch.
+    A pass starts at the first index, or at the saved position after `load_state_dict`. `set_epoch` with another epoch
+    drops that position.
 
-    `position` counts the samples that were *consumed*. A sampler cannot know this (worker processes draw indices ahead
-    of time), so whoever consumes the batches counts them with `advance`; `ResumableLoader` does.
+    `position` counts the *consumed* samples. Worker processes draw indices ahead of time, so the consumer of the
+    batches must count them with `advance`, as `ResumableLoader` does.
 
     It is a `DistributedSampler` so that Lightning keeps it under DDP instead of wrapping it, which would hide
     `set_epoch`. Each rank sees every `num_replicas`-th index; the order is padded from its own start so that all ranks

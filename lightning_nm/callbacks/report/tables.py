@@ -9,14 +9,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.progress import PREFIX
 from lightning_nm.methods import MaskMethod
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+PREFIX = "nm_"
+"""Prefix of the statistics in the progress bar, which keeps them apart from the model's metrics."""
 
 
 def layer_table(sparsifier: NMSparsifier) -> Table:
@@ -35,8 +36,10 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield layer, shape, pattern, treatment of forward, dgrad and wgrad, and reason for every weight, masked first."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
-        treatments = (gemm.treatment for gemm in layer.gemms())
-        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, _why(layer)
+        gemms = layer.gemms()
+        reasons = (f"{kind}: {gemm.reason}" for kind, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
+        treatments = (gemm.treatment for gemm in gemms)
+        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, "; ".join(reasons)
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)
         yield name, _shape(shape or ()), "-", "dense", "dense", "dense", reason
@@ -44,11 +47,6 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
 
 def _shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
-
-
-def _why(layer: NMLayer) -> str:
-    gemms = layer.gemms()
-    return "; ".join(f"{name}: {gemm.reason}" for name, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
 
 
 def _phases(sparsifier: NMSparsifier) -> list[str]:
@@ -109,16 +107,14 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     if "grad_snr" in stats:
         table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")
+    meanings = {
+        "arithmetic": "nonzero operands and needed outputs; dense is 1",
+        "paper": "as the N:M papers count; dense is 1",
+        "eligible": "GEMMs that N:M hardware could skip; not a time",
+    }
     ratios = sparsifier.mean_flops_ratios()
-    table.add_row(
-        "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands and needed outputs; dense is 1"
-    )
-    table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
-    table.add_row(
-        "training FLOPs, eligible",
-        f"{ratios['eligible']:.3f}x",
-        "GEMMs that N:M hardware could skip; not a time",
-    )
+    for kind, meaning in meanings.items():
+        table.add_row(f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning)
     return table
 
 
@@ -139,6 +135,5 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
         console.print(f"checkpoint: {path}", soft_wrap=True)
     for logger in trainer.loggers:
         if logger.save_dir is not None:
-            console.print(
-                f"log ({type(logger).__name__}): {getattr(logger, 'log_dir', logger.save_dir)}", soft_wrap=True
-            )
+            folder = getattr(logger, "log_dir", logger.save_dir)
+            console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
