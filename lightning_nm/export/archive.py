@@ -9,14 +9,10 @@ import torch
 
 
 def check_archive(path: str | Path) -> None:
-    """Compare the checksums of a file of ``torch.save``, which ``torch.load`` does not.
+    """Compare the checksums of a file of ``torch.save``.
 
-    ``torch.load`` refuses a truncated file, since its directory is at the end. Only the checksums reveal a hole in the
-    middle, which a power failure may leave. The file is read once. Files that are no zip archive are not checked, and
-    none is under ``torch.serialization.set_crc32_options(False)``.
-
-    Args:
-        path: The file.
+    ``torch.load`` finds a truncated file, but only the checksums reveal damage in the middle, for example after a power
+    failure. Files without checksums or of other formats are not checked.
 
     Raises:
         ValueError: Naming the file and the damaged record.
