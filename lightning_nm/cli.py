@@ -34,6 +34,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"{error}\n{EXTRA}", file=sys.stderr)
         return 2
-    words_or_none = None if args is None else words
-    cli(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_or_none)
+    words_given = None if args is None else words
+    cli(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_given)
     return 0

@@ -121,8 +121,6 @@ class NMSparsifier(ModelStatistics):
         self._step = TrainingStep(())
         self._comparison = RankComparison(())
 
-    # --------------------------------------------------------------------------------------------- in and out
-
     @property
     def skipped(self) -> dict[str, str]:
         """Why each other weight is dense, by layer name."""
@@ -193,8 +191,6 @@ class NMSparsifier(ModelStatistics):
         for layer in self.plan.layers:
             layer.local_weight.copy_(layer.local_forward_weight())
 
-    # -------------------------------------------------------------------------------------------------- a step
-
     def register(self, optimizer: Optimizer) -> None:
         """Register an optimizer, to count its real steps and keep its weights N:M; does nothing if it is registered.
 
@@ -225,9 +221,7 @@ class NMSparsifier(ModelStatistics):
     def before_step(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Let the methods change the complete gradients; call it before clipping and ``optimizer.step()``.
 
-        Args:
-            optimizer: A registered optimizer.
-            loss_scale: The factor of the gradients; 1 once they are unscaled.
+        ``loss_scale`` is the factor of the gradients, 1 once they are unscaled.
         """
         self._step.before_optimizer(optimizer, loss_scale)
 
@@ -253,12 +247,9 @@ class NMSparsifier(ModelStatistics):
         return self._step.end_batch()
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
-        """Compare the masks, and what decides on them, of all processes; call it in all of them.
+        """Compare the masks, and what decides on them, of a group of processes, all by default; call it in all of them.
 
         This takes one small all-reduce, and nothing in a single process. Unchanged masks are not read again.
-
-        Args:
-            group: The processes that train this model; all by default.
 
         Raises:
             RuntimeError: In all processes if any two differ, naming the layers and what differs.
@@ -267,12 +258,9 @@ class NMSparsifier(ModelStatistics):
         self._comparison(group)
 
     def reduce_gradients(self, group: dist.ProcessGroup | None = None) -> None:
-        """Average the gradients of the parameters that methods own; call it in all processes, before unscaling.
+        """Average the gradients of the parameters that methods own, which DistributedDataParallel does not know.
 
-        DistributedDataParallel does not know these parameters.
-
-        Args:
-            group: The processes that train this model; all by default.
+        Call it before unscaling, in all processes of the group.
         """
         self._require_attached("reduce_gradients")
         reduce_gradients(self.plan.layers, group)
@@ -304,8 +292,6 @@ class NMSparsifier(ModelStatistics):
             if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found
-
-    # ---------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.

@@ -31,15 +31,10 @@ def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
 def mask_average(
     weights: dict[str, Tensor], model: nn.Module, layers: Mapping[str, NMLayer]
 ) -> dict[str, dict[str, Any]]:
-    """Mask averaged weights by the layers' methods.
-
-    Args:
-        weights: The state dict of the averaged model, whose entries are replaced.
-        model: The model that is averaged; it is not changed.
-        layers: The masked layers by name.
+    """Mask the state dict of an averaged model, by the layers' methods.
 
     Returns:
-        For each key of a masked weight, the layer's name and the dropped entries, see
+        For each key of a masked weight, the layer's name and the entries that were dropped, see
         :func:`lightning_nm.nn.state.dropped`.
     """
     by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}

@@ -10,25 +10,18 @@ from typing import Any
 class Phase(Enum):
     """Whether masks are installed, and how far the fit is."""
 
-    IDLE = "idle"
-    """No masks are installed: before the first fit, between fits and during evaluation."""
-    INSTALLED = "installed"
-    """Masks are installed, and no batch of this fit has ended."""
-    TRAINING = "training"
-    """Masks are installed, and the first batch has ended."""
-    INTERRUPTED = "interrupted"
-    """An exception ended a fit with sharded weights. Masks stay installed until the next fit starts."""
+    IDLE = "idle"  # no masks: before the first fit, between fits and during evaluation
+    INSTALLED = "installed"  # masks are installed, and no batch of this fit has ended
+    TRAINING = "training"  # the first batch has ended
+    INTERRUPTED = "interrupted"  # an exception ended a fit with sharded weights; masks stay until the next fit starts
 
 
 class Origin(Enum):
     """Where the training state of the current fit, or of the next one, comes from."""
 
-    NEW = "new"
-    """There is no saved state: masks and clocks start from scratch."""
-    CARRIED_OVER = "carried over"
-    """State of an earlier fit or of an evaluated checkpoint. It is dropped if it does not fit the model."""
-    CHECKPOINT = "checkpoint"
-    """State of the checkpoint that the fit resumes. It is an error if it does not fit the model."""
+    NEW = "new"  # masks and clocks start from scratch
+    CARRIED_OVER = "carried over"  # an earlier fit or an evaluated checkpoint; dropped if it does not fit the model
+    CHECKPOINT = "checkpoint"  # the checkpoint that the fit resumes; an error if it does not fit the model
 
 
 @dataclass

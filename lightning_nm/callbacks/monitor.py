@@ -29,12 +29,9 @@ NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write Ma
 class _Watched:
     """The state of logging for one sparsifier in one fit."""
 
-    names: list[str]
-    """The statistics that are logged."""
-    introduced: bool = False
-    """Whether the table of layers was written."""
-    drawn: dict[str, Tensor] = field(default_factory=dict)
-    """The last image of each forward mask."""
+    names: list[str]  # the statistics that are logged
+    introduced: bool = False  # whether the table of layers was written
+    drawn: dict[str, Tensor] = field(default_factory=dict)  # the last image of each forward mask
 
 
 class MaskMonitor(pl.Callback):
@@ -104,10 +101,7 @@ class MaskMonitor(pl.Callback):
     def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
         """Return the monitor that a callback uses in a fit.
 
-        Args:
-            monitor: A monitor; ``True`` for the one among the Trainer's callbacks, or else a default one; else none.
-            trainer: The Trainer.
-            log_layers: A setting of the default monitor.
+        ``True`` stands for the one among the Trainer's callbacks, or else a default one with ``log_layers``.
 
         Raises:
             ValueError: If the Trainer has several monitors, or ``log_layers`` is set for one that is not the default.
@@ -132,9 +126,7 @@ class MaskMonitor(pl.Callback):
     def start(self, sparsifier: NMSparsifier, also: Sequence[str] = ()) -> None:
         """Start a fit. :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
 
-        Args:
-            sparsifier: The masked model.
-            also: Names of statistics that :meth:`watch` gets besides the sparsifier's.
+        ``also`` names the statistics that :meth:`watch` gets besides the sparsifier's.
 
         Raises:
             ValueError: If a requested statistic or layer does not exist.
@@ -164,12 +156,7 @@ class MaskMonitor(pl.Callback):
     ) -> None:
         """Log if the Trainer logs now. All processes call it at the end of each batch, after the masks were updated.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: Its module.
-            sparsifier: A sparsifier that :meth:`start` was called with.
-            stepped: Whether an optimizer stepped in this batch.
-            also: Statistics besides the sparsifier's.
+        ``stepped`` tells whether an optimizer stepped in this batch; ``also`` holds further statistics.
         """
         # Lightning numbers scalars by batches that end a step. With manual optimization every batch counts, and
         # global_step may count several steps in one.

@@ -14,14 +14,13 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.averages import check_averaging_order, mask_average, restore_average
 from lightning_nm.callbacks.consistency import ProcessConsistency
-from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
-from lightning_nm.callbacks.report.tables import print_layers, print_summary
+from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.export.archive import check_archive
+from lightning_nm.export.checkpoint import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
@@ -147,8 +146,6 @@ class NMSparsityCallback(pl.Callback):
         """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
 
-    # ------------------------------------------------------------------------------------------- install, remove
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``."""
         self._lifecycle.steps_before = 0
@@ -248,8 +245,6 @@ class NMSparsityCallback(pl.Callback):
         sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
         self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
 
-    # ------------------------------------------------------------------------------------------------- training
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
@@ -275,12 +270,9 @@ class NMSparsityCallback(pl.Callback):
         if self._consistency is not None:
             self._consistency.before_step()
         sparsifier.register(optimizer)  # it may have been replaced during training
-        # Fused optimizers unscale gradients within their step.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            sparsifier.before_step(optimizer, scaler.get_scale())
-        else:
-            sparsifier.before_step(optimizer)
+        scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)  # until the fused step
+        sparsifier.before_step(optimizer, scaler.get_scale() if scaler is not None and scaled else 1.0)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
@@ -326,8 +318,6 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is None:
             raise RuntimeError("NMSparsityCallback is not installed: its on_fit_start was not called for this fit")
         return self.sparsifier
-
-    # ---------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sparsifier's state, during fit and after it."""

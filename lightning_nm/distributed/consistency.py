@@ -55,7 +55,9 @@ def checksum(layer: NMLayer) -> Tensor:
         >>> (checksum(layer) == before).tolist()
         [True, False, True, True]
     """
-    return torch.cat([_settings([layer]).to(layer.param.device), _of_masks(layer), _of_parameters(layer)])
+    return torch.cat(
+        [_settings([layer]).to(layer.param.device), _of_masks(layer), _sum(layer, layer.parameters.values())[None]]
+    )
 
 
 def _settings(layers: Iterable[NMLayer]) -> Tensor:
@@ -66,16 +68,12 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
 
 def _of_masks(layer: NMLayer) -> Tensor:
     """The words of the masks and of the permutation."""
-    device = layer.param.device
-    return torch.stack([_sum([] if t is None else [t], device) for t in (layer.masks.bits, layer.permutation)])
+    return torch.stack([_sum(layer, [] if t is None else [t]) for t in (layer.masks.bits, layer.permutation)])
 
 
-def _of_parameters(layer: NMLayer) -> Tensor:
-    return _sum(list(layer.parameters.values()), layer.param.device)[None]
-
-
-def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=device)
+def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
+    """The word of some tensors of a layer."""
+    total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
         words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
@@ -119,7 +117,7 @@ class RankComparison:
         device = self.layers[0].param.device if self.layers else torch.device("cpu")
         words = [_settings(self.layers).to(device, non_blocking=True)]
         for layer in self.layers:
-            words += [self._of_masks(layer).to(device), _of_parameters(layer).to(device)]
+            words += [self._of_masks(layer).to(device), _sum(layer, layer.parameters.values())[None].to(device)]
         total = mix(torch.cat(words)).sum()
         # ~x falls as x rises, so one maximum gives the largest and the smallest.
         extremes = torch.stack([total, ~total])

@@ -27,17 +27,10 @@ class NMMetric(Metric):
     plot_upper_bound: float | None = 1.0
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> tuple[Any, Any]:
-        """Plot one value, or several in the order of time.
-
-        Args:
-            val: A value of ``forward`` or ``compute``, or a list of values; ``compute()`` by default.
-            ax: The axes to plot into; those of a new figure by default.
+        """Plot one value, or several in the order of time, ``compute()`` by default; into ``ax`` or a new figure.
 
         Returns:
             The figure, ``None`` if `ax` was given, and the axes.
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed.
         """
         return self._plot(val, ax)
 

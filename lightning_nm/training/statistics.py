@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
@@ -128,25 +128,9 @@ class ModelStatistics:
         )
 
 
-class _Counts(NamedTuple):
-    """Sums of a layer; those of several layers add up."""
-
-    weights: float
-    forward: float
-    """Set bits of the forward mask."""
-    backward: float
-    """Set bits of the backward mask; of the forward mask if there is no other."""
-    flips: float
-    """Bits of the forward mask that the last update changed."""
-    used: float
-    """Sum of |W_F|."""
-    magnitude: float
-    """Sum of |W|."""
-
-
 @torch.no_grad()
-def _count(layer: NMLayer) -> _Counts:
-    """Count a layer, with one device synchronization."""
+def _count(layer: NMLayer) -> list[float]:
+    """Sums that add up over layers, with one device synchronization: see :func:`_mask_statistics`."""
     with layer.full():
         weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     forward, backward = layer.forward_mask, layer.backward_mask
@@ -155,22 +139,23 @@ def _count(layer: NMLayer) -> _Counts:
     both = kept if backward is None else density_counts(backward)[0]
     flips = torch.zeros_like(size) if layer.masks.flips is None else layer.masks.flips
     magnitudes = (magnitude_sum(forward_weight), magnitude_sum(weight))
-    counts = _Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
-    if math.isnan(counts.magnitude):
+    sums: list[float] = torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist()
+    if math.isnan(sums[-1]):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
             "clip gradients, or resume from an earlier checkpoint"
         )
-    return counts
+    return sums
 
 
 def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
-    total = _Counts(*(sum(column) for column in zip(*map(_count, layers), strict=True)))
+    columns = zip(*map(_count, layers), strict=True)
+    weights, forward, both, flips, used, magnitude = (sum(column) for column in columns)
     return {
-        "density": DENSITY.exact(total.forward, total.weights).item(),
-        "flip_rate": FLIP_RATE.exact(total.flips, total.weights).item(),
-        "kept_magnitude": KEPT_MAGNITUDE.exact(total.used, total.magnitude).item(),
-        "overlap": OVERLAP.exact(total.backward, total.forward).item(),
+        "density": DENSITY.exact(forward, weights).item(),
+        "flip_rate": FLIP_RATE.exact(flips, weights).item(),
+        "kept_magnitude": KEPT_MAGNITUDE.exact(used, magnitude).item(),
+        "overlap": OVERLAP.exact(both, forward).item(),
     }
 
 

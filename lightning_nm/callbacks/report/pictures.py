@@ -46,11 +46,8 @@ class Histogram(NamedTuple):
     low: float
     high: float
     total: float
-    """The sum of the margins."""
     squares: float
-    """The sum of their squares."""
-    counts: list[int]
-    """The number of margins in each bin. An edge belongs to the bin above it, 1 to the last bin."""
+    counts: list[int]  # an edge belongs to the bin above it, 1 to the last bin
 
 
 def margin_histogram(layer: NMLayer) -> Histogram | None:
