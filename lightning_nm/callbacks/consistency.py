@@ -15,11 +15,8 @@ class ProcessConsistency:
     Masks are compared before the first backward pass after a mask update, since its collectives are the first that
     could depend on the masks. The Trainer's hooks decide when, so all processes do it together.
 
-    Args:
-        strategy: The Trainer's strategy.
-        sparsifier: The attached sparsifier.
-        every: Optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is 1, because its communication
-            hook depends on the masks.
+    ``every`` is the number of optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is always 1,
+    because its communication hook depends on the masks.
     """
 
     def __init__(self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int) -> None:

@@ -38,7 +38,7 @@ class Lifecycle:
     :meth:`begin_fit` and one of :meth:`restored` and :meth:`start_anew` set the :class:`Origin`.
 
     Args:
-        phase: The current phase.
+        phase: Whether masks are installed, and how far the fit is.
         origin: Where the training state comes from.
         batch_open: Whether a backward pass has run since the last batch ended: its random numbers are used, and the
             optimizer may have stepped, but the masks are not updated yet. Checkpoints save it as ``open``.

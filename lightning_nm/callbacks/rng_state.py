@@ -140,16 +140,7 @@ def _devices(trainer: pl.Trainer) -> list[int]:
 
 
 def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives.
-
-    Example::
-
-        >>> state = rng_state()
-        >>> first = torch.rand(1), random.random()
-        >>> set_rng_state(state)
-        >>> first == (torch.rand(1), random.random())
-        True
-    """
+    """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives."""
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -214,18 +215,14 @@ class NMSparsityCallback(pl.Callback):
 
         Sharded weights keep them until the next fit, because removing them takes all processes.
         """
-        sparsifier = self.sparsifier
-        if (
-            sparsifier is not None
-            and any(layer.sharded for layer in sparsifier.plan.layers)
-            and self._has_trained(sparsifier)
-        ):
+        layers = [] if self.sparsifier is None else self.sparsifier.plan.layers
+        if any(layer.sharded for layer in layers) and self._has_trained(layers):
             self._lifecycle.phase = Phase.INTERRUPTED
         else:
             self._finish()
 
-    def _has_trained(self, sparsifier: NMSparsifier) -> bool:
-        return not self._lifecycle.is_new or any(layer.step for layer in sparsifier.layers.values())
+    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
+        return not self._lifecycle.is_new or any(layer.step for layer in layers)
 
     def _finish(self) -> None:
         if self.sparsifier is None:
@@ -236,7 +233,7 @@ class NMSparsityCallback(pl.Callback):
         if self._consistency is not None:
             self._consistency.close()
             self._consistency = None
-        if not self._has_trained(sparsifier):
+        if not self._has_trained(sparsifier.plan.layers):
             self._lifecycle.end(None)
             sparsifier.detach()  # the model keeps its dense weights
             return

@@ -14,15 +14,15 @@ class ResumableDataModule(LightningDataModule):
 
     A subclass sets `train_set`, `val_set` and `test_set` in `setup`; each returns a whole batch from `__getitems__`.
 
-    The data module saves the epoch and position of the training loader in the checkpoint, and loads them into the
-    loader that it makes when training resumes. Lightning saves the state of the loader, too, but up to 2.6.6 does not
-    load it if `configure_optimizers` has asked for `trainer.estimated_stepping_batches` (Lightning#20550).
+    The data module saves the position of the training loader in the checkpoint, and loads it into the loader that it
+    makes when training resumes. Lightning does so, too, but up to 2.6.6 it does not load the state if
+    `configure_optimizers` has asked for `trainer.estimated_stepping_batches` (Lightning#20550).
 
     A resume is exact at the end of an epoch, after any batch, at a validation inside an epoch and inside an
     accumulation window, with worker processes and with `limit_train_batches`. The random state of dropout and the
-    gradients of an unfinished window need `ExactResume`. A run with `max_steps` does not resume exactly from a
-    checkpoint saved in `on_train_epoch_end`: Lightning 2.6.6 counts that epoch twice (with validation) or goes on from
-    its last batch (without). Save by `every_n_train_steps` or at the end of validation, or use only `max_epochs`.
+    gradients of an unfinished window need `ExactResume`. Not exact is a run with `max_steps` that resumes from a
+    checkpoint saved in `on_train_epoch_end`, because Lightning 2.6.6 then counts batches of that epoch twice: save by
+    `every_n_train_steps` or at the end of validation, or use only `max_epochs`.
 
     Args:
         batch_size: Samples in a batch, on each process.

@@ -11,19 +11,10 @@ SHIFT = 2
 
 
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images; a batch is `(images / scale - mean) / std` with its labels.
+    """Images in bytes, uint8 `[N, C, H, W]`, with labels `[N]`; a batch is `(images / scale - mean) / std` and labels.
 
     With `augment`, an image is shifted by up to 2 pixels each way (zeros come in) and flipped left to right with
     probability 1/2. The draw is a pure function of (seed, epoch, index).
-
-    Args:
-        images: Bytes, uint8 `[N, C, H, W]`.
-        labels: Class indices, `[N]`.
-        scale: The byte that stands for 1.
-        mean: Subtracted after scaling.
-        std: Divided by after that.
-        augment: Whether to shift and flip.
-        seed: Seed of the augmentation.
     """
 
     def __init__(

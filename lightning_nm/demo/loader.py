@@ -15,11 +15,9 @@ T = TypeVar("T", covariant=True)
 class ResumableSampler(DistributedSampler[int]):
     """Yields dataset indices in an order that depends only on `(seed, epoch)`.
 
-    A pass starts at the first index, or at the saved position after `load_state_dict`. `set_epoch` with another epoch
-    drops that position.
-
-    `position` counts the *consumed* samples. Worker processes draw indices ahead of time, so the consumer of the
-    batches must count them with `advance`, as `ResumableLoader` does.
+    A pass starts at the first index, or after `load_state_dict` at the saved position, which `set_epoch` with another
+    epoch drops. `position` counts the *consumed* samples: worker processes draw indices ahead of time, so the consumer
+    of the batches must call `advance`, as `ResumableLoader` does.
 
     It is a `DistributedSampler` so that Lightning keeps it under DDP instead of wrapping it, which would hide
     `set_epoch`. Each rank sees every `num_replicas`-th index; the order is padded from its own start so that all ranks
@@ -119,17 +117,9 @@ class ResumableLoader(DataLoader[T]):
         rank: int = 0,
         **kwargs: Any,
     ) -> "ResumableLoader[Any]":
-        """Build the loader and its sampler.
+        """Build the loader and its sampler from arguments of :class:`ResumableSampler` and of `DataLoader`.
 
-        Args:
-            dataset: A sized, map-style dataset.
-            batch_size: Samples in a batch, on each rank. The last batch of an epoch may be smaller.
-            seed: Seed of the order.
-            shuffle: If false, the order is 0, 1, 2, ...
-            num_workers: Worker processes.
-            num_replicas: Number of processes that share the data.
-            rank: Index of this process.
-            **kwargs: Further arguments of `DataLoader`.
+        `dataset` is sized and map-style. The last batch of an epoch may be smaller than `batch_size`.
         """
         return cls(
             cast("Dataset[Any]", dataset),

@@ -9,10 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 def warmup_cosine(optimizer: Optimizer, total_steps: float, warmup: float = 0.05) -> LambdaLR:
     """Linear warm-up to the optimizer's learning rates, then a half cosine down to zero; step it after every step.
 
-    Args:
-        optimizer: The optimizer.
-        total_steps: Optimizer steps in the run. If it is infinite, the rate stays at its peak.
-        warmup: Share of the steps that the warm-up takes.
+    `warmup` is the share of `total_steps` that the warm-up takes. If these are infinite, the rate stays at its peak.
     """
     if not math.isfinite(total_steps):
         return LambdaLR(optimizer, lambda step: 1.0)

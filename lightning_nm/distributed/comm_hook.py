@@ -95,24 +95,15 @@ def kept_entries_hook(
     """Average a bucket of gradients; of masked weights only the kept entries are sent, and the others become 0.
 
     Under accumulation a bucket holds the sum of all micro-batches. The size of the message depends on N:M and on what
-    :func:`~lightning_nm.distributed.consistency.checksum` compares, so it is the same in all consistent processes.
-
-    Args:
-        state: The masked layers.
-        bucket: A bucket of DistributedDataParallel.
-
-    Returns:
-        The future of ``bucket.buffer()`` with the averages.
+    :func:`~lightning_nm.distributed.consistency.checksum` compares, so it is the same in all consistent processes. The
+    result is the future of ``bucket.buffer()`` with the averages.
     """
     # Buckets are rebuilt after the first step, so the parameters must tell whose gradients this one holds.
     buffer, parameters = bucket.buffer(), bucket.parameters()
     layers = [state.sparse(parameter) for parameter in parameters]
     full = not any(layers)
     grads = [] if full else [_as_stored(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
-    if full:
-        message = buffer
-    else:
-        message = torch.cat([_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)])
+    message = buffer if full else torch.cat([_pack(*pair, state) for pair in zip(grads, layers, strict=True)])
     message = message.div_(dist.get_world_size(state.group)).to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += buffer.numel() * buffer.element_size()

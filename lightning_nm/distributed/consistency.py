@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
 
-_CHUNK = 1 << 20
-"""Words that are mixed at a time, which limits the memory for temporaries."""
+_CHUNK = 1 << 20  # words that are mixed at a time, which limits the memory for temporaries
 
 
 def _fingerprint(layer: NMLayer) -> dict[str, Any]:
@@ -44,16 +43,6 @@ def checksum(layer: NMLayer) -> Tensor:
 
     The words are of the settings and counters, both masks, the permutation, and the parameters that the method owns. A
     change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
-
-    Example::
-
-        >>> from torch import nn
-        >>> from lightning_nm import NMSparsifier
-        >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
-        >>> before = checksum(layer)
-        >>> layer.masks.bits[0] = 1 - layer.masks.bits[0]
-        >>> (checksum(layer) == before).tolist()
-        [True, False, True, True]
     """
     return torch.cat(
         [_settings([layer]).to(layer.param.device), _of_masks(layer), _sum(layer, layer.parameters.values())[None]]
@@ -96,9 +85,6 @@ class RankComparison:
     """Compares the layers of all processes by one all-reduce of two numbers.
 
     The words of masks are cached until these change.
-
-    Args:
-        layers: The masked layers of this process.
     """
 
     def __init__(self, layers: Sequence[NMLayer]) -> None:

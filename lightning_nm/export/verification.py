@@ -16,8 +16,7 @@ from lightning_nm.functional import count_violations
 from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
-_DENSE_FROM = 0.5
-"""Without a sparsifier state, a weight is dense from this share of violating blocks on, and below it broken."""
+_DENSE_FROM = 0.5  # without a sparsifier state, weights with fewer violating blocks are broken, the others dense
 
 
 @dataclass(frozen=True)

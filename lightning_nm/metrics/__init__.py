@@ -10,8 +10,7 @@ Masks are equal on all processes, and ratios do not change when each mask is cou
 """
 
 from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
-from lightning_nm.metrics.mask_violations import MaskViolations
-from lightning_nm.metrics.ratios import GradientSNR, KeptMagnitude, MaskDensity, MaskOverlap
+from lightning_nm.metrics.statistics import GradientSNR, KeptMagnitude, MaskDensity, MaskOverlap, MaskViolations
 
 __all__ = [
     "GradientSNR",

@@ -41,7 +41,12 @@ class MaskHistory(RatioMetric):
         return packed.unsqueeze(0)
 
     def update(self, masks: Layers) -> None:
-        """Compare masks with the last ones of the same names, and store them."""
+        """Compare masks with the last ones of the same names, and store them.
+
+        Raises:
+            TypeError: If a mask is not a bool tensor.
+            ValueError: If a mask has another shape than the last one of its name.
+        """
         layers = by_name(masks)
         for name, mask in layers.items():
             check_masks({"mask": mask}, name)
@@ -112,10 +117,6 @@ class MaskFlipRate(MaskHistory):
 
     ``reset`` clears the average and keeps the masks; :meth:`forget` clears both.
 
-    Raises:
-        TypeError: On update, if a mask is not a bool tensor.
-        ValueError: On update, if a mask has another shape than the last one of its name.
-
     Example::
 
         >>> import torch
@@ -151,10 +152,6 @@ class MaskOscillation(MaskHistory):
     since the previous update. The functional form is :func:`mask_oscillation`.
 
     ``reset`` clears the average, and keeps the masks and which entries flipped; :meth:`forget` clears all.
-
-    Raises:
-        TypeError: On update, if a mask is not a bool tensor.
-        ValueError: On update, if a mask has another shape than the last one of its name.
 
     Example::
 

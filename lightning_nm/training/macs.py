@@ -16,9 +16,7 @@ class MacsCounter:
     """Adds up the dense forward multiply-adds of each weight of a known layer kind, until it is closed.
 
     Batches, and several calls of a module in one batch, are added up, so only the shares of the counts have a meaning.
-
-    Args:
-        model: The model to watch, through forward hooks.
+    It watches the model through forward hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:

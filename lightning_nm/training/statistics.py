@@ -47,18 +47,17 @@ class ModelStatistics:
     def shares(self, gradients: bool = False) -> dict[str, float]:
         """Return the share of the parameters and, once a batch ran, of dense multiply-adds in masked layers.
 
-        Args:
-            gradients: Count the layers with a gradient estimator instead.
+        With ``gradients``, the layers with a gradient estimator count instead.
         """
-        names = [
-            layer.name
+        layers = [
+            layer
             for layer in self.plan.layers
             if (layer.estimator is not None and layer.param.requires_grad if gradients else layer.maskable)
         ]
-        size = sum(self.layers[name].param.numel() for name in names)
-        shares = {"parameters": size / sum(p.numel() for p in self.model.parameters())}
+        total = sum(p.numel() for p in self.model.parameters())
+        shares = {"parameters": sum(layer.param.numel() for layer in layers) / total}
         if any(self.macs.values()):
-            shares["flops"] = sum(self.macs.get(name, 0) for name in names) / sum(self.macs.values())
+            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
         return shares
 
     def flops_ratios(self) -> dict[str, float]:

@@ -11,16 +11,8 @@ from torch import Tensor
 from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
-CROP = 256
-"""The largest number of rows and columns of an image, which shows the upper left corner of ``[out, in]``."""
-
-EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
-"""Bin edges of a histogram of margins. One of them is 0, the margin of equal weights."""
-
-
-def _corner(layer: NMLayer, mask: Tensor) -> Tensor:
-    """Crop a mask to ``[out, in]``. Kernel taps lie side by side, so blocks stay together."""
-    return layer.rows(mask).movedim(1, -1).flatten(1)[:CROP, :CROP].cpu()
+CROP = 256  # rows and columns of an image, which shows the upper left corner of [out, in]
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20  # bins of margins; one edge is 0, the margin of equal weights
 
 
 def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:
@@ -30,11 +22,11 @@ def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Ten
     ``forward_mask`` image ``before``. There is none if the layer has no forward mask.
     """
     masks = {"forward_mask": layer.forward_mask, "backward_mask": layer.backward_mask}
-    pictures = {
-        name: _corner(layer, mask).to(torch.uint8).mul(255).unsqueeze(0)
-        for name, mask in masks.items()
-        if mask is not None
-    }
+    pictures = {}
+    for name, mask in masks.items():
+        if mask is not None:
+            rows = layer.rows(mask).movedim(1, -1).flatten(1)  # kernel taps lie side by side, so blocks stay together
+            pictures[name] = rows[:CROP, :CROP].cpu().to(torch.uint8).mul(255).unsqueeze(0)
     if before is not None and "forward_mask" in pictures:
         pictures["changed_mask"] = pictures["forward_mask"] ^ before
     return pictures

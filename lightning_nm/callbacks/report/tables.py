@@ -17,8 +17,7 @@ from lightning_nm.sparsifier import NMSparsifier
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-PREFIX = "nm_"
-"""Prefix of the statistics in the progress bar, which keeps them apart from the model's metrics."""
+PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
 def _table(title: str, *, show_header: bool = True) -> Table:
@@ -112,13 +111,12 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     if "grad_snr" in stats:
         table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")
-    meanings = {
-        "arithmetic": "nonzero operands and needed outputs; dense is 1",
-        "paper": "as the N:M papers count; dense is 1",
-        "eligible": "GEMMs that N:M hardware could skip; not a time",
-    }
     ratios = sparsifier.mean_flops_ratios()
-    for kind, meaning in meanings.items():
+    for kind, meaning in (
+        ("arithmetic", "nonzero operands and needed outputs; dense is 1"),
+        ("paper", "as the N:M papers count; dense is 1"),
+        ("eligible", "GEMMs that N:M hardware could skip; not a time"),
+    ):
         table.add_row(f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning)
     return table
 
