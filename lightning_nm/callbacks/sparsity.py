@@ -74,8 +74,8 @@ class NMSparsityCallback(pl.Callback):
             all processes' masks, by one all-reduce of two numbers; 0 for none. A difference ends the fit in all
             processes, with the layer's name. The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
-        monitor: ``True`` uses the :class:`~lightning_nm.MaskMonitor` among the Trainer's callbacks, or else one with
-            default settings; ``False`` or ``None`` logs nothing.
+        monitor: The :class:`~lightning_nm.MaskMonitor` to use; ``True`` for the one among the Trainer's callbacks, or
+            else one with default settings; ``False`` or ``None`` for none.
         name: Distinguishes several of these callbacks of one Trainer in the checkpoint.
 
     Raises:
@@ -268,8 +268,10 @@ class NMSparsityCallback(pl.Callback):
             self._consistency.before_step()
         sparsifier.register(optimizer)  # it may have been replaced during training
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)  # until the fused step
-        sparsifier.before_step(optimizer, scaler.get_scale() if scaler is not None and scaled else 1.0)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            sparsifier.before_step(optimizer, scaler.get_scale())  # fused optimizers unscale within their step
+        else:
+            sparsifier.before_step(optimizer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
