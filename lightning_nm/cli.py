@@ -16,13 +16,9 @@ _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run ``lightning-nm SUBCOMMAND ...``; ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI's.
+    """Run ``lightning-nm SUBCOMMAND ...`` and return its exit status.
 
-    Args:
-        args: Command-line words; those of the process by default.
-
-    Returns:
-        The exit status.
+    ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI's. ``args`` are those of the process by default.
     """
     words = list(sys.argv[1:] if args is None else args)
     if words and words[0] in _OWN:
@@ -38,9 +34,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"{error}\n{EXTRA}", file=sys.stderr)
         return 2
-    cli(
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "lightning-nm"},
-        args=args if args is None else words,
-    )
+    words_given = None if args is None else words
+    cli(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_given)
     return 0

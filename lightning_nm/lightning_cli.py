@@ -12,11 +12,7 @@ EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'
 
 
 def lightning_cli() -> type[LightningCLI]:
-    """Return the class, which needs jsonargparse.
-
-    Raises:
-        ImportError: If it is missing; :data:`EXTRA` is the hint to print.
-    """
+    """Return the class; raises ``ImportError`` without jsonargparse, for which :data:`EXTRA` is the hint."""
     # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
     warnings.filterwarnings(
         "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning

@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
-from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.methods import Method, MethodName
+from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
+from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.selection import Plan, as_globs, select
+from lightning_nm.nn.selection import Plan, Rule, as_globs, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
     changed_settings,
@@ -29,45 +28,43 @@ from lightning_nm.nn.state import (
     saved_layer,
     state_difference,
 )
-from lightning_nm.pattern import PatternLike
-from lightning_nm.rules import make_rules
+from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.model_statistics import ModelFigures
 from lightning_nm.training.phases import changed_schedules, plan_schedules
+from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
 
 SCHEMA = 1
 
 
-class NMSparsifier(ModelFigures):
+class NMSparsifier(ModelStatistics):
     """Trains a model's weights under an N:M method, in any training loop.
 
     Args:
-        model: The model; its modules and parameters stay the same objects. All of it where FSDP2 shards it, not a part:
-            what gathers the weights must be in it.
+        model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
+            that gather the weights must be in it.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: What replaces dY in the wgrad GEMM: a short name (``"mvue"``) or a
-            :class:`GradientEstimator`; ``None`` keeps it.
-        include: Globs over module names that are masked; ``None`` takes every layer that can be. A glob without
-            wildcards names a layer that must be maskable.
-        exclude: Globs over module names that stay dense.
-        rules: Mappings with ``include`` and any of ``pattern``, ``method``, ``grad_estimator``; the first that matches
-            a layer replaces the arguments above for it.
-        skip_first_last: Leave the first convolution and the last linear layer dense.
-        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, the hardware's order.
-            ``"flat"``: along the flattened ``(in, *kernel)``, the papers' order.
+        grad_estimator: The estimator that replaces dY in the wgrad GEMM: a short name (``"mvue"``) or a
+            :class:`GradientEstimator`; ``None`` keeps dY.
+        include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
+            maskable.
+        exclude: Globs over names of modules to keep dense.
+        rules: Mappings with ``include`` and any of ``pattern``, ``method``, ``grad_estimator``, which replace the
+            arguments above; the first match wins.
+        skip_first_last: Keep the first convolution and the last linear layer dense.
+        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, as hardware reads them.
+            ``"flat"``: along the flattened ``(in, *kernel)``, as in the papers.
         seed: Base of all random choices; equal on all ranks.
-        planned_steps: Training steps (calls of :meth:`step` after an optimizer's) that the whole training will take,
-            for schedules given as shares of it.
-        data_rank: Which part of the global batch this process sees, its rank by default: processes that see the same,
-            as those of a tensor-parallel group do, must draw the same random numbers for weights that they all hold.
-        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones, each in a
-            few layers, which take turns; 0 for none.
+        planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
+            schedules given as shares of it.
+        data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
+            see the same part, as in a tensor-parallel group, must draw the same random numbers.
+        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones, in a few
+            layers at a time; 0 for none.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or another argument out of
-            its range, naming it.
+        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
 
     Example::
 
@@ -107,7 +104,9 @@ class NMSparsifier(ModelFigures):
         if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
             raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
-        self.rules = make_rules(pattern, method, grad_estimator, include, rules)
+        globs = as_globs(include, "include")
+        general = Rule(globs, NMPattern.parse(pattern), resolve_method(method), resolve_estimator(grad_estimator))
+        self.rules = [*(_parse_rule(rule, general) for rule in rules or ()), general]
         self.exclude = as_globs(exclude, "exclude") or ()
         self.skip_first_last = skip_first_last
         self.conv_layout = conv_layout
@@ -122,8 +121,6 @@ class NMSparsifier(ModelFigures):
         self._step = TrainingStep(())
         self._comparison = RankComparison(())
 
-    # --------------------------------------------------------------------------------------------- in and out
-
     @property
     def skipped(self) -> dict[str, str]:
         """Why each other weight is dense, by layer name."""
@@ -132,61 +129,55 @@ class NMSparsifier(ModelFigures):
     def attach(self, state: Mapping[str, Any] | None = None) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
-        Everything is checked and every mask is made before the model is touched.
+        The model is not changed before everything was checked.
 
         Args:
-            state: The state of a training that is to go on, for :meth:`load_state_dict` to load next: its schedules
-                hold, and need no plan.
+            state: A state that :meth:`load_state_dict` loads next; its schedules need no ``planned_steps``.
 
         Raises:
-            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or the schedule of a
-                method or an estimator does not go with ``planned_steps``.
+            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
+                fit ``planned_steps``.
         """
-        if not self.attached:
-            reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
-            self.plan = select(
-                self.model,
-                self.rules,
-                self.exclude,
-                skip_first_last=self.skip_first_last,
-                conv_layout=self.conv_layout,
-                seed=self.seed,
-            )
-            saved = _by_plain_name(state["layers"]) if state else {}
-            plan_schedules(self.plan.layers, saved, self.planned_steps)
-            for layer in self.plan.layers:
-                self._first_masks(layer, saved.get(layer.name))
-                layer.noise.follow_data(self.data_rank)
-                layer.draw_noise()
-            self._step = TrainingStep(self.plan.layers, self.grad_snr_every)
-            self._step.begin_window()
-            install(self.model, self.plan.layers)
-            self._comparison = RankComparison(self.plan.layers)
-            self._counter = MacsCounter(self.model)
-            self.macs = self._counter.macs
-            self.attached = True
+        if self.attached:
+            return self
+        reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
+        self.plan = select(
+            self.model,
+            self.rules,
+            self.exclude,
+            skip_first_last=self.skip_first_last,
+            conv_layout=self.conv_layout,
+            seed=self.seed,
+        )
+        saved = _by_plain_name(state["layers"]) if state else {}
+        plan_schedules(self.plan.layers, saved, self.planned_steps)
+        for layer in self.plan.layers:
+            if layer.name in saved and not state_difference(layer, saved[layer.name]):
+                layer.adopt(saved_layer(layer, saved[layer.name]))  # choosing masks may take a long search
+            else:
+                with layer.full():
+                    layer.method.init_masks(layer)
+            layer.noise.follow_data(self.data_rank)
+            layer.draw_noise()
+        self._step = TrainingStep(self.plan.layers, self.grad_snr_every)
+        self._step.begin_window()
+        install(self.model, self.plan.layers)
+        self._comparison = RankComparison(self.plan.layers)
+        self._counter = MacsCounter(self.model)
+        self.macs = self._counter.macs
+        self.attached = True
         return self
-
-    @staticmethod
-    def _first_masks(layer: NMLayer, saved: dict[str, Any] | None) -> None:
-        """The masks of a saved state that fits the layer, or those that the method chooses: a search may take long."""
-        if saved is not None and not state_difference(layer, saved):
-            layer.adopt(saved_layer(layer, saved))
-        else:
-            with layer.full():
-                layer.method.init_masks(layer)
 
     @property
     def clock(self) -> int:
-        """Calls of :meth:`step` before which any optimizer had stepped: the training steps that a plan counts."""
+        """The training steps so far: calls of :meth:`step` before which any optimizer had stepped."""
         return self._step.clock
 
     def detach(self, *, keep_parameters: bool = False) -> None:
-        """Leave ordinary modules that hold the latent weights; :meth:`bake` first for the sparse ones.
+        """Restore ordinary modules, which hold the latent weights; call :meth:`bake` first for the sparse ones.
 
         Args:
-            keep_parameters: Leave the parameters that methods own in the optimizers, whose state dict is then as that
-                of the training.
+            keep_parameters: Keep the parameters that methods own in the optimizers, for their state dicts.
         """
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
@@ -196,19 +187,17 @@ class NMSparsifier(ModelFigures):
 
     @torch.no_grad()
     def bake(self) -> None:
-        """Set every masked parameter to W_F: the latent values of pruned entries are gone from the model."""
+        """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.plan.layers:
             layer.local_weight.copy_(layer.local_forward_weight())
 
-    # -------------------------------------------------------------------------------------------------- a step
-
     def register(self, optimizer: Optimizer) -> None:
-        """Follow an optimizer: count its real steps and keep its weights N:M; harmless when done before.
+        """Register an optimizer, to count its real steps and keep its weights N:M; does nothing if it is registered.
 
         Raises:
-            TypeError: If this is not a ``torch.optim.Optimizer``, whose hooks tell when a step was made.
-            ValueError: If the method cannot work with the optimizer, naming it and the layer.
-            RuntimeError: If the weights were sharded after :meth:`attach`, naming a layer.
+            TypeError: If it is not a ``torch.optim.Optimizer``.
+            ValueError: If the method of a layer does not support the optimizer.
+            RuntimeError: If the weights were sharded after :meth:`attach`.
         """
         self._require_attached("register")
         for layer in self.plan.layers:
@@ -226,30 +215,27 @@ class NMSparsifier(ModelFigures):
 
     @property
     def unowned(self) -> list[str]:
-        """Masked layers that no registered optimizer trains: their clocks and masks stand still."""
+        """Masked layers that no registered optimizer trains: their masks are not updated."""
         return [layer.name for layer in self._step.unowned()]
 
     def before_step(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
-        """Shape the complete gradients just before ``optimizer.step()``, before clipping.
+        """Let the methods change the complete gradients; call it before clipping and ``optimizer.step()``.
 
-        Args:
-            optimizer: A registered optimizer.
-            loss_scale: What the gradients are still multiplied by; 1 once they are unscaled.
+        ``loss_scale`` is the factor of the gradients, 1 once they are unscaled.
         """
         self._step.before_optimizer(optimizer, loss_scale)
 
     def step(self) -> bool:
-        """Move the masks of every layer whose optimizer has stepped since the last call; call it after every batch.
+        """Update the masks of layers whose optimizer stepped since the last call; call it after every batch.
 
-        At a step of a layer's schedule they move in any case: phases begin and end for all layers together.
-
-        Batches that only accumulate gradients are no exception: estimators draw other random numbers for each.
+        This includes batches that only accumulate gradients, because estimators draw new random numbers for each. At a
+        step of a layer's schedule its masks are always updated: phases begin and end for all layers together.
 
         Returns:
             Whether any optimizer had stepped.
 
         Raises:
-            RuntimeError: If no optimizer was registered, so that no step was ever counted.
+            RuntimeError: If no optimizer is registered.
         """
         if not self.attached or not self._step.optimizers:
             self._require_attached("step")
@@ -261,26 +247,20 @@ class NMSparsifier(ModelFigures):
         return self._step.end_batch()
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
-        """Fail in all processes if the masks, or what decides on them, are not equal in all; call it in all.
+        """Compare the masks, and what decides on them, of a group of processes, all by default; call it in all of them.
 
-        One small all-reduce; nothing in a single process. Masks that did not move since are not read again.
-
-        Args:
-            group: The processes that train this model together; all by default.
+        This takes one small all-reduce, and nothing in a single process. Unchanged masks are not read again.
 
         Raises:
-            RuntimeError: Naming the layers, what differs and the way out.
+            RuntimeError: In all processes if any two differ, naming the layers and what differs.
         """
         self._require_attached("compare_ranks")
         self._comparison(group)
 
     def reduce_gradients(self, group: dist.ProcessGroup | None = None) -> None:
-        """Average the gradients of the parameters that methods own; call it in all processes, before unscaling.
+        """Average the gradients of the parameters that methods own, which DistributedDataParallel does not know.
 
-        DistributedDataParallel does not know them. Nothing is sent if there are none.
-
-        Args:
-            group: The processes that train this model together; all by default.
+        Call it before unscaling, in all processes of the group.
         """
         self._require_attached("reduce_gradients")
         reduce_gradients(self.plan.layers, group)
@@ -294,8 +274,8 @@ class NMSparsifier(ModelFigures):
     def unseen(self) -> list[str]:
         """Masked layers whose module was not called in the batches so far, though others were.
 
-        Such a weight may be read by other code, as ``F.linear(x, module.weight)`` does, which no mask reaches. Calls
-        of compiled modules are not seen, and nothing is said of them.
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
+        modules are left out, since their calls are not seen.
         """
         if not self.macs:
             return []
@@ -304,7 +284,7 @@ class NMSparsifier(ModelFigures):
 
     @property
     def short_of_tokens(self) -> dict[str, str]:
-        """Layers that saw fewer tokens in the first batch than the estimator's blocks have, with both numbers."""
+        """Layers whose first batch had fewer tokens than a block of the estimator, with both numbers."""
         found = {}
         for layer in self.plan.layers:
             pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
@@ -313,12 +293,10 @@ class NMSparsifier(ModelFigures):
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found
 
-    # ---------------------------------------------------------------------------------------------------- state
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
+        """Return all that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
 
-        Plain tensors and primitives, so ``torch.load(weights_only=True)`` reads it.
+        It holds plain tensors and primitives, so ``torch.load(weights_only=True)`` reads it.
         """
         self._require_attached("state_dict")
         return {
@@ -331,7 +309,7 @@ class NMSparsifier(ModelFigures):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore after ``model.load_state_dict``: masks, latent values, clocks.
+        """Restore masks, latent values and clocks; call it after ``model.load_state_dict``.
 
         Raises:
             ValueError: If the state is of another schema, layer set, pattern, method, estimator or shape, or does not
@@ -341,24 +319,22 @@ class NMSparsifier(ModelFigures):
         check_schema(state)
         layers, saved = self.layers, _by_plain_name(state["layers"])
         refuse_others(layers, saved)
-        unveiled = {}  # weights whose latent values came back with them: they were loaded over themselves
+        latent = {}  # of layers whose latent values were loaded with the weights
         for name, layer in layers.items():
             if fits(layer, saved[name]):
                 continue
-            forward = layer.forward_weight()
-            if layer.replaced_state is not None and fits(layer, saved[name], forward):
-                unveiled[name] = forward
-            else:
+            latent[name] = layer.forward_weight()
+            if layer.replaced_state is None or not fits(layer, saved[name], latent[name]):
                 raise ValueError(
                     f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the "
                     "checkpoint's weights into the model before its sparsifier state; where they are averages, resume "
                     "with the averaging callback, too"
                 )
         self.seed = state["seed"]
-        for name, then, here in changed_schedules(self.plan.layers, saved, self.planned_steps):
+        for name, then, now in changed_schedules(self.plan.layers, saved, self.planned_steps):
             warnings.warn(
                 f"this training began with {name} scheduled at steps {then}, which stays; the settings and the plan of "
-                f"now would make that {here}",
+                f"now would make that {now}",
                 stacklevel=2,
             )
         changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
@@ -366,8 +342,8 @@ class NMSparsifier(ModelFigures):
             warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
         for name, layer in layers.items():
             layer.noise.reseed(self.seed)
-            if name in unveiled:
-                layer.local_weight.copy_(layer.local_shard(unveiled[name]))
+            if name in latent:
+                layer.local_weight.copy_(layer.local_shard(latent[name]))
             load_layer_state(layer, saved[name])
             layer.forget_replaced_state()
         self._step.load(state["clock"], state["stepped"])
@@ -378,17 +354,29 @@ class NMSparsifier(ModelFigures):
                 self._counter.known = True
 
 
+def _parse_rule(rule: Mapping[str, Any], general: Rule) -> Rule:
+    """Parse one of the ``rules``; keys that it lacks are taken from the general rule."""
+    unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
+    if unknown or "include" not in rule:
+        problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
+        raise ValueError(
+            f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', 'grad_estimator'"
+        )
+    return Rule(
+        as_globs(rule["include"], "include"),
+        NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
+        resolve_method(rule["method"]) if "method" in rule else general.method,
+        resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
+    )
+
+
 def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Version 0.1.0 saved the names of wrapped layers with their wrappers."""
+    """Remove the wrappers in layer names, which version 0.1.0 saved."""
     return {plain_name(name): value for name, value in saved.items()}
 
 
 def check_schema(state: dict[str, Any]) -> None:
-    """Refuse a state that this version cannot read.
-
-    Raises:
-        ValueError: Naming both schema numbers.
-    """
+    """Raise a ``ValueError`` for a state of another schema."""
     if state.get("schema") != SCHEMA:
         raise ValueError(
             f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: use the "

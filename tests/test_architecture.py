@@ -14,7 +14,7 @@ ORDER = [
     {"nn"},
     {"training", "distributed"},
     {"methods", "estimators"},
-    {"rules", "sparsifier"},
+    {"sparsifier"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"lightning_cli"},
     {"doctor"},

@@ -1,4 +1,4 @@
-"""WeightAveraging: averaged weights are masked in checkpoints, and are complete again when a run resumes."""
+"""Mask the weights that WeightAveraging saves, and restore their pruned entries when a run resumes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from lightning_nm.nn.state import dropped, latent_weight
 
 
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Check that averaging callbacks come first: averaged weights can be masked once they are in the checkpoint.
-
-    Raises:
-        ValueError: If a WeightAveraging callback follows this one.
-    """
+    """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     for other in callbacks[callbacks.index(callback) + 1 :]:
         if isinstance(other, WeightAveraging):
@@ -35,16 +31,11 @@ def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
 def mask_average(
     weights: dict[str, Tensor], model: nn.Module, layers: Mapping[str, NMLayer]
 ) -> dict[str, dict[str, Any]]:
-    """Mask averaged weights by the layers' methods; the averaged model itself is not changed.
-
-    Args:
-        weights: The state dict of the averaged model, whose entries are replaced.
-        model: The model that is averaged.
-        layers: The masked layers by name.
+    """Mask the state dict of an averaged model, by the layers' methods.
 
     Returns:
-        For each key of a masked weight, the layer's name and the dropped entries, see
-        :func:`lightning_nm.nn.state.dropped`, from which a resumed run restores the average of latent weights.
+        For each key of a masked weight, the layer's name and the entries that were dropped, see
+        :func:`lightning_nm.nn.state.dropped`.
     """
     by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}
     names = {  # a module that the model holds twice has two keys
@@ -53,28 +44,24 @@ def mask_average(
         for parameter in module._parameters
         if (module, parameter) in by_module
     }
-    found: dict[str, dict[str, Any]] = {}
+    averages: dict[str, dict[str, Any]] = {}
     for key, average in weights.items():
         name = names.get(plain_name(key))
         if name is not None:
             layer = layers[name]
             latent = average.detach().to(layer.param.device)
             masked = layer.method.forward_weight(layer, latent).detach()
-            found[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
+            averages[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
             weights[key] = masked.to(average.device)
-    return found
+    return averages
 
 
 def restore_average(
     checkpoint: dict[str, Any], state: Mapping[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule
 ) -> None:
-    """Restore the dropped entries of averaged weights, and let the averaging callbacks load again.
+    """Restore the dropped entries of a checkpoint's averaged weights, and let the averaging callbacks load it again.
 
-    Args:
-        checkpoint: The checkpoint, whose averaged weights are replaced.
-        state: The sparsity callback's state in it, with the ``averages`` of :func:`mask_average`.
-        trainer: The Trainer of the averaging callbacks.
-        pl_module: The model.
+    ``state`` is the sparsity callback's state in the checkpoint, with the ``averages`` of :func:`mask_average`.
     """
     averages: Mapping[str, dict[str, Any]] = state.get("averages", {})
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])

@@ -1,4 +1,4 @@
-"""Work of NMSparsityCallback where several processes train one model."""
+"""Equal masks in all processes that train one model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from lightning_nm.strategies import NMDDPStrategy
 
 
 class ProcessConsistency:
-    """Keeps the masks of all processes equal, and averages the gradients that the strategy does not know.
+    """Compares the masks of all processes, and averages the gradients of parameters that methods own.
 
-    Masks are compared before the first backward pass that follows a mask update: its collectives are the first that
-    could depend on the masks. The decision when to compare follows the Trainer's hooks, which are the same in all
-    processes.
+    Masks are compared before the first backward pass after a mask update, since its collectives are the first that
+    could depend on the masks. The Trainer's hooks decide when, so all processes do it together.
 
-    Args:
-        strategy: The Trainer's strategy.
-        sparsifier: The attached sparsifier.
-        every: Optimizer steps between two comparisons; 0 for none. ``nm_ddp`` compares before every step, since its
-            communication hook depends on the masks.
+    ``every`` is the number of optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is always 1,
+    because its communication hook depends on the masks.
     """
 
     def __init__(self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int) -> None:
@@ -36,13 +32,8 @@ class ProcessConsistency:
     def create(cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int) -> ProcessConsistency | None:
         """Create one for a fit; ``None`` unless the strategy is a ``DDPStrategy`` or a ``ModelParallelStrategy``.
 
-        Args:
-            trainer: The Trainer.
-            sparsifier: The attached sparsifier.
-            every: Optimizer steps between two comparisons; 0 for none.
-
         Raises:
-            ValueError: If a method owns parameters, and the strategy cannot save their optimizer state.
+            ValueError: If a method owns parameters whose optimizer state the strategy cannot save.
         """
         strategy = trainer.strategy
         if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
@@ -73,16 +64,12 @@ class ProcessConsistency:
             self.sparsifier.reduce_gradients()
 
     def before_step(self) -> None:
-        """Count an optimizer step, after which masks may move."""
+        """Count an optimizer step, after which masks may be updated."""
         self._steps += 1
         if self.every and self._steps % self.every == 0:
             self._due = True
 
     def at_end(self) -> None:
-        """Compare once more at the end of training: rank 0 saves the model."""
+        """Compare once more at the end of training, before rank 0 saves the model."""
         if self.every:
             self.sparsifier.compare_ranks()
-
-    def bytes_ratio(self) -> float | None:
-        """Bytes of gradients sent in this step over the bytes of all gradients; ``None`` without ``nm_ddp``."""
-        return None if self.comm_hook is None else self.comm_hook.settle()

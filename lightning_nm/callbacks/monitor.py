@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
-from lightning_nm.callbacks.report.progress import progress_bar_statistics
+from lightning_nm.callbacks.report.tables import PREFIX
 from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
     custom_scalars_layout,
@@ -19,7 +19,6 @@ from lightning_nm.callbacks.report.tensorboard import (
     layers_markdown,
 )
 from lightning_nm.kernels import Router
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -28,39 +27,31 @@ NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write Ma
 
 @dataclass
 class _Watched:
-    """The state of logging for one sparsifier in one fit.
+    """The state of logging for one sparsifier in one fit."""
 
-    Args:
-        names: The statistics that are logged.
-        introduced: Whether the table of layers was written.
-        drawn: The last image of each forward mask.
-    """
-
-    names: list[str]
-    introduced: bool = False
-    drawn: dict[str, Tensor] = field(default_factory=dict)
+    names: list[str]  # the statistics that are logged
+    introduced: bool = False  # whether the table of layers was written
+    drawn: dict[str, Tensor] = field(default_factory=dict)  # the last image of each forward mask
 
 
 class MaskMonitor(pl.Callback):
-    """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`.
+    """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`; docs/tensorboard.md lists them.
 
-    docs/tensorboard.md explains all tags.
-
-    Each of those callbacks has a monitor with the default settings. To change them, pass a monitor as ``monitor``, or
-    add one to the Trainer's callbacks, at any position.
+    Each of those callbacks has a monitor with default settings. To change them, pass a monitor as ``monitor``, or add
+    one to the Trainer's callbacks, at any position.
 
     Every logger gets the scalars ``nm/<statistic>``, and with ``log_layers`` ``nm/<statistic>/<layer>``, at the
-    Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronisation.
-    TensorBoard also gets the table of layers as text and a layout of its custom scalars, once in a fit, and at
+    Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronization.
+    TensorBoard also gets, once in a fit, the table of layers as text and a layout of its custom scalars, and at
     intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`) and images of masks: the upper
-    left 256 x 256 entries of ``[out, in]``, the taps of a convolution side by side. If a logger refuses one of these,
-    there is one warning.
+    left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side. If a logger refuses one of
+    these, there is one warning.
 
     Args:
-        statistics: Names of the statistics to log; ``None`` logs all that the methods and estimators have.
+        statistics: Names of the statistics to log; all by default.
         log_layers: Also log statistics and histograms of every layer.
-        histograms_every: Optimizer steps between two histograms. They are written when the Trainer logs next, the first
-            ones when it logs first. 0 for none.
+        histograms_every: Optimizer steps between two histograms, the first of which come with the first log; 0 for
+            none. They are written at the next log.
         images_every: The same for images.
         image_layers: Globs over names of masked layers to draw; the first masked layer by default.
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
@@ -106,60 +97,41 @@ class MaskMonitor(pl.Callback):
         self._tensorboard = TensorBoardWriter()
         self._watched: dict[NMSparsifier, _Watched] = {}
 
-    # -------------------------------------------------------------------------------------------------- the Trainer
-
-    @staticmethod
-    def of(trainer: pl.Trainer) -> MaskMonitor | None:
-        """Return the monitor among a Trainer's callbacks; ``None`` if there is none.
-
-        Raises:
-            ValueError: If there are several.
-        """
-        found = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, MaskMonitor)]
-        if len(found) > 1:
-            raise ValueError(f"there are {len(found)} MaskMonitors among the Trainer's callbacks: keep one of them")
-        return found[0] if found else None
-
     @classmethod
     def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
         """Return the monitor that a callback uses in a fit.
 
-        Args:
-            monitor: A monitor; ``True`` for the one among the Trainer's callbacks, or a default one; else none.
-            trainer: The Trainer.
-            log_layers: A setting of the default monitor.
+        ``True`` stands for the one among the Trainer's callbacks, or else a default one with ``log_layers``.
 
         Raises:
-            ValueError: If ``log_layers`` is set and the monitor is not the default one.
+            ValueError: If the Trainer has several monitors, or ``log_layers`` is set for one that is not the default.
         """
         if not monitor or isinstance(monitor, MaskMonitor):
             return monitor or None
-        among = cls.of(trainer)
-        if among is not None and log_layers:
+        monitors = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, MaskMonitor)]
+        if len(monitors) > 1:
+            raise ValueError(f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them")
+        if monitors and log_layers:
             raise ValueError(NOT_THE_DEFAULT)
-        return among or cls(log_layers=log_layers)
+        return monitors[0] if monitors else cls(log_layers=log_layers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse to train if no callback uses this monitor."""
+        """Raise an error if no callback uses this monitor."""
         if not self._watched:
             raise ValueError(
                 "MaskMonitor is among the Trainer's callbacks, but there are no masks for it to watch: add an "
                 "NMSparsityCallback, one without a `monitor` of its own"
             )
 
-    # ------------------------------------------------------------------------------------------------- the callback
-
     def start(self, sparsifier: NMSparsifier, also: Sequence[str] = ()) -> None:
         """Start a fit. :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
 
-        Args:
-            sparsifier: The masked model.
-            also: Names of statistics that are not the sparsifier's.
+        ``also`` names the statistics that :meth:`watch` gets besides the sparsifier's.
 
         Raises:
             ValueError: If a requested statistic or layer does not exist.
         """
-        names = statistic_names(sparsifier, also)
+        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
         unknown = [name for name in self.statistics or () if name not in names]
         if unknown:
             raise ValueError(f"MaskMonitor: there is no statistic '{unknown[0]}' in this training, only {names}")
@@ -180,70 +152,68 @@ class MaskMonitor(pl.Callback):
         pl_module: pl.LightningModule,
         sparsifier: NMSparsifier,
         stepped: bool,
-        statistics: Callable[[], dict[str, float]],
+        also: Mapping[str, float],
     ) -> None:
         """Log if the Trainer logs now. All processes call it at the end of each batch, after the masks were updated.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: Its module.
-            sparsifier: A sparsifier that :meth:`start` was called with.
-            stepped: Whether an optimizer stepped in this batch.
-            statistics: Computes the statistics of the model.
+        ``stepped`` tells whether an optimizer stepped in this batch; ``also`` holds further statistics.
         """
         # Lightning numbers scalars by batches that end a step. With manual optimization every batch counts, and
         # global_step may count several steps in one.
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
-        if stepped and not self._watched[sparsifier].introduced:
+        if stepped and not self._watched[sparsifier].introduced:  # the kernels are known after the first step
             self._watched[sparsifier].introduced = True
             self._introduce(trainer, sparsifier, count - 1)
         every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
         due = every > 0 and (count % every == 0 or trainer.should_stop)
         if not due or (automatic and not stepped):
             return
-        found = statistics()
-        self._log(trainer, pl_module, sparsifier, found)
+        self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also})
         if TensorBoardWriter.has_logger(trainer):
             if _passed(count, every, self.histograms_every):
                 self._draw_margins(trainer, sparsifier, count - 1)
             if _passed(count, every, self.images_every):
                 self._draw_masks(trainer, sparsifier, count - 1)
 
-    # ------------------------------------------------------------------------------------------------------ writing
-
     def _wanted(self, statistic: str) -> bool:
         return self.statistics is None or statistic in self.statistics
 
     def _introduce(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """Write the table of layers and the layout, after the first step, when the kernels are known."""
-        found = getattr(trainer.precision_plugin, "router", None)
-        router = found if isinstance(found, Router) else None
+        """Write the table of layers and the layout."""
+        router = getattr(trainer.precision_plugin, "router", None)
 
         def draw(writer: Any) -> None:
             if self.layer_table:
-                writer.add_text("nm/layers", layers_markdown(sparsifier, router), step)
+                table = layers_markdown(sparsifier, router if isinstance(router, Router) else None)
+                writer.add_text("nm/layers", table, step)
             if self.custom_scalars:
                 writer.add_custom_scalars(custom_scalars_layout(self._watched[sparsifier].names, self.log_layers))
 
         self._tensorboard.write(trainer, draw)
 
     def _log(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, sparsifier: NMSparsifier, found: dict[str, float]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, sparsifier: NMSparsifier, stats: dict[str, float]
     ) -> None:
-        scalars = {f"nm/{name}": value for name, value in found.items() if self._wanted(name)}
+        """Log scalars, and show some in the progress bar by short names that do not collide with the model's."""
+        scalars = {f"nm/{name}": value for name, value in stats.items() if self._wanted(name)}
         if self.log_layers:
             for layer, values in sparsifier.layer_stats().items():
                 scalars.update({f"nm/{name}/{layer}": value for name, value in values.items() if self._wanted(name)})
         for tag, value in scalars.items():
             pl_module.log(tag, value, on_step=True, on_epoch=False)
         if self.progress_bar and trainer.progress_bar_callback is not None:
-            for name, value in progress_bar_statistics(sparsifier, found).items():
-                pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=True, logger=False)
+            names = {"density": "density", "flips": "flip_rate"}
+            names |= {layer.method.headline: layer.method.headline for layer in sparsifier.layers.values()}
+            for short, name in names.items():
+                if name in stats:
+                    pl_module.log(
+                        PREFIX + short, stats[name], on_step=True, on_epoch=False, prog_bar=True, logger=False
+                    )
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        made = {name: margin_histogram(layer) for name, layer in sparsifier.layers.items()}
-        histograms = {name: histogram for name, histogram in made.items() if histogram is not None}
+        computed = {name: margin_histogram(layer) for name, layer in sparsifier.layers.items()}
+        histograms = {name: histogram for name, histogram in computed.items() if histogram is not None}
         if not histograms:
             return
 
@@ -255,24 +225,20 @@ class MaskMonitor(pl.Callback):
         self._tensorboard.write(trainer, draw)
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        before = self._watched[sparsifier].drawn
-        drawn = {layer.name: mask_pictures(layer, before.get(layer.name)) for layer in self._pictured(sparsifier)}
-        before.update(
-            {name: pictures["forward_mask"] for name, pictures in drawn.items() if "forward_mask" in pictures}
+        drawn, globs = self._watched[sparsifier].drawn, self.image_layers
+        names = list(sparsifier.layers)
+        names = (
+            names[:1] if globs is None else [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
         )
+        pictures = {name: mask_pictures(sparsifier.layers[name], drawn.get(name)) for name in names}
+        drawn.update({name: kinds["forward_mask"] for name, kinds in pictures.items() if "forward_mask" in kinds})
 
         def draw(writer: Any) -> None:
-            for name, pictures in drawn.items():
-                for kind, picture in pictures.items():
+            for name, kinds in pictures.items():
+                for kind, picture in kinds.items():
                     writer.add_image(f"nm/{kind}/{name}", picture, step)
 
         self._tensorboard.write(trainer, draw)
-
-    def _pictured(self, sparsifier: NMSparsifier) -> list[NMLayer]:
-        layers = sparsifier.layers
-        if self.image_layers is None:
-            return list(layers.values())[:1]
-        return [layer for name, layer in layers.items() if any(fnmatchcase(name, glob) for glob in self.image_layers)]
 
 
 def _passed(count: int, logged_every: int, every: int) -> bool:
@@ -280,17 +246,12 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
     return every > 0 and (count - 1) // every > (count - 1 - logged_every) // every
 
 
-def statistic_names(sparsifier: NMSparsifier, also: Sequence[str] = ()) -> list[str]:
-    """Return the names of the statistics of a training.
-
-    Args:
-        sparsifier: The masked model.
-        also: Names of statistics that are not the sparsifier's.
-    """
+def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
+    """The names of a sparsifier's statistics."""
     names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
     layers = sparsifier.layers.values()
     if sparsifier.grad_snr_every and any(layer.estimator is not None for layer in layers):
         names += ["grad_snr", "grad_density"]
     for layer in {type(layer.method): layer for layer in layers}.values():
         names += layer.method.statistics([layer])
-    return list(dict.fromkeys([*names, *also]))
+    return names

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-
-from lightning_nm.callbacks.random_states import rng_state, set_rng_state
 
 _KEY = "nm_rng_states"
 
@@ -19,20 +20,19 @@ _KEY = "nm_rng_states"
 class RNGState(pl.Callback):
     """Saves the random states of every process in the checkpoint, and restores them when training resumes.
 
-    Lightning saves none of them, so dropout differs after a resume. The states are those of torch (the CPU, and the
-    CUDA devices: all that the process sees, or with several processes its own), of numpy's global generator if it is
-    MT19937, numpy's default, and of Python's ``random``. Masks and gradient estimators do not need this callback:
-    their random numbers are functions of saved counters.
+    Lightning does not save them, so dropout differs after a resume. They are the states of torch (the CPU, and the CUDA
+    devices: all visible ones, or with several processes the process's own), of numpy's global generator if it is
+    MT19937, numpy's default, and of Python's ``random``. Masks and gradient estimators do not need this callback: their
+    random numbers are functions of saved counters.
 
-    A run that resumes with another number of processes or devices restores the states that exist and warns of the
-    others. The states are restored after the sanity check and before the first batch. Not covered are data
-    loaders that draw from the global generator, as torch's do when an epoch begins unless they have a ``generator`` of
-    their own (those of `lightning_nm.demo` have), and the random numbers of worker processes.
+    The states are restored after the sanity check and before the first batch. A run that resumes with another number of
+    processes or devices restores those that exist and warns. Not covered are the random numbers of worker processes,
+    and data loaders without a ``generator`` of their own, which draw from the global one when an epoch begins (those of
+    `lightning_nm.demo` have one).
 
-    Rank 0 gathers the states of all processes over a process group of the callback's own. If a process does not save,
-    because it raised an exception for example, the others wait ``timeout`` seconds; the checkpoint is then written
-    with the state of rank 0 only and a warning. As torch cannot use a process group after a timeout, this also holds
-    for later checkpoints of that fit.
+    Rank 0 gathers the states over a process group of this callback. If a process does not save, for example because it
+    raised an exception, the others wait ``timeout`` seconds; the checkpoint is then written with a warning and only
+    the state of rank 0. So are later ones of that fit, as torch cannot use a process group after a timeout.
 
     Args:
         timeout: Seconds that a process waits for the others when a checkpoint is saved.
@@ -138,3 +138,34 @@ def _devices(trainer: pl.Trainer) -> list[int]:
     if trainer.world_size > 1:
         return [torch.cuda.current_device() if root.index is None else root.index] if root.type == "cuda" else []
     return list(range(torch.cuda.device_count()))
+
+
+def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives."""
+    version, words, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices],
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": None
+        if numpy["bit_generator"] != "MT19937"
+        else {
+            "words": torch.tensor(numpy["state"]["key"].tolist()),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
+        },
+    }
+
+
+def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
+    """Restore a result of :func:`rng_state`; with another number of devices, the first ones."""
+    torch.set_rng_state(state["torch"].cpu())
+    for device, words in zip(devices, state["cuda"], strict=False):
+        torch.cuda.set_rng_state(words.cpu(), device)
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if numpy is not None:
+        words = np.array(numpy["words"].tolist(), np.uint32)
+        np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -14,15 +15,13 @@ from typing_extensions import Required
 
 from lightning_nm.callbacks.averages import check_averaging_order, mask_average, restore_average
 from lightning_nm.callbacks.consistency import ProcessConsistency
-from lightning_nm.callbacks.kernels import print_kernels
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
-from lightning_nm.callbacks.report.first_batch import warn_after_first_batch
-from lightning_nm.callbacks.report.tables import print_layers, print_summary
+from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.export.archive import check_archive
+from lightning_nm.export.checkpoint import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
@@ -45,43 +44,43 @@ class NMSparsityCallback(pl.Callback):
 
     Masks are installed when fit starts and are updated after each batch whose optimizer made a step. While they are
     installed, ``state_dict()`` of the model returns the sparse weights under the model's own keys, so every checkpoint
-    holds the sparse model and loads without this callback. What training needs beyond that is in the callback's own
-    state, so a run resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
+    holds the sparse model and loads without this callback. The callback's own state holds what training needs beyond
+    that, so a run resumes exactly. After fit, the parameters are the sparse weights and the modules are ordinary ones.
 
-    A :class:`~lightning_nm.MaskMonitor` logs statistics of the masks at the Trainer's logging interval:
-    ``nm/density``, ``nm/flip_rate`` and more, see docs/tensorboard.md.
+    A :class:`~lightning_nm.MaskMonitor` logs statistics such as ``nm/density`` and ``nm/flip_rate`` at the Trainer's
+    logging interval, see docs/tensorboard.md.
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
             by ``class_path``.
         grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
-            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. With a
-            short name the pattern of ``mvue`` and ``top-n`` is each layer's own; ``approx-mvue`` is always 2:4.
-        include: Globs over module names to mask; all maskable layers by default. A name without wildcards
-            must be maskable.
-        exclude: Globs over module names to keep dense.
+            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. By short
+            name, ``mvue`` and ``top-n`` use each layer's own pattern, and ``approx-mvue`` always 2:4.
+        include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
+            maskable.
+        exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``; the first match wins.
         skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do.
         conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
-            them. ``flat``: along the flattened filter, as the papers' code has them.
+            them. ``flat``: along the flattened filter, as in the papers' code.
         seed: Base of all random choices.
-        log_layers: Also log every statistic per layer, as ``nm/<statistic>/<layer>``: a setting of the default monitor.
+        log_layers: Let the default monitor also log every statistic per layer, as ``nm/<statistic>/<layer>``.
         log_achieved_loss: Removed. Any value but ``None`` is an error that names the replacement.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
             GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
         compare_ranks_every: Under a DDPStrategy or a ModelParallelStrategy, optimizer steps between two comparisons of
-            all processes' masks, by one all-reduce of two numbers; 0 for none. A disagreement ends the fit in all
+            all processes' masks, by one all-reduce of two numbers; 0 for none. A difference ends the fit in all
             processes, with the layer's name. The strategy ``nm_ddp`` compares before every step.
         show_tables: Print the table of layers before training and the summary after it.
-        monitor: ``True`` takes the :class:`~lightning_nm.MaskMonitor` among the Trainer's callbacks, or one with
-            default settings. A MaskMonitor is used itself. ``False`` or ``None`` logs nothing.
-        name: Distinguishes several of these callbacks in one Trainer in the checkpoint.
+        monitor: The :class:`~lightning_nm.MaskMonitor` to use; ``True`` for the one among the Trainer's callbacks, or
+            else one with default settings; ``False`` or ``None`` for none.
+        name: Distinguishes several of these callbacks of one Trainer in the checkpoint.
 
     Raises:
-        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or a contradiction, at once;
-            for layers that cannot be masked, when fit starts and before anything is changed.
+        ValueError: For a bad argument, at once; for layers that cannot be masked, when fit starts and before anything
+            is changed.
 
     Example::
 
@@ -145,14 +144,12 @@ class NMSparsityCallback(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """The class name without the arguments: a resume with other arguments is refused instead of ignored."""
+        """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
-
-    # ------------------------------------------------------------------------------------------- install, remove
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``."""
-        self._lifecycle.setup()
+        self._lifecycle.steps_before = 0
         if not isinstance(trainer, pl.Trainer):
             raise TypeError(
                 f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
@@ -182,14 +179,14 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier
-        self._lifecycle.install()
+        self._lifecycle.phase = Phase.INSTALLED
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, **self.options, data_rank=data_rank)
         if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
             planned = planned_steps(trainer, pl_module)
-            if planned is not None and self._lifecycle.is_new:  # the clock starts when this callback joins a run
+            if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run
                 planned -= self._lifecycle.steps_before
             sparsifier.planned_steps = planned
         return sparsifier.attach(self._lifecycle.state)
@@ -210,24 +207,22 @@ class NMSparsityCallback(pl.Callback):
         return sparsifier
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave ordinary modules that hold the sparse weights."""
+        """Restore ordinary modules, which hold the sparse weights."""
         self._finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Do the same as after a fit, so that the model can be saved and training can continue.
+        """Remove the masks as after a fit, so that the model can be saved and training can continue.
 
-        With sharded weights, the masks stay installed until the next fit: removing them takes all processes, and the
-        others may not have failed.
+        Sharded weights keep them until the next fit, because removing them takes all processes.
         """
-        sparsifier = self.sparsifier
-        sharded = sparsifier is not None and any(layer.sharded for layer in sparsifier.plan.layers)
-        if sparsifier is not None and sharded and self._has_trained(sparsifier):
-            self._lifecycle.interrupt()
+        layers = [] if self.sparsifier is None else self.sparsifier.plan.layers
+        if any(layer.sharded for layer in layers) and self._has_trained(layers):
+            self._lifecycle.phase = Phase.INTERRUPTED
         else:
             self._finish()
 
-    def _has_trained(self, sparsifier: NMSparsifier) -> bool:
-        return not self._lifecycle.is_new or any(layer.step for layer in sparsifier.layers.values())
+    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
+        return not self._lifecycle.is_new or any(layer.step for layer in layers)
 
     def _finish(self) -> None:
         if self.sparsifier is None:
@@ -238,7 +233,7 @@ class NMSparsityCallback(pl.Callback):
         if self._consistency is not None:
             self._consistency.close()
             self._consistency = None
-        if not self._has_trained(sparsifier):
+        if not self._has_trained(sparsifier.plan.layers):
             self._lifecycle.end(None)
             sparsifier.detach()  # the model keeps its dense weights
             return
@@ -247,20 +242,18 @@ class NMSparsityCallback(pl.Callback):
         sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
         self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
 
-    # ------------------------------------------------------------------------------------------------- training
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
         settle_throughput(trainer)
         for optimizer in trainer.optimizers:
             sparsifier.register(optimizer)
-        if self._lifecycle.batch_open:  # saved within a batch, maybe between the optimizer's step and the mask update
+        if self._lifecycle.batch_open:  # saved within a batch, maybe after the optimizer step
             sparsifier.step()
-        self._lifecycle.end_resumed_batch()
+        self._lifecycle.batch_open = False
         if not self._lifecycle.is_new:
-            for over in finished_phases(sparsifier.plan.layers):
-                rank_zero_warn(f"{over}; for another training with phases of its own, make a new callback")
+            for phase in finished_phases(sparsifier.plan.layers):
+                rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
         if self.show_tables:
@@ -274,21 +267,20 @@ class NMSparsityCallback(pl.Callback):
         if self._consistency is not None:
             self._consistency.before_step()
         sparsifier.register(optimizer)  # it may have been replaced during training
-        # Fused optimizers unscale gradients within their step.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            sparsifier.before_step(optimizer, scaler.get_scale())
+            sparsifier.before_step(optimizer, scaler.get_scale())  # fused optimizers unscale within their step
         else:
             sparsifier.before_step(optimizer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
-        """Open the batch: its random numbers are used, and a step may follow before the masks are updated."""
-        self._lifecycle.open_batch()
+        """Open the batch, and compare the masks of all processes if that is due."""
+        self._lifecycle.batch_open = True
         if self._consistency is not None:
             self._consistency.before_backward()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Average the gradients that the strategy does not know, before they are unscaled."""
+        """Average the gradients of parameters that methods own, before they are unscaled."""
         if self._consistency is not None:
             self._consistency.after_backward(trainer)
 
@@ -298,16 +290,14 @@ class NMSparsityCallback(pl.Callback):
         """Update the masks if an optimizer stepped, and call the monitor."""
         sparsifier = self._installed()
         if self._lifecycle.phase is Phase.INSTALLED:
-            warn_after_first_batch(sparsifier)
+            _warn_after_first_batch(sparsifier)
         stepped = sparsifier.step()
         self._lifecycle.end_batch()
-        sent = None if self._consistency is None else self._consistency.bytes_ratio()
-
-        def statistics() -> dict[str, float]:
-            return sparsifier.stats() if sent is None else {**sparsifier.stats(), "grad_bytes_ratio": sent}
-
+        comm_hook = None if self._consistency is None else self._consistency.comm_hook
+        ratio = None if comm_hook is None else comm_hook.settle()
         if self._monitor is not None:
-            self._monitor.watch(trainer, pl_module, sparsifier, stepped, statistics)
+            also = {} if ratio is None else {"grad_bytes_ratio": ratio}
+            self._monitor.watch(trainer, pl_module, sparsifier, stepped, also)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the masks of all processes a last time."""
@@ -328,10 +318,8 @@ class NMSparsityCallback(pl.Callback):
             raise RuntimeError("NMSparsityCallback is not installed: its on_fit_start was not called for this fit")
         return self.sparsifier
 
-    # ---------------------------------------------------------------------------------------------------- state
-
     def state_dict(self) -> dict[str, Any]:
-        """The sparsifier's state, during fit and after it."""
+        """Return the sparsifier's state, during fit and after it."""
         if self.sparsifier is not None:
             return {**self.sparsifier.state_dict(), "open": self._lifecycle.batch_open}
         return self._lifecycle.state or {}
@@ -339,7 +327,7 @@ class NMSparsityCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Mask the averaged weights that WeightAveraging saves, and save the entries that this drops."""
+        """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
         layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
         if "current_model_state" in checkpoint and layers:
             dropped = mask_average(checkpoint["state_dict"], pl_module, layers)
@@ -349,7 +337,7 @@ class NMSparsityCallback(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a damaged file, and note whether the fit resumes or the checkpoint is only evaluated."""
+        """Refuse a damaged file, and restore averaged weights when a fit resumes."""
         if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
             check_archive(trainer.ckpt_path)
         resumes = trainer.state.fn == "fit"
@@ -358,7 +346,7 @@ class NMSparsityCallback(pl.Callback):
             restore_average(checkpoint, checkpoint.get("callbacks", {}).get(self.state_key, {}), trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore now if masks are installed, else when fit starts: strategies differ in which comes first."""
+        """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""
         if not state_dict:
             return
         check_schema(state_dict)
@@ -367,3 +355,18 @@ class NMSparsityCallback(pl.Callback):
             self._lifecycle.restored(state_dict)
         else:
             self._lifecycle.receive(state_dict)
+
+
+def _warn_after_first_batch(sparsifier: NMSparsifier) -> None:
+    """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
+    if sparsifier.unseen:
+        rank_zero_warn(
+            f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
+            "their weights directly, it reads dense ones: name the layers in `exclude`"
+        )
+    if sparsifier.short_of_tokens:
+        rank_zero_warn(
+            "the first batch had fewer tokens than one block of the gradient estimator, so it is padded with "
+            f"zeros and nothing is gained: {sparsifier.short_of_tokens}. Use larger batches, a smaller M for "
+            "the gradients, or a rule with `grad_estimator: null` for these layers"
+        )

@@ -1,4 +1,4 @@
-"""Keeps ThroughputMonitor's ``mfu`` honest while layers run on sparse kernels."""
+"""Keep ThroughputMonitor from logging a wrong ``mfu`` while layers run on sparse kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from lightning_nm.kernels import Router
 
 
 def settle_throughput(trainer: pl.Trainer) -> None:
-    """Log no ``mfu`` while 16-bit products are routed.
+    """Turn off ``mfu`` where 16-bit products are routed.
 
-    Model FLOPs are those of the dense model, whatever kernels run. Lightning's table of peaks holds dense ones for some
-    GPUs and sparse ones for others (Lightning#21677), so their ratio has no meaning, and may exceed 1. A monitor whose
-    ``available_flops`` was set after its `setup` to another value than the table's keeps its ``mfu``. Nothing changes
-    where no 16-bit product is routed.
+    Lightning's table of peak FLOPs holds dense peaks for some GPUs and sparse ones for others (Lightning#21677), so the
+    ratio to the dense model's FLOPs has no meaning. Monitors whose ``available_flops`` the user set are not changed.
     """
     router = getattr(trainer.precision_plugin, "router", None)
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    monitors = [callback for callback in callbacks if isinstance(callback, ThroughputMonitor)]
-    monitors = [monitor for monitor in monitors if monitor.available_flops is not None]  # None: Lightning has no peak
+    # Where Lightning knows no peak of the device, available_flops is None and there is no mfu.
+    monitors = [c for c in callbacks if isinstance(c, ThroughputMonitor) and c.available_flops is not None]
     if not monitors or not isinstance(router, Router) or router.active_or_none() is None:
         return
     device: Any = trainer.strategy.root_device

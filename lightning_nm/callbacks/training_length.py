@@ -12,23 +12,16 @@ from lightning_nm.methods import Method
 
 
 def has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Whether a method or an estimator starts or stops during training, and so needs the training length."""
-    if part is None:
-        return False
+    """Whether a method or an estimator starts or stops during training."""
     try:
-        return bool(part.schedule(None))
+        return part is not None and bool(part.schedule(None))
     except ValueError:  # the schedule is given as shares of the training length
         return True
 
 
 def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The number of optimizer steps of the whole training; ``None`` if the Trainer cannot tell it.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its module. With manual optimization a batch takes any number of steps.
-    """
-    if not pl_module.automatic_optimization:
+    """The number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
+    if not pl_module.automatic_optimization:  # a batch takes any number of steps
         return None
     if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
         return 1 << 30

@@ -5,9 +5,8 @@ from lightning_nm.demo.digits import Digits
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.demo.fashion_mnist import FashionMNIST
 from lightning_nm.demo.help_topics import HelpTopics
-from lightning_nm.demo.loader import ResumableLoader
+from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
 from lightning_nm.demo.residual_cnn import ResidualCNN
-from lightning_nm.demo.sampler import ResumableSampler
 from lightning_nm.demo.tiny_transformer import TinyTransformer
 
 __all__ = [

@@ -9,28 +9,20 @@ from lightning_nm.demo.loader import ResumableLoader
 from lightning_nm.demo.seeding import keyed_generator
 
 
-def as_is(batch: Any) -> Any:
-    """Collate function for datasets that return whole batches."""
-    return batch
-
-
 class ResumableDataModule(LightningDataModule):
     """A data module whose training batches after a resume are those of the uninterrupted run.
 
-    A subclass fills `train_set`, `val_set` and `test_set` in `setup`; each returns a whole batch from `__getitems__`.
+    A subclass sets `train_set`, `val_set` and `test_set` in `setup`; each returns a whole batch from `__getitems__`.
 
-    How it resumes. The training loader counts the batches that were handed out; the data module saves epoch and
-    position in the checkpoint, and gives them to the loader that it makes when training resumes. Lightning also saves
-    and loads the state of the loader itself, but up to 2.6.6 it loads nothing if `configure_optimizers` has asked for
-    `trainer.estimated_stepping_batches`: the loader was then set up before the loops were restored (Lightning#20550).
+    The data module saves the position of the training loader in the checkpoint, and loads it into the loader that it
+    makes when training resumes. Lightning does so, too, but up to 2.6.6 it does not load the state if
+    `configure_optimizers` has asked for `trainer.estimated_stepping_batches` (Lightning#20550).
 
-    Exact: at the end of an epoch, after any batch, at a validation inside an epoch, and in the middle of an
-    accumulation window; with worker processes and with `limit_train_batches`. What the loader cannot give is the random
-    state of dropout and the gradients of an unfinished window: add `ExactResume` for those.
-
-    Not exact: a run with `max_steps` that is resumed from a checkpoint saved in `on_train_epoch_end`. Lightning 2.6.6
-    then counts that epoch twice (with validation), or counts on from its last batch (without). Save by
-    `every_n_train_steps` or at the end of validation, or limit the run by `max_epochs` alone.
+    A resume is exact at the end of an epoch, after any batch, at a validation inside an epoch and inside an
+    accumulation window, with worker processes and with `limit_train_batches`. The random state of dropout and the
+    gradients of an unfinished window need `ExactResume`. Not exact is a run with `max_steps` that resumes from a
+    checkpoint saved in `on_train_epoch_end`, because Lightning 2.6.6 then counts batches of that epoch twice: save by
+    `every_n_train_steps` or at the end of validation, or use only `max_epochs`.
 
     Args:
         batch_size: Samples in a batch, on each process.
@@ -60,18 +52,18 @@ class ResumableDataModule(LightningDataModule):
         """The training batches, in an order that depends on seed and epoch."""
         if self.train_set is None:
             self.setup("fit")
-        loader = ResumableLoader.over(
+        self._loader = ResumableLoader.over(
             self.train_set,
             self.batch_size,
             seed=self.seed,
             num_workers=self.num_workers,
             num_replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
-            collate_fn=as_is,
+            collate_fn=_as_is,
         )
-        loader.load_state_dict(self._resume)
-        self._loader, self._resume = loader, {}
-        return loader
+        self._loader.load_state_dict(self._resume)
+        self._resume = {}
+        return self._loader
 
     def val_dataloader(self) -> DataLoader[Any]:
         """The validation batches, always in the same order."""
@@ -84,13 +76,12 @@ class ResumableDataModule(LightningDataModule):
     def _evaluation_loader(self, name: str, stage: str) -> DataLoader[Any]:
         if getattr(self, name) is None:
             self.setup(stage)
-        # Its own generator: validation must not move the global random state.
         return DataLoader(
             getattr(self, name),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            generator=keyed_generator(self.seed, "workers"),
-            collate_fn=as_is,
+            generator=keyed_generator(self.seed, "workers"),  # validation must not change the global random state
+            collate_fn=_as_is,
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -101,6 +92,11 @@ class ResumableDataModule(LightningDataModule):
         """Keep the position for the next training loader. Ignored in testing and prediction."""
         if self.trainer is None or self.trainer.state.fn == "fit":
             self._resume = state_dict
+
+
+def _as_is(batch: Any) -> Any:
+    """Collate function for datasets that return whole batches."""
+    return batch
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -8,7 +8,7 @@ from lightning_nm.demo.seeding import keyed_generator
 
 
 class Digits(ResumableDataModule):
-    """1797 handwritten digits of 8x8 pixels, 10 classes. Comes with scikit-learn; trains in seconds.
+    """1797 handwritten digits of 8x8 pixels, 10 classes, of scikit-learn. Trains in seconds.
 
     Batches are images, float32 `[B, 1, 8, 8]` in [0, 1], and labels, int64 `[B]`. There is no separate test set: `test`
     uses the validation images. The split is random but always the same, whatever the seed.
@@ -32,11 +32,9 @@ class Digits(ResumableDataModule):
         """Load and split the images."""
         from sklearn.datasets import load_digits
 
-        pixels, labels = load_digits(return_X_y=True)
-        images = torch.from_numpy(pixels).to(torch.uint8).reshape(-1, 1, 8, 8)
-        targets = torch.from_numpy(labels)
+        pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+        images = pixels.to(torch.uint8).reshape(-1, 1, 8, 8)
         order = torch.randperm(len(images), generator=keyed_generator(0, "digits split"))
-        held_out = max(1, round(len(images) * self.val_fraction))
-        val, train = order[:held_out], order[held_out:]
-        self.train_set = ImageArrays(images[train], targets[train], scale=16)
-        self.val_set = self.test_set = ImageArrays(images[val], targets[val], scale=16)
+        val, train = order.tensor_split([max(1, round(len(images) * self.val_fraction))])
+        self.train_set = ImageArrays(images[train], labels[train], scale=16)
+        self.val_set = self.test_set = ImageArrays(images[val], labels[val], scale=16)

@@ -11,12 +11,11 @@ from lightning_nm.callbacks.rng_state import RNGState
 class ExactResume(RNGState):
     """Saves the random states, as `RNGState` does, and the gradients of an unfinished accumulation window.
 
-    Lightning saves neither. Without the first, dropout differs after a resume. Without the second, a checkpoint made
-    between two optimizer steps (`accumulate_grad_batches` > 1) resumes with the gradients of the window's first
-    micro-batches missing: the next step uses a part of the window, divided as if it were the whole.
+    Without these gradients, a checkpoint made between two optimizer steps (`accumulate_grad_batches` > 1) resumes
+    without the window's first micro-batches, but still divides by the number of all.
 
     With this callback and a `ResumableDataModule`, a resumed run is bit-equal to the uninterrupted one, given the same
-    machine and deterministic kernels. Gradients are saved for one process only.
+    machine and deterministic kernels. Gradients are saved in one process only.
 
     Raises:
         ValueError: In `setup`, if several processes accumulate gradients.
@@ -53,7 +52,7 @@ class ExactResume(RNGState):
         self._gradients = checkpoint.get("exact_resume_gradients", {}) if trainer.state.fn == "fit" else {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore them, after the sanity check and before the first batch."""
+        """Restore gradients and random states, after the sanity check and before the first batch."""
         gradients, self._gradients = self._gradients, {}
         for name, parameter in pl_module.named_parameters():
             if name in gradients:

@@ -1,26 +1,26 @@
 """Fashion-MNIST from local IDX files."""
 
+import gzip
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lightning_nm.demo.datamodule import ResumableDataModule
-from lightning_nm.demo.idx import read_idx
 from lightning_nm.demo.images import ImageArrays
 
-TRAINING_IMAGES = 60_000
-MEAN, STD = 0.2860, 0.3530
+_TRAINING_IMAGES = 60_000
 
 
 class FashionMNIST(ResumableDataModule):
     """Images of clothing, 28x28 grey pixels, 10 classes (Xiao, Rasul and Vollgraf, arXiv:1708.07747).
 
-    Nothing is downloaded: the four IDX files must be in `data_dir`, gzipped or not. On Debian and Ubuntu the package
+    The four IDX files must be in `data_dir`, gzipped or not; nothing is downloaded. On Debian and Ubuntu the package
     `dataset-fashion-mnist` puts them in the default folder.
 
-    Batches are images, float32 `[B, 1, 28, 28]`, with the training set's mean subtracted and divided by its standard
-    deviation, and labels, int64 `[B]`. Training uses the first `train_size` images of the training file, validation its
-    last `val_size`, test all 10,000 images of the test file. None of this depends on the seed.
+    Batches are images, float32 `[B, 1, 28, 28]`, normalized by the training set's mean and standard deviation, and
+    labels, int64 `[B]`. Training uses the first `train_size` images of the training file, validation its last
+    `val_size`, test all 10,000 images of the test file. None of this depends on the seed.
 
     Args:
         data_dir: Folder of the IDX files.
@@ -51,7 +51,7 @@ class FashionMNIST(ResumableDataModule):
         self.train_size = train_size
         self.val_size = val_size
         self.augment = augment
-        self._resolve_train_size(TRAINING_IMAGES)
+        self._resolve_train_size(_TRAINING_IMAGES)
 
     def setup(self, stage: str) -> None:
         """Read the files that the stage needs."""
@@ -76,8 +76,8 @@ class FashionMNIST(ResumableDataModule):
         return train_size
 
     def _read(self, part: str) -> tuple[Tensor, Tensor]:
-        images = read_idx(self._find(f"{part}-images-idx3-ubyte")).unsqueeze(1)
-        return images, read_idx(self._find(f"{part}-labels-idx1-ubyte"))
+        images, labels = (read_idx(self._find(f"{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1"))
+        return images.unsqueeze(1), labels
 
     def _find(self, name: str) -> Path:
         folder = Path(self.data_dir)
@@ -91,4 +91,25 @@ class FashionMNIST(ResumableDataModule):
         )
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> ImageArrays:
-        return ImageArrays(images, labels, scale=255, mean=MEAN, std=STD, augment=augment, seed=self.seed)
+        return ImageArrays(images, labels, scale=255, mean=0.2860, std=0.3530, augment=augment, seed=self.seed)
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """Read an IDX file of unsigned bytes, gzipped or not, as a uint8 tensor of the shape that the file states.
+
+    The format is two zero bytes, a type code (8: unsigned byte), the number of dimensions, each dimension as a
+    big-endian 32-bit integer, then the values in row-major order.
+
+    Raises:
+        ValueError: If the file is not an IDX file of bytes, or holds fewer or more values than it states.
+    """
+    path = Path(path)
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes")
+    header = 4 + 4 * raw[3]
+    shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
+    values = torch.tensor(shape).prod().item()
+    if len(raw) != header + values:
+        raise ValueError(f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)

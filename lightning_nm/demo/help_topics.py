@@ -8,15 +8,7 @@ from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of a byte string, each with the same window one byte later as its target.
-
-    Args:
-        text: Bytes, uint8 `[L]`.
-        context: Bytes in a window.
-
-    Raises:
-        ValueError: If the text is too short for one window.
-    """
+    """Consecutive windows of `context` bytes of a text, uint8 `[L]`; their targets lie one byte later."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         if len(text) <= context:
@@ -78,9 +70,8 @@ class HelpTopics(ResumableDataModule):
         """Cut the text into windows."""
         from pydoc_data.topics import topics
 
-        text = torch.frombuffer(
-            bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8
-        )
+        pages = "\n".join(topics[name] for name in sorted(topics))
+        text = torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
         cut = round(len(text) * (1 - self.val_fraction))
         train = Windows(text[:cut], self.context)
         if self.train_size is not None:

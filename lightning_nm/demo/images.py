@@ -1,4 +1,4 @@
-"""Images that are held in memory as bytes and turned into float batches."""
+"""Images in memory as bytes, and float batches of them."""
 
 import torch
 from torch import Tensor
@@ -11,19 +11,10 @@ SHIFT = 2
 
 
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images; a batch is `(images / scale - mean) / std` with its labels.
+    """Images in bytes, uint8 `[N, C, H, W]`, with labels `[N]`; a batch is `(images / scale - mean) / std` and labels.
 
     With `augment`, an image is shifted by up to 2 pixels each way (zeros come in) and flipped left to right with
     probability 1/2. The draw is a pure function of (seed, epoch, index).
-
-    Args:
-        images: Bytes, uint8 `[N, C, H, W]`.
-        labels: Class indices, `[N]`.
-        scale: The byte that stands for 1.
-        mean: Subtracted after scaling.
-        std: Divided by after that.
-        augment: Whether to shift and flip.
-        seed: Seed of the augmentation.
     """
 
     def __init__(
@@ -69,15 +60,12 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-    """Crop each zero-padded image at random, then flip some.
+    """Crop each zero-padded image, then flip some.
 
     Args:
-        images: `[B, C, H, W]`.
-        shifts: Row and column offset of the cut, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
-        flips: Which images are mirrored left to right, bool `[B]`.
-
-    Returns:
-        A tensor like `images`.
+        images: `[B, C, H, W]`, as the result.
+        shifts: Row and column offset of the crop, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
+        flips: Images to flip left to right, bool `[B]`.
     """
     batch, channels, height, width = images.shape
     columns = torch.arange(width).expand(batch, width)

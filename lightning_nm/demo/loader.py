@@ -1,29 +1,101 @@
-"""A DataLoader that counts its batches and can start in the middle of an epoch."""
+"""A sampler and a DataLoader that can start in the middle of an epoch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any, TypeVar, cast
 
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_nm.demo.sampler import ResumableSampler
 from lightning_nm.demo.seeding import keyed_generator
 
 T = TypeVar("T", covariant=True)
 
 
+class ResumableSampler(DistributedSampler[int]):
+    """Yields dataset indices in an order that depends only on `(seed, epoch)`.
+
+    A pass starts at the first index, or after `load_state_dict` at the saved position, which `set_epoch` with another
+    epoch drops. `position` counts the *consumed* samples: worker processes draw indices ahead of time, so the consumer
+    of the batches must call `advance`, as `ResumableLoader` does.
+
+    It is a `DistributedSampler` so that Lightning keeps it under DDP instead of wrapping it, which would hide
+    `set_epoch`. Each rank sees every `num_replicas`-th index; the order is padded from its own start so that all ranks
+    get equally many.
+
+    Args:
+        data: The dataset, or the number of samples in it.
+        seed: Seed of the order.
+        shuffle: If false, the order is 0, 1, 2, ...
+        num_replicas: Number of processes that share the data.
+        rank: Index of this process.
+
+    Raises:
+        ValueError: If there are no samples, or if `rank` is not below `num_replicas`.
+
+    Example:
+        >>> sampler = ResumableSampler(6, seed=1)
+        >>> whole = list(sampler)
+        >>> sampler.load_state_dict({"epoch": 0, "position": 4})
+        >>> list(sampler) == whole[4:], list(sampler) == whole
+        (True, True)
+    """
+
+    def __init__(
+        self, data: Sized | int, seed: int = 0, shuffle: bool = True, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        size = data if isinstance(data, int) else len(data)
+        if size < 1:
+            raise ValueError(f"a sampler needs at least one sample, got {size}")
+        super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        self.size = size
+        self.position = 0
+        self._start = 0
+
+    def order(self) -> torch.Tensor:
+        """The indices that this rank sees in the current epoch, int64 `[len(self)]`."""
+        if self.shuffle:
+            order = torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))
+        else:
+            order = torch.arange(self.size)
+        wanted = torch.arange(self.rank, self.total_size, self.num_replicas)
+        return order[wanted % self.size]
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        self.position = start
+        return iter(self.order()[start:].tolist())
+
+    def advance(self, samples: int) -> None:
+        """Count `samples` more samples as consumed."""
+        self.position = min(self.position + samples, len(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch; a different one starts from its beginning."""
+        if epoch != self.epoch:
+            self.epoch, self.position, self._start = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of its samples that were consumed."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Start the next pass at the saved position."""
+        self.epoch = state["epoch"]
+        self.position = self._start = state["position"]
+
+
 class ResumableLoader(DataLoader[T]):
-    """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Make it with `over`.
+    """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Create it with `over`.
 
     Lightning saves the state of such a loader in its checkpoints, and loads it when it resumes inside an epoch.
 
-    - Batches are counted when they are handed out, so worker processes that run ahead do not matter.
-    - Iteration starts lazily, at the first `next`: Lightning calls `iter` before it sets the epoch, and worker
-      processes that started then would fetch the order of the wrong epoch.
-    - Worker seeds come from a generator of the loader's own, so that a new pass does not move the global random state.
-    - If the dataset has `set_epoch`, it is told the epoch before each pass.
+    - Batches are counted when they are returned, so worker processes that prefetch do not matter.
+    - Iteration starts at the first `next`, since Lightning calls `iter` before it sets the epoch.
+    - Worker seeds come from the loader's own generator, so a new pass does not change the global random state.
+    - If the dataset has `set_epoch`, it is called before each pass.
 
-    The number of batches is that of a whole epoch, also when the pass starts in the middle.
+    The length is that of a whole epoch, also when a pass starts in the middle.
 
     Example:
         >>> loader = ResumableLoader.over(range(10), batch_size=4, seed=0)
@@ -45,29 +117,16 @@ class ResumableLoader(DataLoader[T]):
         rank: int = 0,
         **kwargs: Any,
     ) -> "ResumableLoader[Any]":
-        """Build the loader and its sampler.
+        """Build the loader and its sampler from arguments of :class:`ResumableSampler` and of `DataLoader`.
 
-        Args:
-            dataset: A sized, map-style dataset.
-            batch_size: Samples in a batch, on each rank. The last batch of an epoch may be smaller.
-            seed: Seed of the order.
-            shuffle: If false, the order is 0, 1, 2, ...
-            num_workers: Worker processes.
-            num_replicas: Number of processes that share the data.
-            rank: Index of this process.
-            **kwargs: Further arguments of `DataLoader`.
-
-        Returns:
-            The loader.
+        `dataset` is sized and map-style. The last batch of an epoch may be smaller than `batch_size`.
         """
-        sampler = ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank)
-        generator = keyed_generator(seed, "workers")
         return cls(
             cast("Dataset[Any]", dataset),
             batch_size=batch_size,
-            sampler=sampler,
+            sampler=ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank),
             num_workers=num_workers,
-            generator=generator,
+            generator=keyed_generator(seed, "workers"),
             **kwargs,
         )
 
@@ -84,7 +143,7 @@ class ResumableLoader(DataLoader[T]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that was returned, and the settings; plain integers."""
+        """Return the position after the last returned batch, and the settings; plain integers."""
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):
             return {}
@@ -94,24 +153,20 @@ class ResumableLoader(DataLoader[T]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Start the next pass at the saved position.
 
-        Args:
-            state: A result of `state_dict`.
-
         Raises:
-            ValueError: If the state is of the middle of an epoch, and this loader's seed, dataset size, batch size or
-                number of replicas is another: the batches that are left would not be the ones that were not seen.
+            ValueError: If the state is of the middle of an epoch, and the seed, dataset size, batch size or number of
+                replicas has changed.
         """
         sampler = self.sampler
         if not state or not isinstance(sampler, ResumableSampler):
             return
         ended = state["position"] >= math.ceil(state["size"] / state["num_replicas"])
-        if state["position"] and not ended:
-            mine = self.state_dict()
-            changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != mine[k]]
-            if changed:
-                what = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
-                raise ValueError(
-                    f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
-                    " start from a checkpoint made at the end of an epoch."
-                )
+        now = self.state_dict()
+        changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != now[k]]
+        if state["position"] and not ended and changed:
+            what = ", ".join(f"{k} was {state[k]} and is {now[k]}" for k in changed)
+            raise ValueError(
+                f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
+                " start from a checkpoint made at the end of an epoch."
+            )
         sampler.load_state_dict({**state, "position": len(sampler)} if ended else state)

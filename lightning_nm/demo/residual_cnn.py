@@ -13,13 +13,7 @@ from lightning_nm.demo.schedule import warmup_cosine
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, and a shortcut that is a 1x1 convolution where the shape changes.
-
-    Args:
-        inputs: Input channels.
-        outputs: Output channels.
-        stride: Stride of the first convolution.
-    """
+    """Two 3x3 convolutions with batch norm, and a shortcut that is a 1x1 convolution where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -83,13 +77,10 @@ class ResidualCNN(LightningModule):
         )
         self.stages = nn.Sequential()
         inputs = width
-        for stage in range(3):
-            outputs = width * 2**stage
-            blocks = nn.Sequential()
-            for block in range(depth):
-                blocks.append(ResidualBlock(inputs, outputs, stride=2 if stage > 0 and block == 0 else 1))
-                inputs = outputs
-            self.stages.append(blocks)
+        for outputs in (width, 2 * width, 4 * width):
+            first = ResidualBlock(inputs, outputs, stride=1 if outputs == width else 2)
+            self.stages.append(nn.Sequential(first, *(ResidualBlock(outputs, outputs, 1) for _ in range(depth - 1))))
+            inputs = outputs
         self.head = nn.Linear(inputs, num_classes)
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
@@ -123,8 +114,6 @@ class ResidualCNN(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD with momentum under a warm-up and a half cosine."""
-        optimizer = torch.optim.SGD(
-            self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
-        )
+        optimizer = torch.optim.SGD(self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

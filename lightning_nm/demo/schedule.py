@@ -7,15 +7,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(optimizer: Optimizer, total_steps: float, warmup: float = 0.05) -> LambdaLR:
-    """Linear warm-up, then a half cosine down to zero; to be stepped after every optimizer step.
+    """Linear warm-up to the optimizer's learning rates, then a half cosine down to zero; step it after every step.
 
-    Args:
-        optimizer: Its learning rates are the peak.
-        total_steps: Optimizer steps in the run. If it is infinite, the rate stays at its peak.
-        warmup: Share of the steps that the warm-up takes.
-
-    Returns:
-        The scheduler.
+    `warmup` is the share of `total_steps` that the warm-up takes. If these are infinite, the rate stays at its peak.
     """
     if not math.isfinite(total_steps):
         return LambdaLR(optimizer, lambda step: 1.0)

@@ -6,16 +6,10 @@ import torch
 
 
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator that is a pure function of `(seed, *key)`.
+    """A new CPU generator that is a pure function of `(seed, *key)`.
 
-    Keys are hashed, not added: `(seed=0, epoch=1)` and `(seed=1, epoch=0)` give unrelated streams.
-
-    Args:
-        seed: Any integer.
-        *key: What the numbers are for, for example `"order", epoch`.
-
-    Returns:
-        A fresh `torch.Generator` on the CPU.
+    `key` says what the numbers are for, for example `"order", epoch`. It is hashed, not added: `(seed=0, epoch=1)` and
+    `(seed=1, epoch=0)` give unrelated streams.
 
     Example:
         >>> a, b = (torch.randperm(5, generator=keyed_generator(0, "order", 3)) for _ in range(2))

@@ -12,13 +12,7 @@ from lightning_nm.demo.schedule import warmup_cosine
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention and a GELU MLP, each after a layer norm and around a residual connection.
-
-    Args:
-        dim: Features of a token.
-        heads: Attention heads.
-        dropout: Dropout after attention and after the MLP.
-    """
+    """Causal self-attention and a GELU MLP, each with a layer norm, dropout and a residual connection."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()

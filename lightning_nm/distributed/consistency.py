@@ -1,4 +1,4 @@
-"""Whether all processes hold the same masks, and gradients of parameters that only methods know."""
+"""Compare the masks of all processes, and average the gradients of parameters that methods own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
 
-_CHUNK = 1 << 20
-"""Words that are mixed at a time: it bounds the temporaries."""
+_CHUNK = 1 << 20  # words that are mixed at a time, which limits the memory for temporaries
 
 
-def agreed(layer: NMLayer) -> dict[str, Any]:
-    """What all processes must have in common beside tensors: it decides which masks come and what is sent."""
+def _fingerprint(layer: NMLayer) -> dict[str, Any]:
+    """What decides on masks and messages beside tensors, and must be equal in all processes."""
     return {
         "name": layer.name,
         "shape": tuple(layer.param.shape),
@@ -40,44 +39,30 @@ def agreed(layer: NMLayer) -> dict[str, Any]:
 
 @torch.no_grad()
 def checksum(layer: NMLayer) -> Tensor:
-    """Checksum of everything that must be equal in all processes, int64 [4].
+    """Return a checksum of all that must be equal in all processes, int64 [4].
 
-    The words are of :func:`agreed`, both masks, the permutation, and the parameters that the method owns. A change of
-    up to eight neighbouring bytes always changes the word, any other one all but certainly.
-
-    Args:
-        layer: The layer; its tensors are read once, on their device.
-
-    Example::
-
-        >>> from torch import nn
-        >>> from lightning_nm import NMSparsifier
-        >>> layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
-        >>> before = checksum(layer)
-        >>> layer.masks.bits[0] = 1 - layer.masks.bits[0]
-        >>> (checksum(layer) == before).tolist()
-        [True, False, True, True]
+    The words are of the settings and counters, both masks, the permutation, and the parameters that the method owns. A
+    change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
     """
-    return torch.cat([_settings([layer]).to(layer.param.device), _of_masks(layer), _of_parameters(layer)])
+    return torch.cat(
+        [_settings([layer]).to(layer.param.device), _of_masks(layer), _sum(layer, layer.parameters.values())[None]]
+    )
 
 
 def _settings(layers: Iterable[NMLayer]) -> Tensor:
-    """The first word of each layer's checksum: made on the CPU, all at once."""
-    keys = (hashlib.sha256(repr(agreed(layer)).encode()).digest()[:8] for layer in layers)
+    """The first word of each layer's checksum, on the CPU."""
+    keys = (hashlib.sha256(repr(_fingerprint(layer)).encode()).digest()[:8] for layer in layers)
     return torch.tensor([int.from_bytes(key, "little", signed=True) for key in keys], dtype=torch.int64)
 
 
 def _of_masks(layer: NMLayer) -> Tensor:
-    device = layer.param.device
-    return torch.stack([_sum([] if t is None else [t], device) for t in (layer.masks.bits, layer.permutation)])
+    """The words of the masks and of the permutation."""
+    return torch.stack([_sum(layer, [] if t is None else [t]) for t in (layer.masks.bits, layer.permutation)])
 
 
-def _of_parameters(layer: NMLayer) -> Tensor:
-    return _sum(list(layer.parameters.values()), layer.param.device)[None]
-
-
-def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=device)
+def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
+    """The word of some tensors of a layer."""
+    total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
         words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
@@ -88,26 +73,18 @@ def _sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def mix(words: Tensor, start: int = 0) -> Tensor:
-    """Scatter int64 words over all int64, each in a way of its place: one to one for a given place.
-
-    Args:
-        words: int64 [n].
-        start: Place of the first.
-    """
+    """Hash int64 words ``[n]``, each depending on its place from ``start`` on; one-to-one for a given place."""
     place = torch.arange(start, start + len(words), device=words.device)
     mixed = (words ^ place.mul_(-0x61C8864680B583EB)) * -0x40A7B892E31B1A47
-    mixed ^= (mixed >> 29) & ((1 << 35) - 1)  # as if unsigned: otherwise two words could become one
+    mixed ^= (mixed >> 29) & ((1 << 35) - 1)  # a logical shift, which keeps it one-to-one
     mixed *= -0x6B2FB644ECCEEE15
     return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
 
 
 class RankComparison:
-    """Compares the layers of all processes: two numbers in one collective, and nothing in a single process.
+    """Compares the layers of all processes by one all-reduce of two numbers.
 
-    The words of masks are kept until these change, so masks that stay are read once.
-
-    Args:
-        layers: The masked layers of this process.
+    The words of masks are cached until these change.
     """
 
     def __init__(self, layers: Sequence[NMLayer]) -> None:
@@ -118,20 +95,17 @@ class RankComparison:
     def __call__(self, group: dist.ProcessGroup | None = None) -> None:
         """Compare; every process of the group must call it at the same point.
 
-        Args:
-            group: The processes that train one model together; all by default.
-
         Raises:
-            RuntimeError: In every process, if any two disagree: naming the layers and what differs.
+            RuntimeError: In every process, if any two differ: naming the layers and what differs.
         """
         if processes(group) == 1:
             return
         device = self.layers[0].param.device if self.layers else torch.device("cpu")
         words = [_settings(self.layers).to(device, non_blocking=True)]
         for layer in self.layers:
-            words += [self._of_masks(layer).to(device), _of_parameters(layer).to(device)]
+            words += [self._of_masks(layer).to(device), _sum(layer, layer.parameters.values())[None].to(device)]
         total = mix(torch.cat(words)).sum()
-        # ~x falls as x rises: one maximum tells the largest and the smallest.
+        # ~x falls as x rises, so one maximum gives the largest and the smallest.
         extremes = torch.stack([total, ~total])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
         largest, smallest = extremes.tolist()
@@ -147,26 +121,26 @@ class RankComparison:
         return known[2]
 
     def _explain(self, group: dist.ProcessGroup | None) -> None:
-        """Find out who differs in what, now that time does not matter."""
+        """Gather all words and settings, and raise an error that names the differences."""
         own = {}
         for layer in self.layers:
             words = dict(zip(("masks", "permutation", "parameters"), checksum(layer)[1:].tolist(), strict=True))
-            own[layer.name] = {**agreed(layer), **words}
+            own[layer.name] = {**_fingerprint(layer), **words}
         everyone: list[Any] = [None] * processes(group)
         dist.all_gather_object(everyone, own, group)
-        found = []
+        differences = []
         for name in dict.fromkeys(name for one in everyone for name in one):
             missing = [rank for rank, one in enumerate(everyone) if name not in one]
             if missing:
-                found.append(f"layer '{name}' is not masked on ranks {missing}")
+                differences.append(f"layer '{name}' is not masked on ranks {missing}")
                 continue
             first = everyone[0][name]
             for key in first:
                 others = [rank for rank, one in enumerate(everyone) if one[name][key] != first[key]]
                 if others:
-                    found.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
-        found = found or ["their layers come in another order"]
-        shown = "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+                    differences.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
+        differences = differences or ["their layers come in another order"]
+        shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
         raise RuntimeError(
             f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
             "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
@@ -176,14 +150,10 @@ class RankComparison:
 
 @torch.no_grad()
 def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
-    """Average the gradients of the parameters that methods own over all processes, in one collective.
+    """Average the gradients of the parameters that methods own over all processes, in one collective per dtype.
 
-    DistributedDataParallel does not know these parameters. Averaging what is equal changes nothing, so this is
-    right after each of several micro-batches, too. A parameter without a gradient anywhere gets none.
-
-    Args:
-        layers: The masked layers.
-        group: The processes that train one model together; all by default.
+    It may be called after each of several micro-batches, because averaging equal values changes nothing. A parameter
+    without a gradient in any process gets none.
     """
     world = processes(group)
     owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
@@ -204,5 +174,5 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
 
 
 def processes(group: dist.ProcessGroup | None = None) -> int:
-    """How many processes the group has; 1 outside distributed training."""
+    """Return the number of processes of the group; 1 outside distributed training."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

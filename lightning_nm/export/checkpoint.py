@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,15 +12,34 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_nm.export.archive import check_archive
 from lightning_nm.sparsifier import check_schema
 
 
+def check_archive(path: str | Path) -> None:
+    """Compare the checksums of a file of ``torch.save``.
+
+    ``torch.load`` finds a truncated file, but only the checksums reveal damage in the middle, for example after a power
+    failure. Files without checksums or of other formats are not checked.
+
+    Raises:
+        ValueError: Naming the file and the damaged record.
+    """
+    if not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(
+            f"'{path}' is damaged: the contents of its record '{damaged}' do not match their checksum. Use another "
+            "checkpoint; if this one was saved under torch.serialization.set_crc32_options(False), set that here, too"
+        )
+
+
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Read the weights and the sparsifier states of a file.
+    """Read the weights and the sparsifier states of a Lightning checkpoint, a saved state dict or a safetensors file.
 
     Args:
-        path: A Lightning checkpoint, sharded or not, a saved state dict, or a safetensors file.
+        path: A file, or the folder of a sharded checkpoint.
 
     Returns:
         The state dict, and the sparsifier states; a plain state dict has none.
@@ -29,7 +49,11 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     """
     path = Path(path)
     if (path / ".metadata").is_file():
-        return _find(_read_shards(path), path)
+        try:
+            content = _read_shards(path)
+        except Exception as error:
+            raise ValueError(f"cannot read the sharded checkpoint '{path}': {error}") from error
+        return _find_weights_and_states(content, path)
     if not path.is_file():
         raise ValueError(f"'{path}' is neither a file nor the folder of a sharded checkpoint")
     if path.suffix == ".safetensors":
@@ -48,43 +72,33 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
-    return _find(content, path)
+    return _find_weights_and_states(content, path)
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
-    """Read a sharded checkpoint of Lightning: shards of the weights, and one file with everything else."""
-    try:
-        with TemporaryDirectory() as folder:
-            dcp_to_torch_save(path, Path(folder) / "whole.pt")
-            content = torch.load(Path(folder) / "whole.pt", map_location="cpu", weights_only=True)
-        rest = path / "meta.pt"
-        return {**content, **(torch.load(rest, map_location="cpu", weights_only=True) if rest.is_file() else {})}
-    except Exception as error:
-        raise ValueError(f"cannot read the sharded checkpoint '{path}': {error}") from error
+    """Read a sharded checkpoint of Lightning: shards of the weights, and the file ``meta.pt`` with everything else."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "full.pt"
+        dcp_to_torch_save(path, file)
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    meta = path / "meta.pt"
+    return content | torch.load(meta, map_location="cpu", weights_only=True) if meta.is_file() else content
 
 
-def _find(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    weights = _find_weights(content)
+def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    content = content if isinstance(content, Mapping) else {}
+    candidates = (content.get(key) for key in ("state_dict", "model_state_dict", "model"))
+    state_dict = next((candidate for candidate in candidates if isinstance(candidate, Mapping)), content)
+    weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     if not weights:
         raise ValueError(f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'")
-    callbacks = content.get("callbacks", {})
     states = [
-        dict(s)
-        for key, s in callbacks.items()
-        if str(key).startswith("NMSparsityCallback") and isinstance(s, Mapping) and s
+        dict(state)
+        for key, state in content.get("callbacks", {}).items()
+        if str(key).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
     ]
     if "schema" in content and "layers" in content:
-        states.append(content)
+        states.append(dict(content))
     for state in states:
         check_schema(state)
     return weights, states
-
-
-def _find_weights(content: Any) -> dict[str, Tensor]:
-    if not isinstance(content, Mapping):
-        return {}
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(content.get(key), Mapping):
-            content = content[key]
-            break
-    return {key: value for key, value in content.items() if isinstance(value, Tensor)}

@@ -13,11 +13,7 @@ from lightning_nm.export.verification import Verdict, verify
 
 
 def main(args: Sequence[str]) -> int:
-    """Run ``lightning-nm verify``.
-
-    Returns:
-        0 if every masked weight is N:M; 1 if one is not, or none is; 2 if the file or an option cannot be read.
-    """
+    """Run ``lightning-nm verify`` and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="lightning-nm verify",
         description="Check that every block of a checkpoint's masked weights holds at most N nonzeros in M. "
@@ -58,15 +54,8 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     for column in ("pattern", "verdict", "violating", "density"):
         table.add_column(column, no_wrap=True)
     table.add_column("note", overflow="fold", min_width=12)
-    colours = {"N:M": "green", "broken": "red", "dense": "dim"}
+    styles = {"N:M": "green", "broken": "red", "dense": "dim"}
     for v in verdicts:
-        table.add_row(
-            v.key,
-            v.pattern,
-            v.verdict,
-            f"{v.violations} / {v.blocks}",
-            f"{v.density:.4f}",
-            v.note,
-            style=colours[v.verdict],
-        )
+        cells = (v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", f"{v.density:.4f}", v.note)
+        table.add_row(*cells, style=styles[v.verdict])
     return table

@@ -16,8 +16,7 @@ from lightning_nm.functional import count_violations
 from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
-_NEARLY = 0.5
-"""A weight with a smaller share of violating blocks counts as broken, one with a larger share as dense."""
+_DENSE_FROM = 0.5  # without a sparsifier state, weights with fewer violating blocks are broken, the others dense
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Verification:
 
     Args:
         verdicts: One result for each weight.
-        problems: What is wrong, as messages; empty if every masked weight is N:M.
+        problems: Messages; empty if every masked weight is N:M, and at least one weight is.
     """
 
     verdicts: list[Verdict]
@@ -57,7 +56,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every masked weight is N:M, and at least one weight is."""
+        """Whether there are no problems."""
         return not self.problems
 
 
@@ -71,9 +70,6 @@ def verify(
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
             of the sparsifier state in the file.
         include: Globs over keys or module names of weights that must be N:M.
-
-    Returns:
-        The result for each weight, and the problems found.
 
     Raises:
         ValueError: If the file cannot be read, or has no sparsifier state and no pattern is given.
@@ -91,7 +87,8 @@ def verify(
     parsed = None if pattern is None else NMPattern.parse(pattern)
     weights, states = read_checkpoint(checkpoint)
     if parsed is not None:
-        verdicts = classify(weights, parsed)
+        matrices = {k: w for k, w in weights.items() if w.dim() >= 2 and w.is_floating_point()}
+        verdicts = [_classify(key, weight, parsed) for key, weight in matrices.items()]
     elif states:
         verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
     else:
@@ -111,61 +108,39 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
     verdicts = []
     keys = {plain_name(key): key for key in weights}
     for name, layer in state["layers"].items():
-        plain = key_of_layer(plain_name(name), layer["parameter"])
+        plain, pattern = key_of_layer(plain_name(name), layer["parameter"]), NMPattern.parse(layer["pattern"])
         if plain not in keys:
             raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
-        key = keys[plain]
-        pattern = NMPattern.parse(layer["pattern"])
-        if not layer["masked"]:
-            verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))
-            continue
-        weight = weights[key]
-        rows = {"flat": lambda w: w.flatten(1), "transposed": lambda w: w.t(), "plain": lambda w: w}[layer["layout"]](
-            weight
-        )
-        verdicts.append(_judge(key, rows, pattern, 1, layer["layout"], dense_from=None))
-    return verdicts
-
-
-def classify(weights: Mapping[str, Tensor], pattern: NMPattern) -> list[Verdict]:
-    """Classify every matrix and convolution kernel as N:M, dense or broken, without a sparsifier state.
-
-    A matrix is checked along dimension 1 and along dimension 0 (weights stored ``[in, out]``), a kernel along its input
-    channels and along the flattened filter. The axis with the fewest violations counts.
-    """
-    verdicts = []
-    for key, weight in weights.items():
-        if weight.dim() < 2 or not weight.is_floating_point():
-            continue
-        views = [(weight, 1, "along dim 1")]
-        views.append(
-            (weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter")
-        )
-        tried = [
-            _judge(key, rows, pattern, dim, note, dense_from=_NEARLY)
-            for rows, dim, note in views
-            if rows.shape[dim] % pattern.m == 0
-        ]
-        if tried:
-            verdicts.append(min(tried, key=lambda verdict: verdict.violations / max(verdict.blocks, 1)))
+        if layer["masked"]:
+            rows, layout = weights[keys[plain]], layer["layout"]
+            rows = rows.flatten(1) if layout == "flat" else rows.t() if layout == "transposed" else rows
+            verdicts.append(_judge(keys[plain], rows, pattern, 1, layout, masked=True))
         else:
-            verdicts.append(
-                Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
-            )
+            verdicts.append(Verdict(keys[plain], "dense", str(pattern), note="forward weight not masked"))
     return verdicts
 
 
-def _judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, dense_from: float | None) -> Verdict:
+def _classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
+    """Check a weight along all axes on which blocks may lie; the axis with the fewest violations counts."""
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
+    other = (weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter")
+    verdicts = [
+        _judge(key, rows, pattern, dim, note, masked=False)
+        for rows, dim, note in ((weight, 1, "along dim 1"), other)
+        if rows.shape[dim] % pattern.m == 0
+    ]
+    none = Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+    return min(verdicts, key=lambda verdict: verdict.violations / max(verdict.blocks, 1), default=none)
+
+
+def _judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
     violations, blocks = int(count_violations(rows, pattern, dim=dim)), rows.numel() // pattern.m
     density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
     if not violations:
-        verdict = "N:M"
-        if density == 0:
-            verdict, note = "dense" if dense_from is not None else "N:M", "all zero"
-    elif dense_from is not None and violations >= dense_from * blocks:
-        verdict = "dense"
+        verdict = "N:M" if masked or density else "dense"
+        note = note if density else "all zero"
     else:
-        verdict = "broken"
+        verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
     return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
 
 

@@ -1,21 +1,16 @@
 """Statistics of masks and gradient estimates as torchmetrics: thin classes over :mod:`lightning_nm.functional`.
 
-A metric is updated with the tensor of one layer, or with those of several layers by name. It describes all entries
-since its last reset, as if they were one tensor. Updates do not wait for a device; ``compute`` does. The
-arguments have the same names everywhere, so a ``MetricCollection`` takes ``update(masks=..., backward_masks=...,
-weights=...)`` and passes each metric its arguments.
+``update`` takes the tensor of one layer, or those of several layers by name. A metric describes all entries since its
+last reset, as if they were one tensor. ``update`` does not synchronize with the device; ``compute`` does. Arguments
+have the same names everywhere, so a ``MetricCollection`` takes ``update(masks=..., backward_masks=..., weights=...)``.
+Constructors take the keyword arguments of :class:`torchmetrics.Metric`.
 
 Masks are equal on all processes, and ratios do not change when each mask is counted several times.
 :class:`MaskViolations`, a count, returns the largest count of the processes.
 """
 
-from lightning_nm.metrics.gradient_snr import GradientSNR
-from lightning_nm.metrics.kept_magnitude import KeptMagnitude
-from lightning_nm.metrics.mask_density import MaskDensity
-from lightning_nm.metrics.mask_flip_rate import MaskFlipRate
-from lightning_nm.metrics.mask_oscillation import MaskOscillation
-from lightning_nm.metrics.mask_overlap import MaskOverlap
-from lightning_nm.metrics.mask_violations import MaskViolations
+from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
+from lightning_nm.metrics.statistics import GradientSNR, KeptMagnitude, MaskDensity, MaskOverlap, MaskViolations
 
 __all__ = [
     "GradientSNR",

@@ -1,15 +1,17 @@
-"""The base class of the metrics, and arguments that are one layer or several."""
+"""Base classes of the metrics, and arguments that are one layer or several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-if TYPE_CHECKING:  # plots alone need matplotlib
+from lightning_nm.functional.statistics import Ratio
+
+if TYPE_CHECKING:  # only plots need matplotlib
     from matplotlib.axes import Axes
 
 Layers: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -17,35 +19,49 @@ Layers: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 class NMMetric(Metric):
-    """A statistic between 0 and 1 made of sums, which add up over updates, layers and processes."""
+    """A statistic between 0 and 1, unless a subclass says otherwise."""
 
     is_differentiable = False
     full_state_update = False
     plot_lower_bound = 0.0
     plot_upper_bound: float | None = 1.0
 
-    def add_sum(self, name: str, dtype: torch.dtype = torch.int64) -> None:
-        """Add a state that starts at 0 and is summed over processes.
-
-        The classes rebind their sums instead of adding in place: a sum that was reset in inference mode may be updated
-        outside of it.
-        """
-        self.add_state(name, default=torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
-
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> tuple[Any, Any]:
-        """Plot one value, or several in the order of time.
-
-        Args:
-            val: A value of ``forward`` or ``compute``, or a list of values; by default ``compute()``.
-            ax: The axes to plot into; by default those of a new figure.
+        """Plot one value, or several in the order of time, ``compute()`` by default; into ``ax`` or a new figure.
 
         Returns:
             The figure, ``None`` if `ax` was given, and the axes.
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed.
         """
         return self._plot(val, ax)
+
+
+class RatioMetric(NMMetric):
+    """A ratio of two sums over layers, updates and processes; subclasses define the class attributes and ``update``."""
+
+    ratio: Ratio
+    sums: tuple[str, str]
+    """Names of the two states."""
+    sum_dtype = torch.int64
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in self.sums:
+            self.add_state(name, default=torch.zeros((), dtype=self.sum_dtype), dist_reduce_fx="sum")
+
+    def add(self, parts: Iterable[tuple[Tensor | int, Tensor | int]]) -> None:
+        """Add pairs to the two sums; nothing is added if an error is raised.
+
+        Sums are not changed in place: one that was reset in inference mode may be updated outside of it.
+        """
+        totals = [getattr(self, name) for name in self.sums]
+        for pair in parts:
+            totals = [total + part for total, part in zip(totals, pair, strict=True)]
+        for name, total in zip(self.sums, totals, strict=True):
+            setattr(self, name, total)
+
+    def compute(self) -> Tensor:
+        """Return the ratio, float32 and without axes."""
+        return self.ratio(*(getattr(self, name) for name in self.sums))
 
 
 def by_name(layers: Layers) -> Mapping[str, Tensor]:
@@ -79,5 +95,4 @@ def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
     if first.keys() != second.keys():
         lone = ", ".join(repr(name) for name in first.keys() ^ second.keys())
         raise ValueError(f"both arguments name the same layers, or are two tensors: only one of them has {lone}")
-    for name, tensor in first.items():
-        yield tensor, second[name], name
+    return ((tensor, second[name], name) for name, tensor in first.items())

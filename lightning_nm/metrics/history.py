@@ -1,4 +1,4 @@
-"""The base class of metrics that compare masks with those of the previous update."""
+"""Metrics that compare masks with those of the previous update."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import pack_mask
-from lightning_nm.functional.statistics import check_masks
-from lightning_nm.metrics.base import Layers, NMMetric, by_name
+from lightning_nm.functional.packing import count_bits
+from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_masks
+from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
 _KEY = "memory."
 
 
-class MaskHistory(NMMetric):
-    """A metric that remembers each layer's mask until the next update, one bit an entry.
+class MaskHistory(RatioMetric):
+    """A metric that stores each layer's packed mask until the next update, one bit per entry.
 
-    The masks are no state in torchmetrics' sense: ``reset`` clears the sums and keeps the masks, so that no
-    flip is missed when Lightning resets a metric at the end of an epoch, and processes exchange the sums only. The
-    masks follow the metric's device, are copied and pickled with it, and are in its ``state_dict`` after
-    ``persistent(True)``. :meth:`forget` clears them.
+    The masks are no state of torchmetrics: ``reset`` clears the sums and keeps the masks, so that no flip is missed
+    when Lightning resets a metric at the end of an epoch, and processes exchange only the sums. The masks follow the
+    metric's device, are copied and pickled with it, and are in its ``state_dict`` after ``persistent(True)``.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -30,15 +30,9 @@ class MaskHistory(NMMetric):
         self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
-        """Add the changes of one layer to the sums.
+        """Add the changes of one layer with so many entries to the sums, and return its new rows, see :meth:`remember`.
 
-        Args:
-            packed: The mask, packed.
-            rows: The last result of :meth:`remember` or `compare` for this layer.
-            entries: Entries of the mask.
-
-        Returns:
-            The new rows, uint8 ``[rows, bytes]``: a new tensor, since ``forward`` may restore the old one.
+        They are a new tensor, since ``forward`` may restore the old ones.
         """
         raise NotImplementedError
 
@@ -47,14 +41,11 @@ class MaskHistory(NMMetric):
         return packed.unsqueeze(0)
 
     def update(self, masks: Layers) -> None:
-        """Compare masks with those of the same name in earlier updates, and remember them.
-
-        Args:
-            masks: The bool mask of one layer, or those of several by name. The first mask of a name is only stored.
+        """Compare masks with the last ones of the same names, and store them.
 
         Raises:
             TypeError: If a mask is not a bool tensor.
-            ValueError: If a mask has another shape than the last one of that name.
+            ValueError: If a mask has another shape than the last one of its name.
         """
         layers = by_name(masks)
         for name, mask in layers.items():
@@ -81,7 +72,7 @@ class MaskHistory(NMMetric):
     def reset(self) -> None:
         """Clear the sums and keep the masks for the next update."""
         super().reset()
-        if self._before_forward is not None:  # torchmetrics updates a second time, which is to see the same change
+        if self._before_forward is not None:  # torchmetrics' second update must see the same change
             self._memory = dict(self._before_forward)
 
     def forget(self) -> None:
@@ -90,9 +81,9 @@ class MaskHistory(NMMetric):
         self._memory = {}
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> torch.nn.Module:
-        this = super()._apply(fn, exclude_state)
+        module = super()._apply(fn, exclude_state)
         self._memory = {name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()}
-        return this
+        return module
 
     def state_dict(  # type: ignore[override]  # torchmetrics' signature
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -114,3 +105,79 @@ class MaskHistory(NMMetric):
                 name: (tuple(saved[f"{name}.shape"].tolist()), saved[f"{name}.bits"].to(self.device)) for name in names
             }
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class MaskFlipRate(MaskHistory):
+    r"""Share of mask entries that an update changed, averaged over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
+
+    ``update(masks)`` takes the bool mask of one layer, or those of several layers by name, and compares each with the
+    last one of its name: update it once per mask update. ``compute()`` returns a float32 number, 0 if nothing was
+    compared yet; ``forward`` returns the changes since the previous update. The functional form is
+    :func:`mask_flip_rate`.
+
+    ``reset`` clears the average and keeps the masks; :meth:`forget` clears both.
+
+    Example::
+
+        >>> import torch
+        >>> flip_rate = MaskFlipRate()
+        >>> flip_rate.update({"encoder": torch.tensor([True, True, False, False])})
+        >>> flip_rate.update({"encoder": torch.tensor([True, False, True, False])})
+        >>> flip_rate.compute()
+        tensor(0.5000)
+
+    Source: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, arXiv:2404.01847.
+    """
+
+    higher_is_better = None
+    ratio = FLIP_RATE
+    sums = ("flips", "compared")
+
+    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
+        """Count the flips."""
+        self.add([(count_bits(packed ^ rows[0]), entries)])
+        return self.remember(packed)
+
+
+class MaskOscillation(MaskHistory):
+    r"""How often entries flip back, per entry and update: flips of entries that flipped before.
+
+    .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
+
+    It is at most :class:`MaskFlipRate` over the same updates; their ratio is the share of flips that undo an earlier
+    one. The metric stores two bits per entry: the mask, and whether the entry ever flipped.
+
+    ``update(masks)`` takes the bool mask of one layer, or those of several layers by name: update it once per mask
+    update. ``compute()`` returns a float32 number, 0 if nothing was compared yet; ``forward`` returns the flips back
+    since the previous update. The functional form is :func:`mask_oscillation`.
+
+    ``reset`` clears the average, and keeps the masks and which entries flipped; :meth:`forget` clears all.
+
+    Example::
+
+        >>> import torch
+        >>> first, second = torch.tensor([True, False]), torch.tensor([False, True])
+        >>> oscillation = MaskOscillation()
+        >>> for mask in (first, second, first):
+        ...     oscillation.update(mask)
+        >>> oscillation.compute()
+        tensor(0.5000)
+
+    Source: Nagel et al., "Overcoming Oscillations in Quantization-Aware Training", ICML 2022, arXiv:2203.11086, for
+    rounded weights; here for masks, with the plain mean instead of a moving one.
+    """
+
+    higher_is_better = False
+    ratio = OSCILLATION
+    sums = ("returns", "compared")
+
+    def remember(self, packed: Tensor) -> Tensor:
+        """Return the mask, and that no entry flipped yet."""
+        return torch.stack([packed, torch.zeros_like(packed)])
+
+    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
+        """Count the flips of entries that flipped before."""
+        before, flipped = rows
+        flips = packed ^ before
+        self.add([(count_bits(flips & flipped), entries)])
+        return torch.stack([packed, flipped | flips])

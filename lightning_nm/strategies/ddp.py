@@ -1,4 +1,4 @@
-"""NMDDPStrategy: DDP that sends only the gradients at kept entries where a method needs no others."""
+"""NMDDPStrategy: DDP that sends only the gradients at kept entries where possible."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_nm.distributed.comm_hook import GradientWire, kept_entries_hook
+from lightning_nm.distributed.comm_hook import CommHookState, kept_entries_hook
 
 
 class NMDDPStrategy(DDPStrategy):
     """Lightning's DDP for :class:`~lightning_nm.NMSparsityCallback`, by ``Trainer(strategy="nm_ddp")``.
 
-    If a method needs no gradient at pruned entries (ASP after pruning, BAME between adaptations), only the gradients at
-    kept entries are sent: N / M of the bytes. All other gradients are sent as under ``ddp``. The callback compares the
-    masks of all processes before every step, and logs ``nm/grad_bytes_ratio``. The short name needs ``lightning_nm`` to
-    be imported; in YAML, ``class_path: lightning_nm.NMDDPStrategy`` always works.
+    If a method needs no gradient at pruned entries (ASP after pruning, BAME between adaptations), only those at kept
+    entries are sent: N / M of the bytes. The callback compares the masks of all processes before every step, and logs
+    ``nm/grad_bytes_ratio``. The short name needs ``lightning_nm`` to be imported; in YAML,
+    ``class_path: lightning_nm.NMDDPStrategy`` always works.
 
     Args:
-        wire_dtype: ``"bf16"`` sends gradients in bfloat16, half the bytes of float32; ``None`` sends
-            them in their own dtype.
+        wire_dtype: ``"bf16"`` sends gradients in bfloat16; ``None`` sends them in their own dtype.
         **kwargs: Arguments of Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``, except a
             communication hook.
 
@@ -44,22 +43,18 @@ class NMDDPStrategy(DDPStrategy):
                     "for bfloat16 use wire_dtype='bf16', for others strategy='ddp', which is correct with every method"
                 )
         super().__init__(**kwargs)
-        self.comm_hook = GradientWire(None if wire_dtype is None else torch.bfloat16)
-        """State of the communication hook: the masked weights, and the bytes that were sent."""
+        self.comm_hook = CommHookState(None if wire_dtype is None else torch.bfloat16)
+        """The state of the communication hook."""
 
     def configure_ddp(self) -> None:
-        """Wrap the model, and register the hook on every device: Lightning does so on CUDA devices alone."""
+        """Wrap the model, and register the hook on every device; Lightning does so on CUDA devices only."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self.comm_hook, kept_entries_hook)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``nm_ddp``; may be called several times.
-
-        Args:
-            strategy_registry: Lightning's registry.
-        """
+        """Register ``nm_ddp`` in Lightning's registry; may be called several times."""
         strategy_registry.register("nm_ddp", cls, description="DDP that sends kept entries alone", override=True)
 
 

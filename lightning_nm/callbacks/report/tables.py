@@ -9,19 +9,24 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.progress import PREFIX
+from lightning_nm.kernels import Router
 from lightning_nm.methods import MaskMethod
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
+
+
+def _table(title: str, *, show_header: bool = True) -> Table:
+    return Table(title=title, title_justify="left", show_header=show_header, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
 
 def layer_table(sparsifier: NMSparsifier) -> Table:
     """Return one row per weight: the treatment of its three GEMMs and the reason."""
-    table = Table(title="N:M layers", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _table("N:M layers")
     table.add_column("layer", overflow="fold", min_width=20)
     for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
         table.add_column(column, no_wrap=True)
@@ -35,8 +40,10 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield layer, shape, pattern, treatment of forward, dgrad and wgrad, and reason for every weight, masked first."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
-        treatments = (gemm.treatment for gemm in layer.gemms())
-        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, _why(layer)
+        gemms = layer.gemms()
+        reasons = (f"{kind}: {gemm.reason}" for kind, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
+        treatments = (gemm.treatment for gemm in gemms)
+        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, "; ".join(reasons)
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)
         yield name, _shape(shape or ()), "-", "dense", "dense", "dense", reason
@@ -44,11 +51,6 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
 
 def _shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
-
-
-def _why(layer: NMLayer) -> str:
-    gemms = layer.gemms()
-    return "; ".join(f"{name}: {gemm.reason}" for name, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
 
 
 def _phases(sparsifier: NMSparsifier) -> list[str]:
@@ -93,7 +95,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     """Return the statistics of a finished fit."""
-    table = Table(title="N:M summary", title_justify="left", show_header=False, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _table("N:M summary", show_header=False)
     table.add_column("statistic")
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
@@ -110,15 +112,12 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     if "grad_snr" in stats:
         table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")
     ratios = sparsifier.mean_flops_ratios()
-    table.add_row(
-        "training FLOPs, arithmetic", f"{ratios['arithmetic']:.3f}x", "nonzero operands and needed outputs; dense is 1"
-    )
-    table.add_row("training FLOPs, paper", f"{ratios['paper']:.3f}x", "as the N:M papers count; dense is 1")
-    table.add_row(
-        "training FLOPs, eligible",
-        f"{ratios['eligible']:.3f}x",
-        "GEMMs that N:M hardware could skip; not a time",
-    )
+    for kind, meaning in (
+        ("arithmetic", "nonzero operands and needed outputs; dense is 1"),
+        ("paper", "as the N:M papers count; dense is 1"),
+        ("eligible", "GEMMs that N:M hardware could skip; not a time"),
+    ):
+        table.add_row(f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning)
     return table
 
 
@@ -139,6 +138,50 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
         console.print(f"checkpoint: {path}", soft_wrap=True)
     for logger in trainer.loggers:
         if logger.save_dir is not None:
-            console.print(
-                f"log ({type(logger).__name__}): {getattr(logger, 'log_dir', logger.save_dir)}", soft_wrap=True
-            )
+            folder = getattr(logger, "log_dir", logger.save_dir)
+            console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
+
+
+def _kernel_table(router: Router) -> Table:
+    """One row per kind of product and kernel: its calls, times in milliseconds if measured, and the reason."""
+    table = _table("N:M kernels")
+    table.add_column("rows x depth x columns", overflow="fold", min_width=16)
+    table.add_column("calls", justify="right", no_wrap=True)
+    measured = any(used.decision and used.decision.dense_ms for used in router.used())
+    for column in ("dense", "sparse", "pack") if measured else ():
+        table.add_column(f"{column} ms", justify="right")
+    table.add_column("kernel", overflow="fold", min_width=9)
+    table.add_column("why", overflow="fold", ratio=1, min_width=20)
+    calls: dict[tuple[str, ...], int] = {}
+    for used in router.used():
+        key, decision = used.product.key, used.decision
+        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms) if decision else (None, None, None)
+        cells = ["-" if time is None else f"{time:.3f}" for time in times]
+        why = used.product.reason or (decision.reason if decision else "first batch, not measured yet")
+        row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *cells, used.kernel, why)
+        calls[row] = calls.get(row, 0) + used.calls
+    shown: set[str] = set()
+    for (product, *times_ms, kernel, why), count in calls.items():
+        repeated = why in shown and len(why) > len("as above")
+        shown.add(why)
+        table.add_row(product, str(count), *(times_ms if measured else ()), kernel, "as above" if repeated else why)
+    return table
+
+
+def print_kernels(router: Router, console: Console | None = None) -> None:
+    """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
+    console = console or Console()
+    if router.unavailable_reason:
+        console.print(
+            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {router.unavailable_reason}"
+        )
+        return
+    console.print(_kernel_table(router))
+    share, basis = router.sparse_share()
+    console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
+    if not share:
+        later = "; later calls are not counted" if router.all_dense else ""
+        console.print(
+            "[yellow]warning:[/] no product ran on a sparse kernel, so this precision plugin gained nothing; the last "
+            f"column gives the reasons{later}"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,12 +41,7 @@ class TensorBoardWriter:
         return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
     def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
-        """Call a function with each ``SummaryWriter`` on rank 0.
-
-        Args:
-            trainer: The Trainer.
-            draw: Writes to a ``SummaryWriter``.
-        """
+        """Call ``draw`` with each ``SummaryWriter`` on rank 0."""
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
@@ -77,46 +72,31 @@ def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> No
     )
 
 
-def custom_scalars_layout(names: Iterable[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
-    """Return a layout for TensorBoard's custom scalars.
-
-    Args:
-        names: The statistics that are logged.
-        layers: Whether they are also logged per layer.
-    """
-    names = list(names)
+def custom_scalars_layout(names: Sequence[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
+    """Return a layout for TensorBoard's custom scalars, given the logged statistics and whether layers are logged."""
     chart_of = {name: chart for chart, members in CHARTS.items() for name in members}
     charts: dict[str, list[str]] = {}
     for name in names:
         charts.setdefault(chart_of.get(name, name.replace("_", " ")), []).append(name)
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
-    found = {"N:M masks": {chart: ["Multiline", [f"^(.+-)?nm/{n}$" for n in some]] for chart, some in charts.items()}}
+    layout = {"N:M masks": {chart: ["Multiline", [f"^(.+-)?nm/{n}$" for n in some]] for chart, some in charts.items()}}
     if layers:
-        found["N:M layers"] = {
+        layout["N:M layers"] = {
             name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
             for name in names
             if name not in MODEL_ONLY
         }
-    return found
+    return layout
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
-    """Return the table of layers in Markdown: patterns, the treatment of each GEMM, its reason, and kernels.
-
-    Args:
-        sparsifier: The masked model.
-        router: The router after its first products; ``None`` if all products are dense.
-    """
+    """Return the table of layers in Markdown, with the kernels of a router after its first products."""
     kernels: dict[str, dict[str, str]] = {}
     for used in router.used() if router is not None else ():
         kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
     lines = ["layer | shape | pattern | fwd | dgrad | wgrad | why | kernel", " | ".join(["---"] * 8)]
     for row in layer_rows(sparsifier):
-        ran = kernels.get(row[0], {})
-        kernel = ", ".join(f"{gemm}: {name}" for gemm, name in ran.items()) or "dense product"
-        lines.append(" | ".join(_plain((*row, kernel))))
+        kernel = ", ".join(f"{gemm}: {name}" for gemm, name in kernels.get(row[0], {}).items())
+        cells = (re.sub(r"([|*_])", r"\\\1", cell) or " " for cell in (*row, kernel or "dense product"))
+        lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _plain(cells: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") or " " for cell in cells]
