@@ -129,7 +129,7 @@ class Method:
         ``grad`` belongs to the method, which may overwrite it. The default is the straight-through estimator: the
         weight receives the gradient of W_F unchanged.
         """
-        return (grad, *(None for _ in layer.parameters))
+        return (grad, *[None] * len(layer.parameters))
 
     def penalty(self, layer: NMLayer) -> Tensor | None:
         """A scalar term added to the loss once per real optimizer step; ``None`` for no term.
@@ -158,7 +158,7 @@ class Method:
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""
-        return layer.pattern
+        return layer.spec.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Further statistics of these layers together, all of which use methods of this class; logged as ``nm/...``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.kernels.api import GemmName
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Gemm(NamedTuple):
             pattern: The pattern.
             arithmetic: Share of nonzeros in the operand; the pattern's density by default.
         """
-        density = pattern.density
+        density = pattern.n / pattern.m
         return cls("n:m", pattern, "", density if arithmetic is None else arithmetic, density, density)
 
     @property
@@ -70,7 +72,7 @@ def layer_gemms(layer: NMLayer) -> Gemms:
     mask or the forward mask is transposable, else masked. wgrad is N:M through an estimator alone; where the method
     needs no gradient at pruned entries, these outputs are not counted as arithmetic.
     """
-    return Gemms(_forward(layer), _dgrad(layer), _wgrad(layer))
+    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
 
 def _forward(layer: NMLayer) -> Gemm:
@@ -108,6 +110,10 @@ def _wgrad(layer: NMLayer) -> Gemm:
     pattern = estimator.pattern_of(layer)
     gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
     return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
+
+
+LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {"forward": _forward, "dgrad": _dgrad, "wgrad": _wgrad}
+"""What one GEMM of a layer does now."""
 
 
 class LayerCosts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -341,12 +341,10 @@ class NMLayer(HasHandle):
 
     # --------------------------------------------------------------------------------------------------- all parts
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        masks = self.masks
-        for tensor in (masks.bits, masks.permutation, *self.buffers.values(), *self.parameters.values()):
-            if tensor is not None:
-                yield tensor
+        found = [self.masks.bits, self.masks.permutation, *self.buffers.values(), *self.parameters.values()]
+        return [tensor for tensor in found if tensor is not None]
 
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn import routed_ops
 from tests.fake_kernels import FakeKernel, FakeTimer
 from tests.kinds import make
@@ -256,10 +255,10 @@ def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monke
     expected = gradients(module, x, router)
     calls = []
     monkeypatch.setattr(routed_ops, "in_one_pass", lambda weight: calls.append(weight) or True)
-    for name in ("forward_operand", "backward_operand"):
-        original = getattr(MaskMethod, name)
-        monkeypatch.setattr(MaskMethod, name, lambda *args, name=name, call=original: calls.append(name) or call(*args))
+    for name in ("packable_forward", "packable_backward"):
+        original = getattr(routed_ops, name)
+        monkeypatch.setattr(routed_ops, name, lambda *args, name=name, call=original: calls.append(name) or call(*args))
     assert_equal(gradients(module, x, router), expected)
     (layer,) = module.nm_layers.values()
     permuted = layer.permutation is not None
-    assert [call for call in calls if isinstance(call, str)] == ["forward_operand", "backward_operand"][: 2 - permuted]
+    assert [call for call in calls if isinstance(call, str)] == ["packable_forward", "packable_backward"][: 2 - permuted]
