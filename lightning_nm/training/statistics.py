@@ -94,7 +94,7 @@ def violations(layer: NMLayer) -> int:
     """Blocks of W_F that hold more than N nonzeros; 0 where the forward weight is not masked."""
     if layer.forward_mask is None:
         return 0
-    return int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
+    return int(count_violations(layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1))
 
 
 def flops_ratios(densities: Mapping[str, Mapping[FlopsKind, GemmDensity]], macs: Mapping[str, int]) -> dict[str, float]:

@@ -6,6 +6,7 @@ parameters and its state-dict keys stay what they were, so optimizers, hooks and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -151,7 +152,8 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
     """
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise TypeError(f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}")
-    if adapter.handled is Adapter.handled and not isinstance(getattr(adapter, "handles", None), type):
+    inherited = inspect.getattr_static(adapter, "handled") is inspect.getattr_static(Adapter, "handled")
+    if inherited and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts")
     if adapter not in _ADAPTERS:
         _ADAPTERS.insert(0, adapter)
