@@ -10,14 +10,12 @@ from lightning_nm.pattern import NMPattern, PatternLike
 
 
 def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
-    r"""Gap between the last kept and the first dropped weight of every block, relative to the larger of them.
+    r"""Gap between the last kept and the first dropped weight of a block, relative to the larger of them.
 
     .. math:: \frac{a - b}{\max(a, b)}, \quad a = \min_{j \in m} |W_j|, \quad b = \max_{j \notin m} |W_j|
 
-    For a mask that keeps the N largest magnitudes, :math:`a = |W|_{(N)}` and :math:`b = |W|_{(N+1)}`: the share of its
-    magnitude that the last kept weight can lose before the first dropped one takes its place. Near 0 the mask is about
-    to change. Below 0 it drops a larger weight than it keeps, as masks that also hold along `out`, or that do not move,
-    do. It is 1 where the dropped weights are zero.
+    Near 0 a magnitude mask is about to change. Below 0 the mask drops a larger weight than it keeps, as masks do that
+    also hold along `out` or that do not move. It is 1 where the dropped weights are zero.
 
     Args:
         weight: Any floating dtype and shape; float32 is computed with, or float64 if that is its dtype.

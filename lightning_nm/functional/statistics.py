@@ -1,9 +1,7 @@
 """Statistics of masks and gradient estimates.
 
-Each statistic is a :class:`Ratio` of two sums, which add up over layers, updates and processes:
-:mod:`lightning_nm.metrics` and ``NMSparsifier.stats()`` add them up and divide at the end. Nothing here waits for a
-device: reading a result is the caller's synchronisation. Results of the public functions are float32 tensors without
-axes and without autograd history, divided in float64.
+Each is a :class:`Ratio` of two sums, which add up over layers, updates and processes. Nothing here waits for a device.
+Results of the public functions are float32 tensors without axes and without autograd history, divided in float64.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ GRADIENT_SNR = Ratio(torch.inf, root=True)
 
 def mask_density(tensor: Tensor) -> Tensor:
     """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``; a NaN is a nonzero, ``-0`` is not.
-
-    How many blocks break a pattern is :func:`count_violations`.
 
     Args:
         tensor: A bool mask, or values of any dtype; any shape.
@@ -99,18 +95,11 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
     r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`.
 
-    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model.
-
-    Args:
-        forward: Bool mask of any shape.
-        backward: Bool mask of that shape.
+    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model. The masks and
+    the errors are as in :func:`mask_flip_rate`.
 
     Returns:
         A number in [0, 1]; 1 if the forward mask keeps nothing.
-
-    Raises:
-        TypeError: If one of them is not a bool tensor.
-        ValueError: If their shapes differ.
 
     Example::
 
@@ -149,9 +138,8 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
-    An entry oscillates when it changes in the direction opposite to its last change. A mask's entry has two values, so
-    each of its flips but the first does. The statistic is at most the flip rate averaged over the same updates; their
-    ratio is the share of flips that undo an earlier one.
+    Each flip of an entry but the first counts. The statistic is at most the flip rate averaged over the same updates;
+    their ratio is the share of flips that undo an earlier one.
 
     Args:
         masks: :math:`m_0, m_1, ..., m_T` in the order of time, bool tensors of one shape.

@@ -38,12 +38,7 @@ class Gemm(NamedTuple):
 
     @classmethod
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
-        """A GEMM whose operand is N:M along the contraction axis.
-
-        Args:
-            pattern: The pattern.
-            arithmetic: Share of nonzeros in the operand; the pattern's density by default.
-        """
+        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
         density = pattern.n / pattern.m
         return cls("n:m", pattern, "", density if arithmetic is None else arithmetic, density, density)
 
@@ -66,11 +61,11 @@ class Gemms(NamedTuple):
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
-    """What the three GEMMs of a layer do now.
+    """What the three GEMMs of a layer do now, by one rule for all methods.
 
-    One rule for all methods: the forward is N:M where there is a forward mask. dgrad is N:M where there is a backward
-    mask or the forward mask is transposable, else masked. wgrad is N:M through an estimator alone; where the method
-    needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+    The forward is N:M where there is a forward mask. dgrad is N:M where there is a backward mask or the forward mask is
+    transposable, else masked. wgrad is N:M through an estimator alone; where the method needs no gradient at pruned
+    entries, these outputs are not counted as arithmetic.
     """
     return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 

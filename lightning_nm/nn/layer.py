@@ -33,40 +33,26 @@ Layout = Literal["plain", "flat", "transposed"]
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """What was decided when a weight was selected; never changed.
+    """The selection's decisions on a weight; never changed."""
 
-    Args:
-        name: Name in the model: the module's, with the parameter's appended when that is not ``weight``.
-        module: The module that owns the parameter.
-        parameter: The parameter's name in the module.
-        pattern: The N:M pattern.
-        method: Decides the weights of the forward and the dgrad GEMM.
-        estimator: Replaces dY in the wgrad GEMM; ``None`` uses dY itself.
-        layout: How blocks lie.
-        groups: The output rows are split into this many equal groups that no dgrad block crosses.
-        forward_reason: Why the forward GEMM cannot be N:M; empty when it can.
-        dgrad_reason: Why the dgrad GEMM cannot be N:M; empty when it can.
-        tensor_parallel: Whether tensor parallelism shards the weight while its module runs.
-    """
-
-    name: str
-    module: nn.Module
-    parameter: str
+    name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
+    module: nn.Module  # owns the parameter
+    parameter: str  # the parameter's name in the module
     pattern: NMPattern
     method: Method
-    estimator: GradientEstimator | None = None
+    estimator: GradientEstimator | None = None  # None uses dY itself in the wgrad GEMM
     layout: Layout = "plain"
-    groups: int = 1
-    forward_reason: str = ""
-    dgrad_reason: str = ""
-    tensor_parallel: bool = False
+    groups: int = 1  # equal groups of output rows that no dgrad block crosses
+    forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
+    dgrad_reason: str = ""  # likewise for the dgrad GEMM
+    tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
 
 
 class NMLayer(HasHandle):
-    """A weight under an N:M method: a composition of parts, each of which says who changes it.
+    """A weight under an N:M method, composed of parts that are assigned by their own files alone.
 
     Args:
-        spec: What was decided at selection.
+        spec: The selection's decisions.
         seed: Base of the layer's random choices.
         wrappers: The FSDP modules around the layer's module.
     """
@@ -215,12 +201,10 @@ class NMLayer(HasHandle):
 
     @torch.no_grad()
     def by_rows(self, mask: Callable[[Tensor], Tensor]) -> Tensor:
-        """A bool mask of the weight's shape, each of whose rows depends on the same row of the weight alone.
+        """A bool mask of the weight's shape, each row of which ``mask`` makes of the same row of the weight alone.
 
-        Processes that shard the weight by rows make the mask of theirs and gather its bytes instead of the weight.
-
-        Args:
-            mask: Makes it of the weight, both as :meth:`rows` views them.
+        ``mask`` gets and returns what :meth:`rows` views. Where processes shard the weight by rows, each masks its
+        own, and they gather the mask instead of the weight.
         """
         if self.sharded and sharded_dimensions(self.param) <= {1 if self.spec.layout == "transposed" else 0}:
             found = self.unrows(mask(self.rows(self.local_weight)))
@@ -251,12 +235,7 @@ class NMLayer(HasHandle):
 
     @torch.no_grad()
     def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
-        """Move the masks in place and count the forward bits that changed.
-
-        Args:
-            forward: Bool mask of the weight's shape, or ``None`` for a dense forward weight.
-            backward: Bool mask of the weight's shape, or ``None`` when dgrad uses the forward weight.
-        """
+        """Move the masks in place and count the forward bits that changed; for both see :attr:`forward_mask`."""
         self.masks.set(forward, backward, self.param if self.shards is None else None)
 
     def forward_weight(self) -> Tensor:
@@ -357,11 +336,7 @@ class NMLayer(HasHandle):
             parameter.data = parameter.data.to(device)
 
     def local_view(self, sharded: Tensor) -> NMLayer:
-        """This layer for one shard of the weight, whose passes are not observed.
-
-        Args:
-            sharded: The weight as it is sharded while the module runs.
-        """
+        """This layer for the local shard of ``sharded``, whose passes are not observed."""
         view = copy.copy(self)
         view.masks = self.masks.with_bits(None if self.masks.bits is None else local_shard(self.masks.bits, sharded))
         view.observation = GradientObservation()

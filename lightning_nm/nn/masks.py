@@ -11,8 +11,8 @@ from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 class LayerMasks:
     """The forward and the backward mask, each one bit of a byte per entry of the weight.
 
-    Both masks together cost one byte a weight, are one input of a compiled graph, and are written in place: a compiled
-    graph sees new masks without compiling again. Where processes shard the weight, each holds all of its masks.
+    The bits are one input of a compiled graph and are written in place, so that new masks need no new graph. Where
+    processes shard the weight, each holds all of its masks.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,7 @@ class LayerMasks:
         Args:
             forward: Bool mask, or ``None`` for a dense forward weight.
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
-            like: A tensor whose memory order the bits take, so that one elementwise pass reads a weight and its bits;
-                ``None`` for row-major order.
+            like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
         self.has_forward, self.has_backward = forward is not None, backward is not None
         if forward is None and backward is None:

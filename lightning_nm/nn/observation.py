@@ -26,13 +26,9 @@ class GradientObservation:
 
     @torch.no_grad()
     def add(self, clock: int, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
-        """Add one backward pass.
+        """Add one backward pass; those at the same ``clock`` are added up.
 
-        Args:
-            clock: Training steps so far: passes of one window are added up.
-            estimate: E(dY).
-            exact: dW made of dY.
-            found: dW made of E(dY).
+        ``estimate`` is E(dY), ``exact`` is dW made of dY, and ``found`` is dW made of E(dY).
         """
         nonzeros = torch.count_nonzero(estimate).double()
         size = torch.full_like(nonzeros, estimate.numel())

@@ -6,8 +6,8 @@ For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
     dX = dY W_B           backward weight W_B = method.backward_weight(W)
     dW = E(dY)^T X        E = the gradient estimator, routed to W by method.weight_gradient
 
-Only X, the parameter W, the seed of the estimator and the masks that the layer keeps anyway are saved for backward: W_F
-and W_B are made again. The masks are saved so that autograd notices when they move between forward and backward.
+Only X, W, the estimator's noise and the masks are saved for backward; W_F and W_B are made again. Autograd then notices
+masks that move between forward and backward.
 """
 
 from __future__ import annotations

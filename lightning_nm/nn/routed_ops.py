@@ -144,11 +144,11 @@ def backward_gemms(
         x: ``[tokens, in]``.
         weight: The latent parameter, in the layout of the layer.
         noise: The estimator's noise in the forward pass.
-        tensors: As in :func:`forward_gemm`, and so are ``tag`` and ``router``.
+        tensors: What the method keeps beside the weight; it is read through the layer.
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
-        tag: See above.
-        router: See above.
+        tag: The layer's handle tensor.
+        router: The router's handle.
 
     Returns:
         ``dX [tokens, in]`` and ``dW [out, in]``.

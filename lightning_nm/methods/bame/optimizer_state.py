@@ -56,16 +56,11 @@ class StepSize:
 
 
 def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor, parameter: Tensor | None = None) -> StepSize:
-    r"""Read the effective step size for a weight that holds its complete gradient.
+    r"""Read the effective step size for a weight that holds its complete gradient, under the forward mask.
 
     SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d, what a gradient adds up to in the end. The Adam family: the
-    learning rate over the root of the second moment. Weight decay is no part of it.
-
-    Args:
-        optimizer: The optimizer.
-        weight: The weight.
-        mask: The forward mask, of the weight's shape.
-        parameter: What the optimizer knows the weight by, where processes shard it.
+    learning rate over the root of the second moment. Weight decay is no part of it. ``parameter`` is the optimizer's,
+    where processes shard it.
     """
     parameter = weight if parameter is None else parameter
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
@@ -110,7 +105,7 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[t
     """The optimizer's tensors that hold one number for each entry of the weight, with their names.
 
     Raises:
-        ValueError: If the optimizer keeps something that cannot be matched to entries, naming it and the layer.
+        ValueError: If the optimizer keeps other state, naming it and the layer.
     """
     for key, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
@@ -123,11 +118,7 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[t
 
 
 def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
-    """Refuse an optimizer that is neither SGD nor like Adam, or whose state does not belong to entries.
-
-    Raises:
-        ValueError: Naming the optimizer and the layer.
-    """
+    """Refuse, by a ``ValueError``, an optimizer that is neither SGD nor like Adam or keeps state of other shapes."""
     state = optimizer.state.get(weight, {})
     known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
     if not isinstance(optimizer, torch.optim.SGD) and not all(known):

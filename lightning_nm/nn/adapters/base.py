@@ -1,7 +1,7 @@
 """What an adapter is, and the registry of adapters.
 
 A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
-parameters and its state-dict keys stay what they were, so optimizers, hooks and references made before still hold.
+parameters and its state-dict keys stay the same.
 """
 
 from __future__ import annotations
@@ -59,24 +59,19 @@ class Adapter(nn.Module):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """The weights of a module of the handled class.
-
-        Args:
-            module: The module.
-            conv_layout: ``"channels"`` or ``"flat"``: how blocks of convolutions lie.
-        """
+        """The weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
         raise NotImplementedError
 
     @classmethod
     def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """Multiply-adds of the dense forward GEMM of one call.
+        """Multiply-adds of the dense forward GEMM of a weight in one call.
 
         Args:
             module: The module.
             parameter: Which of its weights.
-            args: What the module was called with.
-            kwargs: What it was called with by name.
-            output: What it returned.
+            args: The call's positional arguments.
+            kwargs: Its arguments by name.
+            output: Its result.
         """
         raise NotImplementedError
 
@@ -94,8 +89,7 @@ class Adapter(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
         for layer in loaded:
-            # The state dict holds no latent values. Swapping weights out and in again, as averaging for validation
-            # does, must not lose them.
+            # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
                 layer.remember_state(layer_state(layer))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -104,9 +98,9 @@ class Adapter(nn.Module):
             assert replaced is not None
             with layer.full():
                 if fits(layer, replaced):
-                    restore_weights(layer, replaced)  # its clocks and counts went on
+                    restore_weights(layer, replaced)  # its counters went on
                 else:
-                    layer.method.init_masks(layer)  # other weights: the old masks say nothing about them
+                    layer.method.init_masks(layer)  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
