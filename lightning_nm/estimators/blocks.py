@@ -26,8 +26,7 @@ class BlockEstimator(GradientEstimator):
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
     """
 
-    numbers = 0
-    """Random numbers per block."""
+    numbers = 0  # random numbers per block
 
     def __init__(self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)

@@ -21,8 +21,8 @@ class MVUE(BlockEstimator):
     :math:`p_i = \min(1, c |dY_i|)`, else 0, so :math:`\mathbb{E}[E(dY)] = dY` and, of all such estimators,
     :math:`\sum_i dY_i^2 (1/p_i - 1)` is least. See :func:`lightning_nm.functional.mvue`.
 
-    The paper finds 1:2 enough for most models; 2:4 has the lesser variance. A coarse pattern such as 1:16 makes very noisy
-    gradients: give them a pattern of their own. Errors are those of :class:`~lightning_nm.estimators.BlockEstimator`.
+    The paper finds 1:2 enough for most models; 2:4 has the lesser variance. A coarse pattern such as 1:16 makes very
+    noisy gradients: give them their own. Errors are those of :class:`~lightning_nm.estimators.BlockEstimator`.
 
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.

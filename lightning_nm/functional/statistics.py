@@ -200,9 +200,6 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
     return GRADIENT_SNR(*gradient_energies(exact, estimate))
 
 
-# ------------------------------------------------------------------------------------------------ the sums alone
-
-
 def density_counts(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the number of nonzeros and of entries."""
     return torch.count_nonzero(tensor.detach()), tensor.numel()

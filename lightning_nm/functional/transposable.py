@@ -131,9 +131,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
-# All masks ------------------------------------------------------------------------------------------------------------
-
-
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
     n, m = pattern.n, pattern.m
@@ -146,9 +143,6 @@ def _by_table(values: Tensor, table: Tensor) -> Tensor:
     """The best mask for every tile of values [M, M, B], by trying all; the first of equals."""
     scores = table.view(len(table), -1).double() @ values.flatten(0, 1).double()  # exact: sums of integers
     return table[scores.max(0).indices].permute(1, 2, 0)
-
-
-# Shortest augmenting paths --------------------------------------------------------------------------------------------
 
 
 def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:

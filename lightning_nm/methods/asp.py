@@ -16,7 +16,7 @@ from lightning_nm.nn.layer import NMLayer
 class ASP(MaskMethod):
     """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
 
-    After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every optimizer step.
+    After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every step.
 
     Args:
         start: Optimizer step at which to prune; 0 prunes before the first step (fine-tuning of a trained model).

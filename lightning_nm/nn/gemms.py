@@ -116,10 +116,8 @@ class LayerCosts:
 
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
-        self.counted = 0
-        """Steps that were summed."""
-        self.treatment: tuple[Any, ...] | None = None
-        """What :attr:`current` depends on."""
+        self.counted = 0  # steps that were summed
+        self.treatment: tuple[Any, ...] | None = None  # what current depends on
         self.current: list[tuple[list[float], list[float]]] = []
         """For each counting the sums and what a step adds to them."""
 

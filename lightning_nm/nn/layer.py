@@ -84,8 +84,6 @@ class NMLayer(HasHandle):
     def __repr__(self) -> str:
         return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.method})"
 
-    # ------------------------------------------------------------------------------------------- decided at selection
-
     @property
     def name(self) -> str:
         """Name in the model."""
@@ -136,8 +134,6 @@ class NMLayer(HasHandle):
         """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
         forward, dgrad = self.method.sparse_forward, self.method.sparse_dgrad
         return (forward and not self.forward_reason) or (dgrad and not self.dgrad_reason)
-
-    # --------------------------------------------------------------------------------------------------- the weight
 
     @property
     def param(self) -> nn.Parameter:
@@ -211,8 +207,6 @@ class NMLayer(HasHandle):
             return gather(as_sharded(found.to(torch.uint8).contiguous(), self.param)).ne(0)
         return self.unrows(mask(self.rows(self.weight.detach())))
 
-    # --------------------------------------------------------------------------------------------------- the masks
-
     @property
     def forward_mask(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
@@ -256,8 +250,6 @@ class NMLayer(HasHandle):
         mask = self.forward_mask_view
         return self.local_weight if mask is None else torch.where(self.local_shard(mask), self.local_weight, 0)
 
-    # -------------------------------------------------------------------------------------------------- the progress
-
     @property
     def step(self) -> int:
         """Real optimizer steps of the weight so far."""
@@ -296,8 +288,6 @@ class NMLayer(HasHandle):
         """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
         return self.noise.generator(self.step)
 
-    # ------------------------------------------------------------------------------------------------- the estimator
-
     def draw_noise(self, number: int | None = None) -> None:
         """Draw the estimator's next noise; nothing without an estimator."""
         if self.spec.estimator is not None:
@@ -317,8 +307,6 @@ class NMLayer(HasHandle):
                 f"layer '{self.name}', which is {grad.dtype} {tuple(grad.shape)}: keep the shape and the dtype"
             )
         return pruned
-
-    # --------------------------------------------------------------------------------------------------- all parts
 
     def tensors(self) -> list[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""

@@ -16,20 +16,16 @@ class LayerMasks:
     """
 
     def __init__(self) -> None:
-        self.bits: Tensor | None = None
-        """uint8, of the weight's shape; ``None`` without masks."""
-        self.has_forward = False
-        """Whether the forward weight is masked."""
+        self.bits: Tensor | None = None  # uint8, of the weight's shape; None without masks
+        self.has_forward = False  # whether the forward weight is masked
         self.has_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
         self.permutation: Tensor | None = None
         """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
         self.backward_density: float | None = None
         """Share of the weight that the backward mask keeps, when last measured."""
-        self.flips: Tensor | None = None
-        """Forward mask bits that the last update changed, int64 without axes."""
-        self.total_flips: Tensor | None = None
-        """Forward mask bits that all updates together changed."""
+        self.flips: Tensor | None = None  # forward mask bits that the last update changed, int64 without axes
+        self.total_flips: Tensor | None = None  # forward mask bits that all updates together changed
 
     @property
     def forward(self) -> Tensor | None:

@@ -29,8 +29,7 @@ class LayerNoise:
         self.by_process = by_process
         self.data_rank: int | None = None
         """Which part of the global batch this process sees, where that is not its rank."""
-        self.draws = 0
-        """Number of the last draw; the only state that is saved."""
+        self.draws = 0  # number of the last draw; the only state that is saved
         self.words: Tensor | None = None
         """Four words that the estimator's random numbers are made of, int64 [4]; ``None`` without an estimator."""
         self._calls: dict[int, int] = {}

@@ -12,8 +12,7 @@ class GradientObservation:
     """Compares ``dW = E(dY)^T X`` with ``dY^T X`` in some backward passes."""
 
     def __init__(self) -> None:
-        self.active = False
-        """Whether the coming backward passes are compared."""
+        self.active = False  # whether the coming backward passes are compared
         self.sums: Tensor | None = None
         """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
         self._clock = 0

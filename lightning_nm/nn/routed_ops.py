@@ -197,8 +197,7 @@ def _backward_flops(
 class _Gradient:
     """dY ``[tokens, out]``, contiguous, in the forms that products take; one pass over it may make two of them."""
 
-    packed = False
-    """Whether a kernel packs E(dY)."""
+    packed = False  # whether a kernel packs E(dY)
 
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad

@@ -159,7 +159,7 @@ class Blockwise(torch.optim.SGD):
     ],
 )
 def test_state_that_belongs_to_no_entry_is_refused(kept, message):
-    Blockwise.forward_mask_view = kept
+    Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use SGD"):
         check_optimizer(optimizer, weight, "blocks.3")
@@ -167,7 +167,7 @@ def test_state_that_belongs_to_no_entry_is_refused(kept, message):
 
 @pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), []])
 def test_numbers_are_left_alone(kept):
-    Blockwise.forward_mask_view = kept
+    Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     check_optimizer(optimizer, weight, "l")
     assert list(entry_states(optimizer, weight, "l")) == []

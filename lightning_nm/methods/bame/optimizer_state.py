@@ -40,8 +40,7 @@ class StepSize:
     take: float = 1.0
     correction: float = 1.0
     epsilon: float | None = None
-    maximize: bool = False
-    """Whether the optimizer climbs: the gradient of the loss is then the negative one."""
+    maximize: bool = False  # whether the optimizer climbs: the gradient of the loss is then the negative one
 
     def of_blocks(self, moment: Tensor | None, grad: Tensor, mask: Tensor) -> Tensor | float:
         """The step size of blocks ``[B, M]``, given their part of ``moment``."""

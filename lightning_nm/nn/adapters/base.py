@@ -39,17 +39,13 @@ class Adapter(nn.Module):
     known. The state dict, loading, copies and devices are handled here.
     """
 
-    handles: ClassVar[type[nn.Module]]
-    """The class whose ``forward`` this adapter replaces."""
-    role: ClassVar[Literal["linear", "convolution", ""]] = ""
-    """What ``skip_first_last`` takes the module for."""
-    tensor_parallel: ClassVar[bool] = False
-    """Whether ``forward`` can run while tensor parallelism shards the weight."""
+    handles: ClassVar[type[nn.Module]]  # the class whose forward this adapter replaces
+    role: ClassVar[Literal["linear", "convolution", ""]] = ""  # what skip_first_last takes the module for
+    tensor_parallel: ClassVar[bool] = False  # whether forward can run while tensor parallelism shards the weight
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
-    nm_base: ClassVar[type[nn.Module]]
-    """The class that the module had before the swap."""
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before the swap
     nm_layers: dict[str, NMLayer]
 
     @classmethod
