@@ -12,7 +12,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.block_masks import broadcast_mask, sorted_mask, unrolled_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 _MAX_STRIDED_M = 8  # up to this M, comparing each pair where it lies in memory beats gathering the entries first
@@ -44,7 +43,6 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> nm_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]), "2:4").int().tolist()
         [1, 0, 1, 0, 1, 1, 0, 0]
     """
@@ -58,7 +56,6 @@ def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tenso
 
     Example::
 
-        >>> import torch
         >>> magnitude_mask(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").int().tolist()
         [0, 1, 0, 1]
     """
@@ -127,7 +124,6 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> nm_prune(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").tolist()
         [0.0, -2.0, 0.0, 1.0]
     """
@@ -139,7 +135,6 @@ def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
 
     Example::
 
-        >>> import torch
         >>> is_nm(torch.tensor([0.0, 1.0, 0.0, 2.0]), "2:4"), is_nm(torch.ones(4), "2:4")
         (True, False)
     """
@@ -164,7 +159,6 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
 
     Example::
 
-        >>> import torch
         >>> int(count_violations(torch.tensor([1, 1, 1, 0, 0, 0, 0, 1]), "2:4"))
         1
     """
@@ -272,6 +266,38 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool)
         for entry, row in zip(kept.unbind(1), keep(part.abs() if magnitude else part).unbind(0), strict=True):
             entry.copy_(row)
     return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
+
+
+def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Compare pair by pair without side effects: a compiler fuses this into one pass without a reduction."""
+    entries = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).unbind(-1)
+    ranks = [torch.zeros_like(entry, dtype=torch.int32) for entry in entries]
+    for i, j in combinations(range(pattern.m), 2):
+        won = (entries[i] >= entries[j]) | entries[j].isnan()
+        ranks[i] = ranks[i] + ~won
+        ranks[j] = ranks[j] + won
+    return torch.stack([rank < pattern.n for rank in ranks], -1).flatten(-2).movedim(-1, dim)
+
+
+def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Compare all pairs in one expression without side effects: a compiler need not store them."""
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    mine, other = blocks.unsqueeze(-1), blocks.unsqueeze(-2)
+    index = torch.arange(pattern.m, device=scores.device)
+    beaten_by_earlier = (other >= mine) | mine.isnan()
+    beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
+    rank = torch.where(index < index.unsqueeze(-1), beaten_by_earlier, beaten_by_later).sum(-1)
+    return (rank < pattern.n).flatten(-2).movedim(-1, dim)
+
+
+def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Mark the first N of a stable descending sort."""
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
+    floating = scores.is_floating_point()
+    order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
+    mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
+    return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)
 
 
 class _Strided:

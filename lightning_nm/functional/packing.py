@@ -25,7 +25,6 @@ def pack_mask(mask: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> pack_mask(torch.tensor([[True, False, False], [True, True, False], [False, False, True]])).tolist()
         [25, 1]
     """
@@ -53,7 +52,6 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> unpack_mask(torch.tensor([25, 1], dtype=torch.uint8), (3, 3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """

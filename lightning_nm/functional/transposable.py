@@ -52,7 +52,6 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
 
     Example::
 
-        >>> import torch
         >>> weight = torch.tensor([[9, 8, 0, 0], [9, 8, 7, 0], [6, 2, 3, 4], [1, 1, 1, 1]])
         >>> transposable_mask(weight, "2:4").int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]

@@ -51,7 +51,6 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
 
     Example::
 
-        >>> import torch
         >>> mvue_probabilities(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4").tolist()
         [1.0, 0.25, 0.5, 0.25]
 
@@ -94,7 +93,6 @@ def mvue(
 
     Example::
 
-        >>> import torch
         >>> mvue(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4", uniform=torch.tensor([0.5])).tolist()
         [9.0, 0.0, 4.0, 0.0]
 
@@ -133,7 +131,6 @@ def approx_mvue(
 
     Example::
 
-        >>> import torch
         >>> approx_mvue(torch.tensor([3.0, 3.0, -3.0, 3.0]), uniform=torch.tensor([[0.6], [0.2]])).tolist()
         [6.0, 0.0, -6.0, 0.0]
     """
@@ -265,8 +262,8 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
         end = reach / total * due
         whole = end.floor()
         count = whole + _less(uniform[0], end - whole)
-        # Rounding may put two of them into the part of one entry with p = 1 - tiny, and one beyond the last nonzero:
-        # what exceeds one goes to the next entry, and the last entries are taken if as many are due as are left.
+        # Rounding may put two of them into one part, and one beyond the last nonzero: what exceeds one goes to the next
+        # entry, and the last entries are taken if as many are due as are left.
         wanted = wanted + live
         take = _less(taken, torch.maximum(count, wanted)) * live
         taken = taken + take

@@ -15,9 +15,8 @@ class LayerProgress:
     step: int = 0  # real steps of the optimizer that owns the weight
     updated_at: int = 0  # the step at which the masks last moved
     clock: int = 0  # training steps of all layers together: batches after which any optimizer had stepped
-    schedule: tuple[int, ...] = ()
-    """The training steps at which the method begins or ends something, as planned when training began."""
-    estimator_schedule: tuple[int, ...] = ()  # as schedule, the estimator's
+    schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
+    estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
 

@@ -261,7 +261,7 @@ class BAME(MaskMethod):
         """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
         weight, m = layer.weight.detach(), layer.pattern.m
         assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.weight, layer.unrows(mask), layer.param)
+        size = step_size(optimizer, layer.param)
         max_swaps = min(self.max_swaps_per_block, layer.pattern.n, m - layer.pattern.n)
         rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
         rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
