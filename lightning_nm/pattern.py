@@ -61,8 +61,7 @@ class NMPattern(_OneValue):
     def parse(cls, value: PatternLike) -> NMPattern:
         """Read a pattern from what users and YAML write.
 
-        YAML 1.1 reads an unquoted ``2:4`` as an integer in base 60 (``2 * 60 + 4 = 124``); such an integer is read
-        back.
+        YAML 1.1 reads an unquoted ``2:4`` as an integer in base 60 (124), which is read back.
 
         Args:
             value: ``"2:4"``, ``{"n": 2, "m": 4}``, an :class:`NMPattern`, or YAML's integer.

@@ -9,12 +9,7 @@ Moment = int | float
 
 
 def check_moment(name: str, moment: Moment) -> None:
-    """Refuse what is neither a step nor a share.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If a share is not within [0, 1], or a step is negative.
-    """
+    """Refuse what is neither a step (else a ``TypeError``) nor a share within [0, 1] (else a ``ValueError``)."""
     if isinstance(moment, bool) or not isinstance(moment, (int, float)):
         raise TypeError(f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)")
     if isinstance(moment, float) and not 0 <= moment <= 1:
@@ -27,11 +22,7 @@ def check_moment(name: str, moment: Moment) -> None:
 
 
 def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
-    """Turn a moment into a training step.
-
-    Raises:
-        ValueError: If it is a share, but the number of planned steps is not known.
-    """
+    """Turn a moment into a training step; a share needs the number of planned steps, else a ``ValueError``."""
     if isinstance(moment, float) and moment:
         return round(moment * _known(owner, name, moment, planned_steps))
     return int(moment)
@@ -50,12 +41,7 @@ def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) 
 
 
 def check_window(dense_start: Moment, dense_end: Moment) -> None:
-    """Refuse a dense start and a dense end that leave nothing between them, as far as that can be told.
-
-    Raises:
-        TypeError: If one of them is no number.
-        ValueError: If one is negative, or shares reach 1.
-    """
+    """Refuse a dense start and a dense end that are no moments, or as shares leave nothing between them."""
     check_moment("dense_start", dense_start)
     check_moment("dense_end", dense_end)
     if sum(moment for moment in (dense_start, dense_end) if isinstance(moment, float)) >= 1:
@@ -69,7 +55,7 @@ def resolve_window(owner: object, dense_start: Moment, dense_end: Moment, planne
     """The training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
     Args:
-        owner: What is scheduled, for the errors.
+        owner: The object that is scheduled, for the errors.
         dense_start: Dense steps, or share of them, at the beginning.
         dense_end: The same at the end.
         planned_steps: Training steps of the whole training, if known.

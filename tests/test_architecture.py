@@ -1,6 +1,7 @@
 """Imports point one way, and only public Lightning API is used."""
 
 import ast
+import functools
 import importlib
 from pathlib import Path
 
@@ -75,6 +76,82 @@ def test_only_public_lightning(path):
             assert room(path) in ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "cli", "demo"), (
                 f"{path} imports {name}"
             )
+
+
+# Each part of a layer: the file of its class, and who assigns its fields beside that file.
+OWNERS = {
+    "NMLayer": ("nn/layer.py", {"pending": ("methods/",)}),
+    "LayerSpec": ("nn/layer.py", {}),
+    "LayerMasks": ("nn/masks.py", {}),
+    "LayerNoise": ("nn/noise.py", {}),
+    "LayerProgress": ("nn/progress.py", {"": ("training/step.py", "training/phases.py")}),
+    "LayerCosts": ("nn/gemms.py", {"": ("training/step.py",)}),
+    "GradientObservation": ("nn/observation.py", {}),
+    "ShardedWeight": ("nn/weight.py", {}),
+}
+
+
+def targets(tree):
+    """Every assignment to an attribute, as the expression that holds it and the attribute's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            assigned = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+            assigned = [node.target]
+        elif isinstance(node, ast.Delete):
+            assigned = node.targets
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__", "delattr"):
+            name = node.args[1]
+            yield node.args[0], name.value if isinstance(name, ast.Constant) else None
+            continue
+        else:
+            continue
+        for target in assigned:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, (ast.Store, ast.Del)):
+                    yield part.value, part.attr
+
+
+@functools.cache
+def fields_of(name):
+    """The fields of a part: its dataclass fields, and what its methods assign to ``self``."""
+    file, _ = OWNERS[name]
+    (cls,) = [
+        node
+        for node in ast.parse((PACKAGE / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    declared = {node.target.id for node in cls.body if isinstance(node, ast.AnnAssign)}
+    assigned = {field for held, field in targets(cls) if isinstance(held, ast.Name) and held.id == "self"}
+    return (declared | assigned) - {None}
+
+
+def test_a_layer_has_few_fields():
+    assert len(fields_of("NMLayer")) <= 15
+
+
+def test_fields_are_found():
+    assert {"spec", "masks", "progress", "pending"} <= fields_of("NMLayer")
+    assert {"pattern", "method"} <= fields_of("LayerSpec")
+    assert {"step", "clock", "dense_gradient"} <= fields_of("LayerProgress")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_owner_assigns_the_fields_of_a_part(path):
+    here = path.relative_to(PACKAGE).as_posix()
+    for held, field in targets(ast.parse(path.read_text())):
+        expression = ast.unparse(held)
+        if expression == "self":
+            continue
+        owners = [name for name in OWNERS if field in fields_of(name)]
+        allowed = [
+            start
+            for name in owners
+            for start in (OWNERS[name][0], *OWNERS[name][1].get("", ()), *OWNERS[name][1].get(field, ()))
+        ]
+        assert not owners or here.startswith(tuple(allowed)), (
+            f"{here} assigns {expression}.{field}, a field of {' or '.join(owners)}, which {', '.join(allowed)} may"
+        )
 
 
 def test_public_names_exist_and_are_sorted():

@@ -48,7 +48,7 @@ class GradientEstimator:
         """``E(dY)`` as a kernel packs it, with the values of :meth:`estimate`.
 
         Args:
-            layer: As :meth:`estimate`'s.
+            layer: The layer.
             grad: ``dY [tokens, out]``, contiguous.
             seed: As :meth:`estimate`'s.
             gather: An order of the columns of ``dY``, int64 ``[out]``.

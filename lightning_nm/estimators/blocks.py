@@ -13,14 +13,12 @@ from lightning_nm.schedule import Moment, check_window
 
 
 class BlockEstimator(GradientEstimator):
-    """Keeps N of M consecutive tokens' gradients, for each output by itself.
-
-    Tokens that are no multiple of M are padded with zeros, which changes nothing: a zero is never kept.
+    """Keeps N of M consecutive tokens' gradients, for each output by itself; a last block is padded with zeros.
 
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
-            which an optimizer stepped), a float in [0, 1] is a share of those that the training is planned to take.
+            which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
         dense_end: How long wgrad is dense again before training ends, likewise.
 
     Raises:
@@ -28,8 +26,7 @@ class BlockEstimator(GradientEstimator):
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
     """
 
-    numbers = 0
-    """Random numbers per block."""
+    numbers = 0  # random numbers per block
 
     def __init__(self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
@@ -42,12 +39,9 @@ class BlockEstimator(GradientEstimator):
         return self.pattern or layer.pattern
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
-        """Make ``[tokens, out]`` N:M along the tokens, a multiple of M.
+        """Make ``dY [tokens, out]`` N:M along the tokens, a multiple of M.
 
-        Args:
-            grad: ``dY``.
-            pattern: The pattern.
-            uniform: Random numbers in [0, 1), float32 ``[numbers, tokens / M, out]``.
+        ``uniform`` are random numbers in [0, 1), float32 ``[numbers, tokens / M, out]``.
         """
         raise NotImplementedError
 

@@ -21,19 +21,14 @@ class MVUE(BlockEstimator):
     :math:`p_i = \min(1, c |dY_i|)`, else 0, so :math:`\mathbb{E}[E(dY)] = dY` and, of all such estimators,
     :math:`\sum_i dY_i^2 (1/p_i - 1)` is least. See :func:`lightning_nm.functional.mvue`.
 
-    The paper prunes to 1:2 and 2:4 and finds 1:2 enough for most models; 2:4 has the lesser variance. A coarse
-    pattern such as 1:16, which suits weights, is a very noisy gradient: give gradients a pattern of their own.
+    The paper finds 1:2 enough for most models; 2:4 has the lesser variance. A coarse pattern such as 1:16 makes very
+    noisy gradients: give them their own. Errors are those of :class:`~lightning_nm.estimators.BlockEstimator`.
 
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
-            which an optimizer stepped), a float in [0, 1] is a share of those that the training is planned to take.
-        dense_end: How long wgrad is dense again before training ends, likewise. The weights stay N:M: estimators have
-            no part in the model.
-
-    Raises:
-        TypeError: If a length of a dense phase is no number.
-        ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
+            which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
+        dense_end: How long wgrad is dense again before training ends, likewise. The weights stay N:M.
 
     Example::
 
@@ -78,18 +73,14 @@ class MVUE(BlockEstimator):
 
 
 class ApproxMVUE(BlockEstimator):
-    r"""The paper's cheaper unbiased estimator (arXiv 2203.10991): 2:4 by two draws without sorting.
+    """The paper's cheaper unbiased estimator (arXiv 2203.10991): 2:4 by two draws without sorting, for comparison.
 
     Its variance is below twice the least in every block, and 1.06 times in a sum over Gaussian ones; see
-    :func:`lightning_nm.functional.approx_mvue`. It is here for comparison: :class:`MVUE` costs no more.
+    :func:`lightning_nm.functional.approx_mvue`. :class:`MVUE` costs no more.
 
     Args:
         dense_start: As :class:`MVUE`'s.
         dense_end: As :class:`MVUE`'s.
-
-    Raises:
-        TypeError: If a length of a dense phase is no number.
-        ValueError: For a share out of [0, 1], or no step between the dense phases.
     """
 
     numbers = 2

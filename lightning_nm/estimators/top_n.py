@@ -11,18 +11,14 @@ from lightning_nm.pattern import NMPattern
 
 
 class TopN(BlockEstimator):
-    """Keeps the N largest of every M gradients and drops the others: the least error in one block, but always the same.
+    """Keeps the N largest of every M gradients: the least error in one block, but biased.
 
-    The error of a sum of many gradients does not average out, which is what the MVUE paper (arXiv 2203.10991) warns of.
+    The errors of many gradients do not average out, as the MVUE paper (arXiv 2203.10991) warns.
 
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: As :class:`~lightning_nm.MVUE`'s.
         dense_end: As :class:`~lightning_nm.MVUE`'s.
-
-    Raises:
-        TypeError: If a length of a dense phase is no number.
-        ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
     """
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:

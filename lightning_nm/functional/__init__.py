@@ -1,7 +1,6 @@
 """Tensor to tensor: no module state, no Lightning."""
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
-from lightning_nm.functional.margin import mask_margin
 from lightning_nm.functional.masks import backward_mask, count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import permutation_score, search_permutation
@@ -11,6 +10,7 @@ from lightning_nm.functional.statistics import (
     kept_magnitude,
     mask_density,
     mask_flip_rate,
+    mask_margin,
     mask_oscillation,
     mask_overlap,
 )

@@ -1,10 +1,9 @@
-"""Prune and regrow within blocks: which entries to exchange, what that should gain, and which blocks may do it.
+"""Prune and regrow within blocks: which entries to exchange, the expected gain, and which blocks may change.
 
-Everything here works on blocks ``[B, M]``: one row for each M consecutive entries of a weight. :func:`as_blocks` cuts a
-weight into them, :func:`from_blocks` puts them together, :func:`block_index` finds an entry of a block in the weight.
+Blocks are ``[B, M]``: one row for each M consecutive entries of a weight.
 
-The method is BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). Its text gives no formula that could be read by us
-when this was written: the scores and the selection are a reconstruction from its abstract and its reviews.
+Source: BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). The scores and the selection are a reconstruction from its
+abstract and its reviews.
 """
 
 from __future__ import annotations
@@ -52,26 +51,18 @@ def as_blocks(rows: Tensor, m: int) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo :func:`as_blocks`.
-
-    Args:
-        blocks: ``[B, M]``.
-        shape: ``[out, in, *taps]``, of the tensor that was cut.
-    """
+    """Undo :func:`as_blocks` of a tensor of shape ``[out, in, *taps]``."""
     return blocks.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-    """Where an entry of a block lies in the tensor of this shape that :func:`as_blocks` cut.
+    """The index, one int64 tensor per axis, of entries of blocks in the tensor that :func:`as_blocks` cut.
 
     Args:
         shape: ``[out, in, *taps]``.
         m: Entries of a block.
         blocks: Numbers of blocks, int64.
         entries: Entry within each block, int64 of the same shape.
-
-    Returns:
-        One int64 index tensor for each axis, as advanced indexing takes them.
     """
     per_row = shape[1] // m
     outer = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
@@ -82,17 +73,7 @@ def swap_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float
     r"""How much each entry is worth keeping, pruned entries as candidates to regrow.
 
     ``"virtual"``: :math:`|m W - \eta G|`, the magnitude one dense step ahead. ``"taylor-abs"``: :math:`|G W|` for kept
-    entries and :math:`\eta G^2` for pruned ones.
-
-    Args:
-        weight: W, any shape; what pruned entries hold does not matter.
-        grad: G, the dense gradient, of that shape.
-        mask: Bool, of that shape.
-        step: The effective step size :math:`\eta`, a number or a tensor of that shape.
-        score: Which score.
-
-    Returns:
-        A tensor of that shape.
+    entries and :math:`\eta G^2` for pruned ones. All tensors are of one shape; ``step`` is :math:`\eta`.
     """
     if score == "virtual":
         return (torch.where(mask, weight, 0) - step * grad).abs()
@@ -110,8 +91,8 @@ def best_swaps(
     r"""The exchanges of a kept and a pruned entry that raise a block's score most, and what they do to the loss.
 
     The s-th exchange prunes the kept entry of the s-th lowest score and regrows the pruned entry of the s-th highest;
-    it counts if that raises the score strictly. Whatever the score, the predicted loss change is the first-order one,
-    after one step of size :math:`\eta`:
+    it counts if that raises the score strictly; equal scores go to the lower entry. The predicted loss change is the
+    first-order one, after one step of size :math:`\eta`:
 
     .. math:: \Delta L = \sum_{pruned} (-G W + \eta G^2) - \sum_{regrown} \eta G^2.
 
@@ -122,9 +103,6 @@ def best_swaps(
         step: The effective step size :math:`\eta`, a number or ``[B, M]``.
         score: See :func:`swap_scores`.
         max_swaps: Exchanges per block at most.
-
-    Returns:
-        The exchanges; equal scores go to the lower entry.
     """
     scores = swap_scores(weight, grad, mask, step, score)
     if max_swaps == 1:
@@ -150,18 +128,12 @@ def best_swaps(
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:
-    r"""How many blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`.
-
-    Args:
-        blocks: B.
-        share: :math:`\rho`, the share that may change at first, in (0, 1].
-        progress: p, from 0 at the first adaptation to 1 at the last moment, when nothing may change.
-    """
+    r"""How many of B blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`, with p from 0 to 1."""
     return math.ceil(round(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)), 6))  # 7.000000000000001 is 7
 
 
 def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Selection = "ratio") -> Tensor:
-    r"""Choose the blocks that change: those of most value, joined with how often they went back and forth.
+    """Choose the blocks that change by their value and by how often they went back and forth.
 
     Only blocks of positive, finite value are candidates. ``"ratio"`` orders them by :math:`R_b / (1 + f_b)`;
     ``"quantile"`` leaves out the tenth of all blocks that oscillated most and orders the others by :math:`R_b`.
@@ -170,7 +142,7 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Se
         value: R, ``[B]``.
         oscillation: f, accumulated oscillations, uint8 ``[B]``.
         budget: How many blocks may change.
-        selection: How value and oscillation are joined.
+        selection: See above.
 
     Returns:
         The numbers of the chosen blocks, ascending int64 ``[at most budget]``; of equal blocks the first.
@@ -194,12 +166,7 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Se
 
 
 def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The exchanges of the chosen blocks, one element each.
-
-    Returns:
-        Block, pruned entry and regrown entry, int64 ``[K]``, and what the last is ahead; a block of several exchanges
-        appears several times.
-    """
+    """Block, pruned entry and regrown entry of each exchange of the chosen blocks, int64 ``[K]``, and its ``ahead``."""
     counted = torch.arange(swaps.pruned.shape[1], device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
     blocks = chosen.unsqueeze(1).expand_as(counted)[counted]
     pruned, regrown, ahead = (each[chosen][counted] for each in (swaps.pruned, swaps.regrown, swaps.ahead))

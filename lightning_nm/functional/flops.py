@@ -71,7 +71,7 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
 def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
     """Compare the multiply-adds of one training step of a model with those of dense training.
 
-    ``sum_l F_l (c_F + c_D + c_G) / sum_l 3 F_l``; a layer that stays dense belongs into the sum.
+    ``sum_l F_l (c_F + c_D + c_G) / sum_l 3 F_l``; layers that stay dense belong into the sum.
 
     Args:
         layers: For each layer the multiply-adds of its dense forward GEMM and the shares of its GEMMs.

@@ -2,7 +2,7 @@
 
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
 the lower index wins a tie, and a NaN loses to every number. Comparing all pairs of a block needs no sort: for a
-distance ``d`` one elementwise comparison settles the pairs ``(j, j + d)`` of all blocks at once.
+distance ``d`` one elementwise comparison ranks the pairs ``(j, j + d)`` of all blocks at once.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.block_masks import broadcast_mask, sorted_mask, unrolled_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
-# Up to this many entries a block, comparing each pair where it lies in memory beats gathering the entries first.
-_MAX_STRIDED_M = 8
+_MAX_STRIDED_M = 8  # up to this M, comparing each pair where it lies in memory beats gathering the entries first
+_MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 
-# All pairs are quadratic in M, so that a sort wins in the end.
-_MAX_PAIRWISE_M = 64
-
-# Entries handled at a time. On a CPU, per thread: the temporaries fit its cache, and an operation gives it work enough.
-# On an accelerator launches cost more than memory traffic, and the limit only bounds the temporaries.
+# Entries handled at a time: on a CPU, per thread, the temporaries fit its cache; elsewhere it only bounds them.
 _STRIDED_CHUNK = 1 << 18
 _GATHERED_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 25
@@ -48,7 +43,6 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> nm_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]), "2:4").int().tolist()
         [1, 0, 1, 0, 1, 1, 0, 0]
     """
@@ -58,21 +52,10 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Keep the N largest magnitudes of every block of M: :func:`nm_mask` of ``|weight|``, which is never stored whole.
 
-    Args:
-        weight: Any shape, any real dtype, any strides.
-        pattern: What :meth:`NMPattern.parse` reads.
-        dim: The axis along which the blocks lie; its size must be a multiple of M.
-
-    Returns:
-        A bool tensor of the shape of ``weight``, in its memory order, without autograd history.
-
-    Raises:
-        ValueError: If ``weight`` has no axes or M does not divide ``weight.shape[dim]``.
-        IndexError: If ``weight`` has no axis ``dim``.
+    Args, result and errors are those of :func:`nm_mask`.
 
     Example::
 
-        >>> import torch
         >>> magnitude_mask(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").int().tolist()
         [0, 1, 0, 1]
     """
@@ -134,22 +117,13 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Zero all but the N entries of largest magnitude of every block of M.
 
     ``y = x where nm_mask(|x|), else 0``; a select and not a product: a pruned entry is ``+0``, never ``-0`` or NaN.
-
-    Args:
-        x: Any shape and real dtype. Gradients reach the entries that are kept.
-        pattern: What :meth:`NMPattern.parse` reads.
-        dim: The axis along which the blocks lie; its size must be a multiple of M.
+    Gradients reach the kept entries. Args and errors are those of :func:`nm_mask`.
 
     Returns:
         A tensor of the shape and dtype of ``x``.
 
-    Raises:
-        ValueError: If ``x`` has no axes or M does not divide ``x.shape[dim]``.
-        IndexError: If ``x`` has no axis ``dim``.
-
     Example::
 
-        >>> import torch
         >>> nm_prune(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").tolist()
         [0.0, -2.0, 0.0, 1.0]
     """
@@ -157,22 +131,10 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 
 
 def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
-    """Tell whether every block of M consecutive entries holds at most N nonzeros.
-
-    ``all over blocks b: #{j in b : x[j] != 0} <= N``; a NaN is a nonzero, ``-0`` is not.
-
-    Args:
-        tensor: Values or a bool mask, of any shape.
-        pattern: What :meth:`NMPattern.parse` reads.
-        dim: The axis along which the blocks lie; its size must be a multiple of M.
-
-    Raises:
-        ValueError: If ``tensor`` has no axes or M does not divide ``tensor.shape[dim]``.
-        IndexError: If ``tensor`` has no axis ``dim``.
+    """Tell whether every block holds at most N nonzeros: whether :func:`count_violations` is 0.
 
     Example::
 
-        >>> import torch
         >>> is_nm(torch.tensor([0.0, 1.0, 0.0, 2.0]), "2:4"), is_nm(torch.ones(4), "2:4")
         (True, False)
     """
@@ -187,18 +149,16 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
     Args:
         tensor: Values or a bool mask, of any shape.
         pattern: What :meth:`NMPattern.parse` reads.
-        dim: The axis along which the blocks lie; its size must be a multiple of M.
+        dim: The axis along which the blocks lie.
 
     Returns:
-        An int64 tensor without axes, on the device of ``tensor``: reading it is the caller's synchronisation.
+        An int64 tensor without axes, on the device of ``tensor``; reading it waits for the device.
 
     Raises:
-        ValueError: If ``tensor`` has no axes or M does not divide ``tensor.shape[dim]``.
-        IndexError: If ``tensor`` has no axis ``dim``.
+        ValueError: As :func:`nm_mask`, and so does IndexError.
 
     Example::
 
-        >>> import torch
         >>> int(count_violations(torch.tensor([1, 1, 1, 0, 0, 0, 0, 1]), "2:4"))
         1
     """
@@ -209,11 +169,7 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
 
 
 def check_output_blocks(weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int) -> None:
-    """Refuse a weight along whose output axis no blocks lie, and a forward mask that does not belong to it.
-
-    Raises:
-        ValueError: Naming the sizes.
-    """
+    """Refuse a weight along whose output axis no blocks lie, and a forward mask of another shape or dtype."""
     if weight.ndim < 2:
         raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
     out = weight.shape[0]
@@ -312,6 +268,38 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool)
     return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
 
 
+def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Compare pair by pair without side effects: a compiler fuses this into one pass without a reduction."""
+    entries = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).unbind(-1)
+    ranks = [torch.zeros_like(entry, dtype=torch.int32) for entry in entries]
+    for i, j in combinations(range(pattern.m), 2):
+        won = (entries[i] >= entries[j]) | entries[j].isnan()
+        ranks[i] = ranks[i] + ~won
+        ranks[j] = ranks[j] + won
+    return torch.stack([rank < pattern.n for rank in ranks], -1).flatten(-2).movedim(-1, dim)
+
+
+def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Compare all pairs in one expression without side effects: a compiler need not store them."""
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    mine, other = blocks.unsqueeze(-1), blocks.unsqueeze(-2)
+    index = torch.arange(pattern.m, device=scores.device)
+    beaten_by_earlier = (other >= mine) | mine.isnan()
+    beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
+    rank = torch.where(index < index.unsqueeze(-1), beaten_by_earlier, beaten_by_later).sum(-1)
+    return (rank < pattern.n).flatten(-2).movedim(-1, dim)
+
+
+def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Mark the first N of a stable descending sort."""
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
+    floating = scores.is_floating_point()
+    order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
+    mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
+    return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)
+
+
 class _Strided:
     """Compare the entries of blocks [B, M, I] pair by pair, where they lie."""
 
@@ -321,7 +309,7 @@ class _Strided:
         self.won = torch.empty_like(self.ranks[0], dtype=torch.bool)
 
     def __call__(self, blocks: Tensor) -> Tensor:
-        """Return the mask, as uint8 [M, B, I]."""
+        """Return the mask, as uint8 ``[M, B, I]``."""
         blocks = _wide(blocks)
         nan = _find_nan(blocks)
         entries, ranks = blocks.unbind(1), self.ranks.copy_(self.start).unbind(0)
@@ -368,7 +356,7 @@ class _Gathered:
 
 
 def _start_ranks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what ranks start from, each entry losing to all that follow it, and room for those of blocks [B, M, I]."""
+    """Return the initial ranks, each entry losing to all that follow it, and room for those of blocks [B, M, I]."""
     size, m, inner = blocks.shape
     start = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=blocks.device)
     return start.view(m, 1, 1), torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)

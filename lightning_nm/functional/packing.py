@@ -12,8 +12,7 @@ from torch import Tensor
 def pack_mask(mask: Tensor) -> Tensor:
     """Pack a bool mask into bytes, eight entries each, in row-major order with the first entry in the lowest bit.
 
-    ``packed[i] = sum_j mask.flatten()[8 i + j] << j``, the bits past the end being 0: what
-    ``numpy.packbits(mask, bitorder="little")`` of the flattened mask gives.
+    ``packed[i] = sum_j mask.flatten()[8 i + j] << j``, as ``numpy.packbits(mask, bitorder="little")`` does.
 
     Args:
         mask: A bool tensor of any shape, on any device.
@@ -26,7 +25,6 @@ def pack_mask(mask: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> pack_mask(torch.tensor([[True, False, False], [True, True, False], [False, False, True]])).tolist()
         [25, 1]
     """
@@ -34,15 +32,12 @@ def pack_mask(mask: Tensor) -> Tensor:
         raise TypeError(f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept")
     entries = torch.zeros((mask.numel() + 7) // 8 * 8, dtype=torch.uint8, device=mask.device)
     entries[: mask.numel()] = mask.reshape(-1)
-    # Eight bytes as one little-endian number: the product brings entry j, bit 8 j, to bit 56 + j; no two of its terms
-    # share a bit, so nothing carries into the highest byte.
+    # Eight bytes as one little-endian number: the product brings bit 8 j to bit 56 + j, and no two terms share a bit.
     return ((entries.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Unpack what :func:`pack_mask` made of a mask of the given shape.
-
-    ``mask.flatten()[8 i + j] = (packed[i] >> j) & 1``.
+    """Undo :func:`pack_mask`: ``mask.flatten()[8 i + j] = (packed[i] >> j) & 1``.
 
     Args:
         packed: A uint8 tensor ``[ceil(numel / 8)]``, on any device.
@@ -53,16 +48,14 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
     Raises:
         TypeError: If ``packed`` is not a uint8 tensor.
-        ValueError: If ``packed`` has not exactly the bytes that a mask of that shape takes.
+        ValueError: If ``packed`` has another size.
 
     Example::
 
-        >>> import torch
         >>> unpack_mask(torch.tensor([25, 1], dtype=torch.uint8), (3, 3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    if packed.dtype != torch.uint8:
-        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
+    _check_packed(packed)
     numel = math.prod(shape)
     expected = (numel + 7) // 8
     if tuple(packed.shape) != (expected,):
@@ -75,29 +68,24 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return bits.bool().view(-1)[:numel].reshape(tuple(shape))
 
 
-def count_bits(packed: Tensor) -> Tensor:
-    """Count the bits that are set: the entries that a packed mask keeps.
+def _check_packed(packed: Tensor) -> None:
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
 
-    Masks that are compared while they are packed take an eighth of the memory traffic: ``count_bits(a ^ b)`` entries
-    differ.
+
+def count_bits(packed: Tensor) -> Tensor:
+    """Count the bits that are set; ``count_bits(a ^ b)`` entries of two packed masks differ.
 
     Args:
         packed: A uint8 tensor of any shape, on any device.
 
     Returns:
-        An int64 tensor without axes, on the device of ``packed``: reading it is the caller's synchronisation.
+        An int64 tensor without axes, on that device.
 
     Raises:
         TypeError: If ``packed`` is not a uint8 tensor.
-
-    Example::
-
-        >>> import torch
-        >>> int(count_bits(torch.tensor([25, 1], dtype=torch.uint8)))
-        4
     """
-    if packed.dtype != torch.uint8:
-        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
+    _check_packed(packed)
     pairs = packed - ((packed >> 1) & 0x55)  # each pair of bits holds its own count, then each four, then each byte
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
     return ((fours + (fours >> 4)) & 0x0F).sum(dtype=torch.int64)

@@ -132,9 +132,6 @@ def search_permutation(
     return found
 
 
-# Input ----------------------------------------------------------------------------------------------------------------
-
-
 class _Problem(NamedTuple):
     table: Tensor  # contiguous [out, K]: |V| for "l1", else whether V is nonzero
     pattern: NMPattern
@@ -171,9 +168,6 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
         drawn = [torch.randperm(size, generator=generator, device=source) for _ in range(count)]
         return torch.stack(drawn).to(device)
     return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
-
-
-# The paper's search, by exact scores ----------------------------------------------------------------------------------
 
 
 def _best_of(problem: _Problem, best: Tensor, candidates: int, generator: Generator | None) -> Tensor:
@@ -258,9 +252,6 @@ def _nibble_counts(words: Tensor) -> Tensor:
     words -= shifted
     torch.bitwise_right_shift(words, 2, out=shifted)
     return words.bitwise_and_(0x3333333333333333).add_(shifted.bitwise_and_(0x3333333333333333))
-
-
-# The directed search --------------------------------------------------------------------------------------------------
 
 
 def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:

@@ -1,8 +1,7 @@
 """Counter-based uniform random numbers: a pure function of a seed and an index, in integer arithmetic alone.
 
-Philox4x32-10 turns a counter of four 32-bit words and a key of two into four random words, without any state. The same
-seed gives the same numbers bit for bit in eager mode, in a compiled graph and on every device, and a run that resumes
-needs to save its counters only.
+Philox4x32-10 turns a counter of four 32-bit words and a key of two into four random words. The same seed gives the same
+numbers in eager mode, in a compiled graph and on every device; a run that resumes saves its counters only.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ def fold_seed(*words: int | str) -> Tensor:
 
         >>> fold_seed(0, "encoder.fc1", 17, 0, 3).tolist() == fold_seed(0, "encoder.fc1", 17, 0, 3).tolist()
         True
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405, on
-    what makes keys of counter-based generators.
     """
     text = repr(tuple(word if isinstance(word, str) else int(word) for word in words))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

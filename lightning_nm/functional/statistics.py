@@ -1,9 +1,7 @@
 """Statistics of masks and gradient estimates.
 
-Each statistic is a :class:`Ratio` of two sums, which add up over layers, updates and processes:
-:mod:`lightning_nm.metrics` and ``NMSparsifier.stats()`` add them up and divide at the end. Nothing here waits for a
-device: reading a result is the caller's synchronisation. Results of the public functions are float32 tensors without
-axes and without autograd history, divided in float64.
+Each is a :class:`Ratio` of two sums, which add up over layers, updates and processes. Nothing here waits for a device.
+Results of the public functions are float32 tensors without axes and without autograd history, divided in float64.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_nm.pattern import NMPattern, PatternLike
 
 
 class Ratio(NamedTuple):
@@ -49,8 +49,6 @@ GRADIENT_SNR = Ratio(torch.inf, root=True)
 def mask_density(tensor: Tensor) -> Tensor:
     """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``; a NaN is a nonzero, ``-0`` is not.
 
-    How many blocks break a pattern is :func:`count_violations`.
-
     Args:
         tensor: A bool mask, or values of any dtype; any shape.
 
@@ -59,7 +57,6 @@ def mask_density(tensor: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> mask_density(torch.tensor([True, False, False, True]))
         tensor(0.5000)
     """
@@ -84,7 +81,6 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> mask_flip_rate(torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False]))
         tensor(0.5000)
 
@@ -99,22 +95,14 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
     r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`.
 
-    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model.
-
-    Args:
-        forward: Bool mask of any shape.
-        backward: Bool mask of that shape.
+    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model. The masks and
+    the errors are as in :func:`mask_flip_rate`.
 
     Returns:
         A number in [0, 1]; 1 if the forward mask keeps nothing.
 
-    Raises:
-        TypeError: If one of them is not a bool tensor.
-        ValueError: If their shapes differ.
-
     Example::
 
-        >>> import torch
         >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         tensor(0.5000)
     """
@@ -137,7 +125,6 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         tensor(0.7000)
     """
@@ -149,9 +136,8 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
-    An entry oscillates when it changes in the direction opposite to its last change. A mask's entry has two values, so
-    each of its flips but the first does. The statistic is at most the flip rate averaged over the same updates; their
-    ratio is the share of flips that undo an earlier one.
+    Each flip of an entry but the first counts. The statistic is at most the flip rate averaged over the same updates;
+    their ratio is the share of flips that undo an earlier one.
 
     Args:
         masks: :math:`m_0, m_1, ..., m_T` in the order of time, bool tensors of one shape.
@@ -165,7 +151,6 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> went, came = torch.tensor([True, False]), torch.tensor([False, True])
         >>> mask_oscillation([went, came]), mask_oscillation([went, came, went])
         (tensor(0.), tensor(0.5000))
@@ -205,14 +190,58 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
 
     Example::
 
-        >>> import torch
         >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         tensor(2.5000)
     """
     return GRADIENT_SNR(*gradient_energies(exact, estimate))
 
 
-# ------------------------------------------------------------------------------------------------ the sums alone
+def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
+    r"""Gap between the last kept and the first dropped weight of a block, relative to the larger of them.
+
+    .. math:: \frac{a - b}{\max(a, b)}, \quad a = \min_{j \in m} |W_j|, \quad b = \max_{j \notin m} |W_j|
+
+    Near 0 a magnitude mask is about to change. Below 0 the mask drops a larger weight than it keeps, as masks do that
+    also hold along `out` or that do not move. It is 1 where the dropped weights are zero.
+
+    Args:
+        weight: Any floating dtype and shape; float32 is computed with, or float64 if that is its dtype.
+        mask: Bool mask of that shape; True keeps.
+        pattern: What :meth:`NMPattern.parse` reads; of it, M alone matters.
+        dim: The axis along which the blocks lie; its size must be a multiple of M.
+
+    Returns:
+        Margins in [-1, 1], of the weight's shape with M times fewer entries along ``dim``; float32 or float64. 0 where
+        both weights are zero; NaN for a block that keeps or drops all of its weights, or holds a NaN.
+
+    Raises:
+        TypeError: If the mask is not a bool tensor or the weight not of a floating dtype.
+        ValueError: If their shapes differ, or M does not divide ``weight.shape[dim]``.
+
+    Example::
+
+        >>> weight = torch.tensor([4.0, -2.0, 1.5, 0.5])
+        >>> mask_margin(weight, torch.tensor([True, True, False, False]), "2:4")
+        tensor([0.2500])
+    """
+    pattern = NMPattern.parse(pattern)
+    check_masks({"mask": mask})
+    if not weight.is_floating_point():
+        raise TypeError(f"weight is {weight.dtype}: pass a tensor of a floating dtype")
+    if weight.shape != mask.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)} and mask has shape {tuple(mask.shape)}")
+    if not weight.ndim or weight.shape[dim] % pattern.m:
+        raise ValueError(f"M = {pattern.m} of {pattern} does not divide axis {dim} of shape {tuple(weight.shape)}")
+    axis = dim % weight.ndim
+    magnitude = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    magnitude, mask = (x.unflatten(axis, (-1, pattern.m)) for x in (magnitude, mask))
+    nan = torch.isnan(magnitude).any(axis + 1)
+    kept = torch.where(mask, magnitude, torch.inf).amin(axis + 1)
+    dropped = torch.where(mask, -torch.inf, magnitude).amax(axis + 1)
+    larger = torch.maximum(kept, dropped)
+    margin = torch.where(larger == 0, 0, (kept - dropped) / larger)
+    whole = mask.all(axis + 1) | ~mask.any(axis + 1)
+    return torch.where(whole | nan, torch.nan, margin)
 
 
 def density_counts(tensor: Tensor) -> tuple[Tensor, int]:

@@ -10,8 +10,6 @@ table holds all its solutions; beyond, shortest augmenting paths solve it, for m
    with the same column counts keeps more: the sum of the prices paid is the same for all of them.
 3. Where a column has too many entries and another one too few, entries move along the path of columns that gains most
    or loses least. That keeps the property of step 2, and once all columns have N entries it is optimality.
-
-Good prices leave little to do for step 3, and step 3 makes up for bad ones.
 """
 
 from __future__ import annotations
@@ -25,20 +23,11 @@ from torch import Tensor
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
-# Up to this M all masks of a tile are tried: 90 for 2:4. For 2:5 it would be 2,040.
-_MAX_TABLE_M = 4
-
-# Entries of the weight that are solved at a time. On a CPU, per thread: an operation gives it work enough, and what
-# paths need nearly fits its cache. On an accelerator launches cost more than memory traffic, and the limit bounds the
-# temporaries: those of the table are 90 / 16 float64 per entry.
-_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 24
-
-# Passes over rows and columns that set the prices. More of them leave fewer augmenting paths to find.
-_PRICE_ROUNDS = 8
-
-# The gain from an entry that is not there. An int32 holds the sum of four, and no path that can do without pays one.
-_NEVER = -(1 << 29)
+_MAX_TABLE_M = 4  # up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040
+_CHUNK = 1 << 18  # entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache
+_DEVICE_CHUNK = 1 << 24  # likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table
+_PRICE_ROUNDS = 8  # passes over rows and columns that set the prices; more of them leave fewer augmenting paths
+_NEVER = -(1 << 29)  # the gain from an entry that is not there; an int32 holds the sum of four
 
 
 def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> Tensor:
@@ -63,7 +52,6 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
 
     Example::
 
-        >>> import torch
         >>> weight = torch.tensor([[9, 8, 0, 0], [9, 8, 7, 0], [6, 2, 3, 4], [1, 1, 1, 1]])
         >>> transposable_mask(weight, "2:4").int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
@@ -142,9 +130,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
-# All masks ------------------------------------------------------------------------------------------------------------
-
-
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
     n, m = pattern.n, pattern.m
@@ -157,9 +142,6 @@ def _by_table(values: Tensor, table: Tensor) -> Tensor:
     """The best mask for every tile of values [M, M, B], by trying all; the first of equals."""
     scores = table.view(len(table), -1).double() @ values.flatten(0, 1).double()  # exact: sums of integers
     return table[scores.max(0).indices].permute(1, 2, 0)
-
-
-# Shortest augmenting paths --------------------------------------------------------------------------------------------
 
 
 def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:

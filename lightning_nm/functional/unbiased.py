@@ -1,8 +1,7 @@
 """Unbiased N:M estimators of a tensor: random N:M tensors whose expectation is the tensor.
 
-An estimator that keeps entry i of a block with probability ``p_i`` must give it the value ``x_i / p_i``, and then its
-variance is ``sum x_i^2 (1 / p_i - 1)``: only the probabilities of the single entries matter, not which entries survive
-together. Systematic sampling realises any such probabilities with one random number a block.
+An estimator that keeps entry i of a block with probability ``p_i`` gives it the value ``x_i / p_i``; its variance is
+``sum x_i^2 (1 / p_i - 1)``. Systematic sampling realises any probabilities with one random number a block.
 
 The arithmetic is written over planes, tensors that hold one entry of every block: a compiler fuses them into one pass,
 and on a CPU chunks of them stay in cache. Masks are floats, 0 or 1, because on a CPU a product with one is many times
@@ -22,8 +21,7 @@ from torch import Tensor
 from lightning_nm.functional.masks import _check_blocks
 from lightning_nm.pattern import NMPattern, PatternLike
 
-# Entries handled at a time. On a CPU, per thread: some ten planes of each entry fit its cache, and an operation gives
-# it work enough. On an accelerator the limit only bounds the temporaries.
+# Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
 _CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 25
 
@@ -53,12 +51,10 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
 
     Example::
 
-        >>> import torch
         >>> mvue_probabilities(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4").tolist()
         [1.0, 0.25, 0.5, 0.25]
 
-    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
-    arXiv:2203.10991, for 1:2 and 2:4.
+    Source: Chmiel et al., arXiv:2203.10991, as :func:`mvue`, for 1:2 and 2:4.
     """
     pattern = NMPattern.parse(pattern)
     uniform = _uniform(x, pattern, dim, 0, None, None)
@@ -75,16 +71,14 @@ def mvue(
 ) -> Tensor:
     """Draw a sample of the unbiased N:M estimator of least variance.
 
-    ``y_i = x_i / p_i`` where entry i survives, else 0, with p of :func:`mvue_probabilities`: an entry with ``p = 1``
-    always survives with its value, any other survivor becomes ``sign(x_i) V`` (either, where p is 1 to rounding). The
-    others lie in order along a line, entry i taking up ``p_i`` of it, and those survive into whose parts one of ``u, u
-    + 1, u + 2, ...`` falls. ``E[y] = x``, up to the rounding of the arithmetic and the resolution of u (2^-24 of V, for
-    a float32 u).
+    ``y_i = x_i / p_i`` where entry i survives, else 0, with p of :func:`mvue_probabilities`. The entries lie in order
+    along a line, entry i taking up ``p_i`` of it; those survive into whose parts one of ``u, u + 1, ...`` falls.
+    ``E[y] = x``, up to the rounding of the arithmetic and the resolution of u (2^-24 of V, for a float32 u).
 
     Args:
         x: Any shape, any floating dtype, any strides. Half dtypes are computed in float32 and rounded once.
-        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
-        dim: The axis along which the blocks lie; its size must be a multiple of M.
+        pattern: What :meth:`NMPattern.parse` reads.
+        dim: The axis along which the blocks lie.
         uniform: One number in [0, 1) per block: the shape of ``x`` with the size of ``dim`` divided by M.
         generator: What ``uniform`` is drawn from where it is not given; torch's default generator if None.
 
@@ -94,14 +88,11 @@ def mvue(
         value beyond the range of the dtype is infinite.
 
     Raises:
-        TypeError: If ``x`` is not of a floating dtype.
-        ValueError: If ``x`` has no axes, M does not divide ``x.shape[dim]``, ``uniform`` has another shape, or both
-            ``uniform`` and ``generator`` are given.
-        IndexError: If ``x`` has no axis ``dim``.
+        TypeError: As :func:`mvue_probabilities`.
+        ValueError: Likewise, and if ``uniform`` has another shape, or both ``uniform`` and ``generator`` are given.
 
     Example::
 
-        >>> import torch
         >>> mvue(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4", uniform=torch.tensor([0.5])).tolist()
         [9.0, 0.0, 4.0, 0.0]
 
@@ -125,33 +116,23 @@ def approx_mvue(
     """Draw a sample of the unbiased 2:4 estimator by two successive draws, at less than twice the least variance.
 
     With ``a = |x|`` and ``S = sum a``: draw i with probability ``a_i / S``, then j among the others with ``a_j / (S -
-    a_i)``. Both survive, as ``x_i / p_i`` with ``p_i = a_i / S + sum_{k != i} (a_k / S) a_i / (S - a_k)``.
+    a_i)``. Both survive, as ``x_i / p_i`` with ``p_i = a_i / S + sum_{k != i} (a_k / S) a_i / (S - a_k)``. The
+    result, the errors and the source are those of :func:`mvue`.
 
     Args:
-        x: Any shape, any floating dtype, any strides. Half dtypes are computed in float32 and rounded once.
+        x: Any shape, any floating dtype, any strides.
         pattern: ``"2:4"``, the only pattern this estimator is defined for.
-        dim: The axis along which the blocks lie; its size must be a multiple of 4.
-        uniform: Two numbers in [0, 1) per block: ``[2, ...]``, then the shape of ``x`` with the size of ``dim``
-            divided by 4.
-        generator: What ``uniform`` is drawn from where it is not given; torch's default generator if None.
-
-    Returns:
-        A tensor of the shape and dtype of ``x``, without autograd history, with what :func:`mvue` says of blocks of
-        few nonzeros, of NaNs and of infinities.
+        dim: The axis along which the blocks lie.
+        uniform: Two numbers in [0, 1) per block: ``[2, ...]``, then the shape of ``x`` with a quarter of ``dim``.
+        generator: What ``uniform`` is drawn from where it is not given.
 
     Raises:
-        TypeError: If ``x`` is not of a floating dtype.
-        ValueError: If the pattern is not 2:4, and as :func:`mvue` does.
-        IndexError: If ``x`` has no axis ``dim``.
+        ValueError: If the pattern is not 2:4, and as :func:`mvue`.
 
     Example::
 
-        >>> import torch
         >>> approx_mvue(torch.tensor([3.0, 3.0, -3.0, 3.0]), uniform=torch.tensor([[0.6], [0.2]])).tolist()
         [6.0, 0.0, -6.0, 0.0]
-
-    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
-    arXiv:2203.10991.
     """
     pattern = NMPattern.parse(pattern)
     if pattern != NMPattern(2, 4):
@@ -166,12 +147,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _uniform(
-    x: Tensor,
-    pattern: NMPattern,
-    dim: int,
-    rows: int,
-    uniform: Tensor | None,
-    generator: torch.Generator | None,
+    x: Tensor, pattern: NMPattern, dim: int, rows: int, uniform: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
     """Check the arguments; return ``rows`` random numbers per block, given or drawn, as [rows, *blocks]."""
     if not x.is_floating_point():
@@ -286,8 +262,8 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
         end = reach / total * due
         whole = end.floor()
         count = whole + _less(uniform[0], end - whole)
-        # Rounding may put two of them into the part of one entry with p = 1 - tiny, and one beyond the last nonzero:
-        # what exceeds one goes to the next entry, and the last entries are taken if as many are due as are left.
+        # Rounding may put two of them into one part, and one beyond the last nonzero: what exceeds one goes to the next
+        # entry, and the last entries are taken if as many are due as are left.
         wanted = wanted + live
         take = _less(taken, torch.maximum(count, wanted)) * live
         taken = taken + take

@@ -16,13 +16,12 @@ from lightning_nm.nn.layer import NMLayer
 class ASP(MaskMethod):
     """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
 
-    After pruning there is no latent weight: the gradient of pruned entries is masked, and they are set to zero in the
-    parameter after every optimizer step, so that no momentum or decay revives them.
+    After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every step.
 
     Args:
         start: Optimizer step at which to prune; 0 prunes before the first step (fine-tuning of a trained model).
-        init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` takes the mask from a model that is already N:M
-            sparse: its nonzeros are kept and its zeros stay zero.
+        init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` keeps the nonzeros of a model that is already N:M
+            sparse.
 
     Raises:
         ValueError: If ``start`` is negative, if ``init="zeros"`` is combined with a later start, or if a weight is not
@@ -69,7 +68,7 @@ class ASP(MaskMethod):
         else:
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
-        if layer.step:  # else after the first step: a fit that fails before it has cost the user no weight
+        if layer.step:  # else after the first step: a fit that fails before it changes no weight
             layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:

@@ -25,16 +25,15 @@ _REPLACED_HOOKS = {
 class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 
-    The base class keeps every weight dense. A method overrides what differs; one instance serves many layers, so
-    whatever belongs to one layer is kept on the :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``,
-    ``permutation``, ``parameters``).
+    The base class keeps every weight dense. One instance serves many layers: the state of one layer is kept on its
+    :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``).
 
-    The order of calls is: :meth:`check` and :meth:`check_optimizer` before anything else, :meth:`init_masks` once, but
-    not for a layer whose training continues; then for each real optimizer step :meth:`before_step` (gradients are
-    complete, unscaled and not yet clipped), the optimizer's step, :meth:`after_step`, and at the end of the batch
-    :meth:`update`. A step that a gradient scaler skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in
-    every forward pass, :meth:`backward_weight` and :meth:`weight_gradient` in every backward pass; these three are
-    traced by ``torch.compile`` and so must be plain tensor code.
+    The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once, but not for a layer whose
+    training continues; then for each real optimizer step :meth:`before_step` (gradients are complete, unscaled and not
+    yet clipped), the optimizer's step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a
+    gradient scaler skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass,
+    :meth:`backward_weight` and :meth:`weight_gradient` in every backward pass; these three are traced by
+    ``torch.compile`` and must be plain tensor code.
     """
 
     short_name: str = ""
@@ -43,12 +42,10 @@ class Method:
     """Whether the method makes the forward weight N:M along `in`."""
     sparse_dgrad: bool = False
     """Whether the method makes the backward weight N:M along `out`."""
-
     dense_start: Moment = 0
     """How long training stays dense before the first masks, for a method that can: training steps, or a share."""
     dense_end: Moment = 0
     """How long it is dense again at the end, likewise."""
-
     uses_masks: bool = False
     """Whether the method prunes by the layer's masks."""
     transposable: bool = False
@@ -58,16 +55,12 @@ class Method:
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
     selects_entries: bool = True
-    """Whether W_F and W_B are W at the entries that the layer's masks keep, and 0 elsewhere: then kernels mask while
-    they pack, and processes mask their shards. ``False`` by default in a class that defines ``forward_weight`` or
-    ``backward_weight``."""
-
+    """Whether W_F and W_B are W under the layer's masks: then kernels mask while they pack, and processes mask their
+    shards. ``False`` by default in a class that defines ``forward_weight`` or ``backward_weight``."""
     headline: str = "kept_magnitude"
-    """The statistic that tells most of the method, for progress bars: one of the sparsifier's or the method's own."""
-
+    """The statistic for progress bars: one of the sparsifier's or the method's own."""
     fixed: tuple[str, ...] = ()
-    """Settings that a saved state depends on: resuming with other values is refused. Other settings may change."""
-
+    """Settings that a saved state depends on: resuming with other values is refused."""
     hooks: frozenset[str] = frozenset()
     """The hooks that a class defines; the others are not called."""
 
@@ -96,16 +89,15 @@ class Method:
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the window that begins at ``layer.clock`` needs dL/dW_F at pruned entries, too.
 
-        The answer is put into ``layer.dense_gradient``, which :meth:`weight_gradient` may read.
+        The answer is kept as ``layer.dense_gradient``, which :meth:`weight_gradient` may read.
         """
         return False
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether the step of the present window needs the weight's gradient at entries that the forward mask prunes.
 
-        ``False`` promises that 0 does there: data parallelism may then leave these entries out (``nm_ddp``). The answer
-        must be the same in all processes, and so may depend on the layer's clocks, schedule, ``dense_gradient`` and on
-        whether there is a mask, not on the weights.
+        ``False`` promises that 0 does there: ``nm_ddp`` may then leave these entries out. All processes must answer
+        the same: it may depend on counters, schedule, ``dense_gradient`` and whether there is a mask, not on weights.
         """
         return True
 
@@ -126,16 +118,15 @@ class Method:
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
 
-        ``grad`` belongs to the method, which may overwrite it. The default is the straight-through estimator: the
-        weight receives the gradient of W_F unchanged.
+        ``grad`` may be overwritten. The default is the straight-through estimator: the weight receives it unchanged.
         """
-        return (grad, *(None for _ in layer.parameters))
+        return (grad, *[None] * len(layer.parameters))
 
     def penalty(self, layer: NMLayer) -> Tensor | None:
         """A scalar term added to the loss once per real optimizer step; ``None`` for no term.
 
-        Its gradient joins the gradients of the weight and of ``layer.parameters`` after all-reduce and unscaling and
-        before clipping, so that it means the same under accumulation, mixed precision and data parallelism.
+        Its gradient is added after all-reduce and unscaling and before clipping, so that it means the same under
+        accumulation, mixed precision and data parallelism.
         """
         return None
 
@@ -145,8 +136,7 @@ class Method:
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Repair the weight right after an optimizer step, as methods without latent weights must.
 
-        ``layer.step`` has advanced. A method whose masks belong to one certain step moves them here; what follows the
-        weights at leisure belongs into :meth:`update`.
+        ``layer.step`` has advanced. Masks that belong to one certain step move here, others in :meth:`update`.
         """
 
     def update(self, layer: NMLayer) -> None:
@@ -158,10 +148,10 @@ class Method:
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""
-        return layer.pattern
+        return layer.spec.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
-        """Further statistics of these layers together, all of which use methods of this class; logged as ``nm/...``."""
+        """Further statistics of these layers, whose methods are of this class; logged as ``nm/...``."""
         return {}
 
     def __repr__(self) -> str:
@@ -170,7 +160,7 @@ class Method:
 
 
 class Dense(Method):
-    """No masks at all: the baseline that every comparison needs, through the same code path."""
+    """No masks: the baseline of comparisons, by the same code."""
 
     short_name = "dense"
 

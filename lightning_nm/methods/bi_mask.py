@@ -24,7 +24,7 @@ class BiMask(SRSTE):
               g = dY^T X + \lambda (1 - m_F) \odot W.
 
     The input gradient is biased by the entries that only the forward keeps; the permutation is searched so that few
-    are lost. Both masks follow the weights after every step; only the permutation is older.
+    are lost. Both masks follow the weights after every step, the permutation after every search.
 
     Args:
         permute_every: Optimizer steps between two permutation searches (the paper's 100).
@@ -88,20 +88,13 @@ class BiMask(SRSTE):
         )
 
     def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
-        """The backward mask of these weights and this forward mask.
+        """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.
 
-        Args:
-            layer: The layer, whose permutation is replaced in place.
-            rows: ``layer.rows`` of its weight.
-            forward: Bool mask of that shape, or ``None`` for a dense forward weight.
-            search: Whether to search the permutation anew; a layer that has none gets one anyway.
-
-        Returns:
-            A bool mask of the shape of ``rows``.
+        A search, and a first selection always searches, replaces the layer's permutation in place.
         """
         due = layer.permutation is None or search
         if due:
-            permutation = search_permutation(
+            found = search_permutation(
                 rows,
                 forward,
                 layer.pattern,
@@ -112,7 +105,7 @@ class BiMask(SRSTE):
                 groups=layer.groups,
                 generator=layer.generator(),
             )
-            layer.masks.set_permutation(permutation)
+            layer.masks.set_permutation(found)
         backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
         if due:  # reading it waits for the device; it hardly changes in between
             layer.masks.measure_backward(backward)

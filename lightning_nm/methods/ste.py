@@ -19,16 +19,14 @@ class STE(MaskMethod):
 
     Args:
         dense_start: How long training stays dense before the first masks: an integer counts training steps (batches
-            after which an optimizer stepped), a float in [0, 1] is a share of those that the training is planned to
-            take.
-        dense_end: How long it is dense again at the end, likewise. **The trained model is dense then**: that is the
-            recipe of FST (arXiv 2404.01847), which uses N:M to pre-train faster. A model that is to be N:M sparse needs
-            0.
+            after which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
+        dense_end: How long it is dense again at the end, likewise. **The trained model is dense then**, as in FST
+            (arXiv 2404.01847), which uses N:M to pre-train faster. An N:M sparse model needs 0.
 
     Raises:
         TypeError: If one of them is no number.
         ValueError: If a share is not within [0, 1] or no step is left between them; when training starts, if it takes
-            the number of steps of the training and that is not known.
+            the number of planned steps and that is not known.
     """
 
     short_name = "ste"
@@ -39,11 +37,7 @@ class STE(MaskMethod):
         self.dense_end = dense_end
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training steps at which the masks come and go; ``()`` if they are always there.
-
-        Raises:
-            ValueError: If it takes the number of planned steps and that is not known, or no step is left for masks.
-        """
+        """The training steps at which the masks come and go; ``()`` if they are always there."""
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def init_masks(self, layer: NMLayer) -> None:

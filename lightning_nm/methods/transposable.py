@@ -11,13 +11,13 @@ from lightning_nm.schedule import Moment
 
 
 class TransposableMask(SRSTE):
-    r"""One mask for both directions (Hubara et al., NeurIPS 2021, arXiv 2102.08124): dgrad is N:M and unbiased.
+    """One mask for both directions (Hubara et al., NeurIPS 2021, arXiv 2102.08124): dgrad is N:M and unbiased.
 
     Every M x M tile of ``[out, in]`` keeps N entries in every row and every column, those of most magnitude together.
-    The input gradient uses the very weight that the forward uses, so unlike Bi-Mask's it is exact; the price is a mask
-    that keeps less (a share of 0.944 of the row-wise mask's magnitude for Gaussian weights at 2:4, 0.967 at 4:8).
-    Latent weights are trained by the straight-through estimator. A layer whose output rows do not come in blocks of M
-    gets the row-wise mask instead, and its dgrad is only masked.
+    The input gradient uses the weight of the forward, so unlike Bi-Mask's it is exact; the mask keeps less (0.944 of
+    the row-wise mask's magnitude for Gaussian weights at 2:4, 0.967 at 4:8). Latent weights are trained by the
+    straight-through estimator. A layer whose output rows do not come in blocks of M gets the row-wise mask, and its
+    dgrad is only masked.
 
     Args:
         update_every: Optimizer steps between two selections of the mask (the paper's 40).

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.kernels.api import GemmName
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -36,13 +38,8 @@ class Gemm(NamedTuple):
 
     @classmethod
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
-        """A GEMM whose operand is N:M along the contraction axis.
-
-        Args:
-            pattern: The pattern.
-            arithmetic: Share of nonzeros in the operand; the pattern's density by default.
-        """
-        density = pattern.density
+        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
+        density = pattern.n / pattern.m
         return cls("n:m", pattern, "", density if arithmetic is None else arithmetic, density, density)
 
     @property
@@ -64,13 +61,13 @@ class Gemms(NamedTuple):
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
-    """What the three GEMMs of a layer do now.
+    """What the three GEMMs of a layer do now, by one rule for all methods.
 
-    One rule for all methods: the forward is N:M where there is a forward mask. dgrad is N:M where there is a backward
-    mask or the forward mask is transposable, else masked. wgrad is N:M through an estimator alone; where the method
-    needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+    The forward is N:M where there is a forward mask. dgrad is N:M where there is a backward mask or the forward mask is
+    transposable, else masked. wgrad is N:M through an estimator alone; where the method needs no gradient at pruned
+    entries, these outputs are not counted as arithmetic.
     """
-    return Gemms(_forward(layer), _dgrad(layer), _wgrad(layer))
+    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
 
 def _forward(layer: NMLayer) -> Gemm:
@@ -110,15 +107,17 @@ def _wgrad(layer: NMLayer) -> Gemm:
     return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
 
 
+LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {"forward": _forward, "dgrad": _dgrad, "wgrad": _wgrad}
+"""What one GEMM of a layer does now."""
+
+
 class LayerCosts:
     """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
 
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
-        self.counted = 0
-        """Steps that were summed."""
-        self.treatment: tuple[Any, ...] | None = None
-        """What :attr:`current` depends on."""
+        self.counted = 0  # steps that were summed
+        self.treatment: tuple[Any, ...] | None = None  # what current depends on
         self.current: list[tuple[list[float], list[float]]] = []
         """For each counting the sums and what a step adds to them."""
 

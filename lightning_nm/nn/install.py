@@ -16,7 +16,7 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     """Swap the classes of the layers' modules, and switch off fused paths that would bypass them."""
     for layer in layers:
         _adapt(layer.module)
-        _nm_layers(layer.module)[layer.parameter] = layer
+        vars(layer.module)["nm_layers"][layer.parameter] = layer
     for module in model.modules():
         if _needed_around(module):
             _adapt(module)
@@ -47,10 +47,6 @@ def _adapt(module: nn.Module) -> None:
     if not isinstance(module, Adapter):
         module.__class__ = adapted_class(type(module))
         vars(module)["nm_layers"] = {}
-
-
-def _nm_layers(module: nn.Module) -> dict[str, NMLayer]:
-    return vars(module)["nm_layers"]
 
 
 def _needed_around(module: nn.Module) -> bool:

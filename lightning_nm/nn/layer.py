@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,40 +33,26 @@ Layout = Literal["plain", "flat", "transposed"]
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """What was decided when a weight was selected; never changed.
+    """The selection's decisions on a weight; never changed."""
 
-    Args:
-        name: Name in the model: the module's, with the parameter's appended when that is not ``weight``.
-        module: The module that owns the parameter.
-        parameter: The parameter's name in the module.
-        pattern: The N:M pattern.
-        method: Decides the weights of the forward and the dgrad GEMM.
-        estimator: Replaces dY in the wgrad GEMM; ``None`` uses dY itself.
-        layout: How blocks lie.
-        groups: The output rows are split into this many equal groups that no dgrad block crosses.
-        forward_reason: Why the forward GEMM cannot be N:M; empty when it can.
-        dgrad_reason: Why the dgrad GEMM cannot be N:M; empty when it can.
-        tensor_parallel: Whether tensor parallelism shards the weight while its module runs.
-    """
-
-    name: str
-    module: nn.Module
-    parameter: str
+    name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
+    module: nn.Module  # owns the parameter
+    parameter: str  # the parameter's name in the module
     pattern: NMPattern
     method: Method
-    estimator: GradientEstimator | None = None
+    estimator: GradientEstimator | None = None  # None uses dY itself in the wgrad GEMM
     layout: Layout = "plain"
-    groups: int = 1
-    forward_reason: str = ""
-    dgrad_reason: str = ""
-    tensor_parallel: bool = False
+    groups: int = 1  # equal groups of output rows that no dgrad block crosses
+    forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
+    dgrad_reason: str = ""  # likewise for the dgrad GEMM
+    tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
 
 
 class NMLayer(HasHandle):
-    """A weight under an N:M method: a composition of parts, each of which says who changes it.
+    """A weight under an N:M method, composed of parts that are assigned by their own files alone.
 
     Args:
-        spec: What was decided at selection.
+        spec: The selection's decisions.
         seed: Base of the layer's random choices.
         wrappers: The FSDP modules around the layer's module.
     """
@@ -97,8 +83,6 @@ class NMLayer(HasHandle):
 
     def __repr__(self) -> str:
         return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.method})"
-
-    # ------------------------------------------------------------------------------------------- decided at selection
 
     @property
     def name(self) -> str:
@@ -150,8 +134,6 @@ class NMLayer(HasHandle):
         """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
         forward, dgrad = self.method.sparse_forward, self.method.sparse_dgrad
         return (forward and not self.forward_reason) or (dgrad and not self.dgrad_reason)
-
-    # --------------------------------------------------------------------------------------------------- the weight
 
     @property
     def param(self) -> nn.Parameter:
@@ -215,19 +197,15 @@ class NMLayer(HasHandle):
 
     @torch.no_grad()
     def by_rows(self, mask: Callable[[Tensor], Tensor]) -> Tensor:
-        """A bool mask of the weight's shape, each of whose rows depends on the same row of the weight alone.
+        """A bool mask of the weight's shape, each row of which ``mask`` makes of the same row of the weight alone.
 
-        Processes that shard the weight by rows make the mask of theirs and gather its bytes instead of the weight.
-
-        Args:
-            mask: Makes it of the weight, both as :meth:`rows` views them.
+        ``mask`` gets and returns what :meth:`rows` views. Where processes shard the weight by rows, each masks its
+        own, and they gather the mask instead of the weight.
         """
         if self.sharded and sharded_dimensions(self.param) <= {1 if self.spec.layout == "transposed" else 0}:
             found = self.unrows(mask(self.rows(self.local_weight)))
             return gather(as_sharded(found.to(torch.uint8).contiguous(), self.param)).ne(0)
         return self.unrows(mask(self.rows(self.weight.detach())))
-
-    # --------------------------------------------------------------------------------------------------- the masks
 
     @property
     def forward_mask(self) -> Tensor | None:
@@ -251,12 +229,7 @@ class NMLayer(HasHandle):
 
     @torch.no_grad()
     def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
-        """Move the masks in place and count the forward bits that changed.
-
-        Args:
-            forward: Bool mask of the weight's shape, or ``None`` for a dense forward weight.
-            backward: Bool mask of the weight's shape, or ``None`` when dgrad uses the forward weight.
-        """
+        """Move the masks in place and count the forward bits that changed; for both see :attr:`forward_mask`."""
         self.masks.set(forward, backward, self.param if self.shards is None else None)
 
     def forward_weight(self) -> Tensor:
@@ -276,8 +249,6 @@ class NMLayer(HasHandle):
             return self.local_shard(self.forward_weight())
         mask = self.forward_mask_view
         return self.local_weight if mask is None else torch.where(self.local_shard(mask), self.local_weight, 0)
-
-    # -------------------------------------------------------------------------------------------------- the progress
 
     @property
     def step(self) -> int:
@@ -317,8 +288,6 @@ class NMLayer(HasHandle):
         """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
         return self.noise.generator(self.step)
 
-    # ------------------------------------------------------------------------------------------------- the estimator
-
     def draw_noise(self, number: int | None = None) -> None:
         """Draw the estimator's next noise; nothing without an estimator."""
         if self.spec.estimator is not None:
@@ -339,14 +308,10 @@ class NMLayer(HasHandle):
             )
         return pruned
 
-    # --------------------------------------------------------------------------------------------------- all parts
-
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        masks = self.masks
-        for tensor in (masks.bits, masks.permutation, *self.buffers.values(), *self.parameters.values()):
-            if tensor is not None:
-                yield tensor
+        found = [self.masks.bits, self.masks.permutation, *self.buffers.values(), *self.parameters.values()]
+        return [tensor for tensor in found if tensor is not None]
 
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
@@ -359,11 +324,7 @@ class NMLayer(HasHandle):
             parameter.data = parameter.data.to(device)
 
     def local_view(self, sharded: Tensor) -> NMLayer:
-        """This layer for one shard of the weight, whose passes are not observed.
-
-        Args:
-            sharded: The weight as it is sharded while the module runs.
-        """
+        """This layer for the local shard of ``sharded``, whose passes are not observed."""
         view = copy.copy(self)
         view.masks = self.masks.with_bits(None if self.masks.bits is None else local_shard(self.masks.bits, sharded))
         view.observation = GradientObservation()

@@ -11,25 +11,21 @@ from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 class LayerMasks:
     """The forward and the backward mask, each one bit of a byte per entry of the weight.
 
-    Both masks together cost one byte a weight, are one input of a compiled graph, and are written in place: a compiled
-    graph sees new masks without compiling again. Where processes shard the weight, each holds all of its masks.
+    The bits are one input of a compiled graph and are written in place, so that new masks need no new graph. Where
+    processes shard the weight, each holds all of its masks.
     """
 
     def __init__(self) -> None:
-        self.bits: Tensor | None = None
-        """uint8, of the weight's shape; ``None`` without masks."""
-        self.has_forward = False
-        """Whether the forward weight is masked."""
+        self.bits: Tensor | None = None  # uint8, of the weight's shape; None without masks
+        self.has_forward = False  # whether the forward weight is masked
         self.has_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
         self.permutation: Tensor | None = None
         """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
         self.backward_density: float | None = None
         """Share of the weight that the backward mask keeps, when last measured."""
-        self.flips: Tensor | None = None
-        """Forward mask bits that the last update changed, int64 without axes."""
-        self.total_flips: Tensor | None = None
-        """Forward mask bits that all updates together changed."""
+        self.flips: Tensor | None = None  # forward mask bits that the last update changed, int64 without axes
+        self.total_flips: Tensor | None = None  # forward mask bits that all updates together changed
 
     @property
     def forward(self) -> Tensor | None:
@@ -54,8 +50,7 @@ class LayerMasks:
         Args:
             forward: Bool mask, or ``None`` for a dense forward weight.
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
-            like: A tensor whose memory order the bits take, so that one elementwise pass reads a weight and its bits;
-                ``None`` for row-major order.
+            like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
         self.has_forward, self.has_backward = forward is not None, backward is not None
         if forward is None and backward is None:

@@ -12,28 +12,24 @@ from lightning_nm.functional import fold_seed
 
 
 class LayerNoise:
-    """What the random choices of a layer are made of.
+    """The layer's random numbers.
 
-    Choices of masks depend on the seed, the name and the step alone, so they are equal on all ranks. The noise of
-    gradient estimators also depends on the rank and on the number of the draw.
+    Masks depend on the seed, the name and the step alone, so they are equal on all ranks. The noise of gradient
+    estimators also depends on the rank and on the number of the draw.
 
     Args:
         seed: Base of all random choices of the model.
         name: The layer's name.
-        by_process: Whether each process draws numbers of its own even if others see the same part of the batch: a
-            weight that tensor parallelism cuts.
+        by_process: Whether each process draws its own numbers, as for a weight that tensor parallelism cuts.
     """
 
     def __init__(self, seed: int, name: str, by_process: bool = False) -> None:
         self.seed = seed
         self.name = name
         self.by_process = by_process
-        self.data_rank: int | None = None
-        """Which part of the global batch this process sees, where that is not its rank."""
-        self.draws = 0
-        """Number of the last draw; the only state that is saved."""
-        self.words: Tensor | None = None
-        """Four words that the estimator's random numbers are made of, int64 [4]; ``None`` without an estimator."""
+        self.data_rank: int | None = None  # the process's part of the global batch, where that is not its rank
+        self.draws = 0  # number of the last draw; the only state that is saved
+        self.words: Tensor | None = None  # int64 [4], for the estimator's random numbers; None without an estimator
         self._calls: dict[int, int] = {}
 
     def reseed(self, seed: int) -> None:
@@ -50,14 +46,7 @@ class LayerNoise:
         return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
     def draw(self, device: torch.device, number: int | None = None) -> None:
-        """Make the words of a draw, the next one by default.
-
-        The old tensor stays as it is: a graph that was made with it keeps it.
-
-        Args:
-            device: Where the weight is.
-            number: Number of the draw.
-        """
+        """Make the words of a draw, the next one by default, in a new tensor: graphs made with the old one keep it."""
         rank = self.data_rank
         if rank is None or self.by_process:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -66,14 +55,9 @@ class LayerNoise:
         self.words = fold_seed(self.seed, self.name, self.draws, rank).to(device, non_blocking=True)
 
     def for_call(self, words: Tensor, row: int) -> Tensor:
-        """The words of one backward pass.
+        """The words of one backward pass, which differ for each part of a joint projection, by its first output row.
 
-        Parts of a joint projection have words of their own, and so has, in eager code, each call of a module that is
-        called several times in a micro-batch: a compiled graph would be compiled anew for each count.
-
-        Args:
-            words: What the forward pass saw.
-            row: The first output row of the part.
+        In eager code they also differ for each call of a module in a micro-batch; a graph would be compiled for each.
         """
         if torch.compiler.is_compiling():
             return words + row

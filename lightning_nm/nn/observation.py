@@ -12,8 +12,7 @@ class GradientObservation:
     """Compares ``dW = E(dY)^T X`` with ``dY^T X`` in some backward passes."""
 
     def __init__(self) -> None:
-        self.active = False
-        """Whether the coming backward passes are compared."""
+        self.active = False  # whether the coming backward passes are compared
         self.sums: Tensor | None = None
         """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
         self._clock = 0
@@ -26,13 +25,9 @@ class GradientObservation:
 
     @torch.no_grad()
     def add(self, clock: int, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
-        """Add one backward pass.
+        """Add one backward pass; those at the same ``clock`` are added up.
 
-        Args:
-            clock: Training steps so far: passes of one window are added up.
-            estimate: E(dY).
-            exact: dW made of dY.
-            found: dW made of E(dY).
+        ``estimate`` is E(dY), ``exact`` is dW made of dY, and ``found`` is dW made of E(dY).
         """
         nonzeros = torch.count_nonzero(estimate).double()
         size = torch.full_like(nonzeros, estimate.numel())

@@ -6,8 +6,8 @@ For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
     dX = dY W_B           backward weight W_B = method.backward_weight(W)
     dW = E(dY)^T X        E = the gradient estimator, routed to W by method.weight_gradient
 
-Only X, the parameter W, the seed of the estimator and the masks that the layer keeps anyway are saved for backward: W_F
-and W_B are made again. The masks are saved so that autograd notices when they move between forward and backward.
+Only X, W, the estimator's noise and the masks are saved for backward; W_F and W_B are made again. Autograd then notices
+masks that move between forward and backward.
 """
 
 from __future__ import annotations
@@ -24,17 +24,10 @@ from lightning_nm.kernels.dispatch import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.routed_ops import backward_gemms, forward_gemm, record_dense
 
-_CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_INPUT: dict[int, Callable[..., Tensor]] = {
-    1: nn_grad.conv1d_input,
-    2: nn_grad.conv2d_input,
-    3: nn_grad.conv3d_input,
-}
-_CONV_WEIGHT: dict[int, Callable[..., Tensor]] = {
-    1: nn_grad.conv1d_weight,
-    2: nn_grad.conv2d_weight,
-    3: nn_grad.conv3d_weight,
-}
+# Convolutions and their gradients by the number of spatial dimensions, less one.
+_CONV: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
+_CONV_INPUT: list[Callable[..., Tensor]] = [nn_grad.conv1d_input, nn_grad.conv2d_input, nn_grad.conv3d_input]
+_CONV_WEIGHT: list[Callable[..., Tensor]] = [nn_grad.conv1d_weight, nn_grad.conv2d_weight, nn_grad.conv3d_weight]
 
 # Why a product that no router runs is dense.
 _CUDNN = "a convolution, left to cuDNN"
@@ -121,7 +114,7 @@ def _wgrad(
     layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[Tensor], Tensor], row: int = 0
 ) -> Tensor:
     """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``, whose first output is `row`."""
-    if layer.estimator is None or noise is None or not layer.estimating:
+    if layer.spec.estimator is None or noise is None or not layer.progress.estimating:
         return gemm(grad)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
     tokens = by_token.flatten(0, -2)
@@ -129,13 +122,13 @@ def _wgrad(
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
     if not torch.compiler.is_compiling() and layer.observation.active:  # a compiled graph cannot hand figures out
-        layer.observation.add(layer.clock, estimate, gemm(grad), found)
+        layer.observation.add(layer.progress.clock, estimate, gemm(grad), found)
     return found
 
 
 def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[Tensor | None, list[Any]]:
     """Gradients of the weight and of the layer's tensors, of which only the method's own parameters have one."""
-    grad_weight, *grad_parameters = layer.method.weight_gradient(layer, weight, grad.to(weight.dtype))
+    grad_weight, *grad_parameters = layer.spec.method.weight_gradient(layer, weight, grad.to(weight.dtype))
     rest: list[Any] = [None] * (tensors - len(layer.parameters))
     return grad_weight, rest + grad_parameters
 
@@ -162,8 +155,8 @@ class _Linear(torch.autograd.Function):
             router, trains = route
             out = layer.matrix(weight).shape[0]
             return forward_gemm(x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle)
-        record_dense(layer, ctx.router, ("forward",), len(x), x, _PART)
-        return F.linear(x, layer.matrix(layer.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
+        record_dense(layer, ctx.router, "forward", len(x), x, _PART)
+        return F.linear(x, layer.matrix(layer.spec.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -182,10 +175,10 @@ class _Linear(torch.autograd.Function):
             grad_x, found = made[0] if needs_input else None, made[1]
         else:
             if needs_input:
-                record_dense(layer, ctx.router, ("dgrad",), len(x), x, _PART)
-                grad_x = grad @ layer.matrix(layer.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
+                record_dense(layer, ctx.router, "dgrad", len(x), x, _PART)
+                grad_x = grad @ layer.matrix(layer.spec.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
             if needs_weight:
-                record_dense(layer, ctx.router, ("wgrad",), len(x), x, _PART)
+                record_dense(layer, ctx.router, "wgrad", len(x), x, _PART)
                 found = _wgrad(layer, grad, noise, lambda dy: dy.t() @ x, ctx.rows.start or 0)
         if needs_weight:
             if not whole:
@@ -206,8 +199,8 @@ class _Conv(torch.autograd.Function):
         x, weight, bias, layer, dtype, geometry, router, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
         ctx.layer, ctx.dtype, ctx.geometry, ctx.router = layer, dtype, geometry, router
-        y = _CONV[x.dim() - 2](x, layer.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
-        record_dense(layer, router, ("forward",), y.numel() // y.shape[1], x, _CUDNN)
+        y = _CONV[x.dim() - 3](x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+        record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _CUDNN)
         return y
 
     @staticmethod
@@ -215,16 +208,16 @@ class _Conv(torch.autograd.Function):
         x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
         (grad,) = grads
-        spatial = x.dim() - 2
+        spatial = x.dim() - 3
         grad_x = grad_weight = grad_bias = None
         rest: list[Any] = [None] * len(tensors)
         tokens = grad.numel() // grad.shape[1]
         if ctx.needs_input_grad[0]:
-            record_dense(layer, ctx.router, ("dgrad",), tokens, x, _CUDNN)
-            backward_weight = layer.method.backward_weight(layer, weight).to(ctx.dtype)
+            record_dense(layer, ctx.router, "dgrad", tokens, x, _CUDNN)
+            backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
             grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
         if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:]):
-            record_dense(layer, ctx.router, ("wgrad",), tokens, x, _CUDNN)
+            record_dense(layer, ctx.router, "wgrad", tokens, x, _CUDNN)
             conv = _CONV_WEIGHT[spatial]
             full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))

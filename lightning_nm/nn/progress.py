@@ -12,20 +12,13 @@ class LayerProgress:
     Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules.
     """
 
-    step: int = 0
-    """Real steps of the optimizer that owns the weight."""
-    updated_at: int = 0
-    """The step at which the masks last moved."""
-    clock: int = 0
-    """Training steps of all layers together: batches after which any optimizer had stepped."""
-    schedule: tuple[int, ...] = ()
-    """The training steps at which the method begins or ends something, as planned when training began."""
-    estimator_schedule: tuple[int, ...] = ()
-    """As ``schedule``, the estimator's."""
-    dense_gradient: bool = False
-    """Whether the window needs dL/dW_F at pruned entries, too."""
-    estimating: bool = False
-    """Whether the estimator works in the window."""
+    step: int = 0  # real steps of the optimizer that owns the weight
+    updated_at: int = 0  # the step at which the masks last moved
+    clock: int = 0  # training steps of all layers together: batches after which any optimizer had stepped
+    schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
+    estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
+    dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
+    estimating: bool = False  # whether the estimator works in the window
 
     def load(self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]) -> None:
         """Set saved counters; the clock is the model's."""

@@ -1,9 +1,8 @@
 """The three products of a layer on the kernels that a router chooses, as two operators that compiled graphs call.
 
-They compute what :mod:`lightning_nm.nn.ops` computes without a router. They look up the layer and the router by handle:
-the choice, the packs and the fused passes over operands happen when a graph runs, not when it is traced. A layer's
-handle is the size of an empty tensor, because a graph is recompiled for another integer, but not for other sizes: equal
-blocks of a model share one graph.
+They compute what :mod:`lightning_nm.nn.ops` computes without a router, and look up layer and router by handle when a
+graph runs. A layer's handle is the size of an empty tensor: a graph is recompiled for another integer, but not for
+another size, so equal blocks of a model share one graph.
 """
 
 from __future__ import annotations
@@ -20,56 +19,47 @@ from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
-from lightning_nm.kernels.operands import in_one_pass, permuted_columns
-from lightning_nm.nn.gemms import Gemm
+from lightning_nm.kernels.operands import in_one_pass, masked_backward, masked_forward, permuted_columns
+from lightning_nm.nn.gemms import LAYER_GEMMS
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.packable import packable_backward, packable_forward
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
-_NO_OPERAND = "none of its operands is N:M"
+
+def _product(layer: NMLayer, gemm: GemmName, x: Tensor, out: int, width: int) -> Product:
+    """One of the layer's products as it would run now on the batch ``x [tokens, width]``."""
+    how, masks, spec = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec
+    reason = ""
+    if how.pattern is None:
+        reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
+    permuted = gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    size = _size(gemm, len(x), out, width)
+    return Product(
+        spec.name, GemmKey(gemm, *size, x.dtype, how.pattern or spec.pattern, str(x.device), permuted), reason
+    )
 
 
-def products(
-    layer: NMLayer, tokens: int, dtype: torch.dtype, device: torch.device, gemms: Sequence[GemmName] = GEMMS
-) -> list[Product]:
-    """The layer's products as they would run now on a batch of so many tokens, by default all three."""
-    treated = layer.gemms()
-    sizes = _sizes(layer, tokens)
-    found = []
-    for gemm in gemms:
-        how: Gemm = getattr(treated, gemm)
-        reason = "" if how.pattern else f"{how.treatment}; {how.reason}" if how.reason else _NO_OPERAND
-        permuted = gemm == "dgrad" and layer.masks.has_backward and layer.permutation is not None
-        key = GemmKey(gemm, *sizes[gemm], dtype, how.pattern or layer.pattern, str(device), permuted)
-        found.append(Product(layer.name, key, reason))
-    return found
+def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
+    return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}[gemm]
 
 
-def _sizes(layer: NMLayer, tokens: int) -> dict[GemmName, tuple[int, int, int]]:
-    out = layer.rows(layer.weight).shape[0]
-    width = layer.weight.numel() // out
-    return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}
-
-
-def record_dense(
-    layer: NMLayer, router: Router | None, gemms: Sequence[GemmName], tokens: int, x: Tensor, reason: str
-) -> None:
-    """Count products that stay dense without a choice, for the router's report; compiled graphs are not counted.
+def record_dense(layer: NMLayer, router: Router | None, gemm: GemmName, tokens: int, x: Tensor, reason: str) -> None:
+    """Report a product that is always dense to the router; compiled graphs do not report.
 
     Args:
         layer: The layer.
         router: The active router, if there is one.
-        gemms: Which of its products.
+        gemm: Which of its products.
         tokens: Output positions of the batch.
         x: The input, for dtype and device.
-        reason: Why they are dense.
+        reason: Why it is dense.
     """
-    if router is None or torch.compiler.is_compiling():
-        return
-    sizes = _sizes(layer, tokens)
-    for gemm in gemms:
-        router.kernel(Product(layer.name, GemmKey(gemm, *sizes[gemm], x.dtype, layer.pattern, str(x.device)), reason))
+    if router is not None and not torch.compiler.is_compiling():
+        weight = layer.param
+        out = layer.rows(weight).shape[0]
+        size = _size(gemm, tokens, out, weight.numel() // out)
+        key = GemmKey(gemm, *size, x.dtype, layer.spec.pattern, str(x.device))
+        router.kernel(Product(layer.spec.name, key, reason))
 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
@@ -95,18 +85,18 @@ def forward_gemm(
         x: ``[tokens, in]``.
         weight: The latent parameter, in the layout of the layer.
         bias: ``[out]`` of the dtype of `x`, or None.
-        tensors: What the method keeps beside the weight: the operator reads it through the layer.
+        tensors: What the method keeps beside the weight; it is read through the layer.
         trains: Whether a backward pass will follow.
         out: Rows of the weight.
-        tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
-        router: Handle of the :class:`~lightning_nm.kernels.dispatch.Router`.
+        tag: The layer's handle tensor.
+        router: The router's handle.
 
     Returns:
         ``[tokens, out]``.
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
-    recorded = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = products(nm, len(x), x.dtype, x.device, recorded)
+    gemms = GEMMS if trains and not route.tuned else GEMMS[:1]
+    product, *later = [_product(nm, gemm, x, out, x.shape[1]) for gemm in gemms]
     route.record([product, *later])
     kernel = route.kernel(product)
 
@@ -125,16 +115,7 @@ def forward_gemm(
 
 
 @forward_gemm.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tensors: Sequence[Tensor],
-    trains: bool,
-    out: int,
-    tag: Tensor,
-    router: int,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, tensors: Any, trains: bool, out: int, tag: Tensor, router: int) -> Tensor:
     return x.new_empty(x.shape[0], out)
 
 
@@ -162,40 +143,34 @@ def backward_gemms(
         grad: ``dY [tokens, out]``.
         x: ``[tokens, in]``.
         weight: The latent parameter, in the layout of the layer.
-        noise: The noise that the forward pass saw, for the estimator.
-        tensors: What the method keeps beside the weight: the operator reads it through the layer.
+        noise: The estimator's noise in the forward pass.
+        tensors: What the method keeps beside the weight; it is read through the layer.
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
-        tag: The :class:`~lightning_nm.nn.layer.NMLayer`'s.
-        router: Handle of the :class:`~lightning_nm.kernels.dispatch.Router`.
+        tag: The layer's handle tensor.
+        router: The router's handle.
 
     Returns:
         ``dX [tokens, in]`` and ``dW [out, in]``.
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
-    dgrad, wgrad = products(nm, len(x), x.dtype, x.device, GEMMS[1:])
+    sizes = grad.shape[1], x.shape[1]
+    dgrad = _product(nm, "dgrad", x, *sizes) if needs_input else None
+    wgrad = _product(nm, "wgrad", x, *sizes) if needs_weight else None
     route.tune_if_single()
-    dgrad_kernel = route.kernel(dgrad) if needs_input else None
-    wgrad_kernel = route.kernel(wgrad) if needs_weight else None
+    dgrad_kernel = None if dgrad is None else route.kernel(dgrad)
+    wgrad_kernel = None if wgrad is None else route.kernel(wgrad)
     gradient = _Gradient(nm, route, _plain(grad), noise if needs_weight else None)
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
-        grad.new_empty(0) if dgrad_kernel is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
-        grad.new_empty(0) if wgrad_kernel is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, x),
+        grad.new_empty(0) if dgrad is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
+        grad.new_empty(0) if wgrad is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, x),
     )
 
 
 @backward_gemms.register_fake
 def _(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    noise: Tensor | None,
-    tensors: Sequence[Tensor],
-    needs_input: bool,
-    needs_weight: bool,
-    tag: Tensor,
-    router: int,
+    grad: Tensor, x: Tensor, weight: Tensor, noise: Any, tensors: Any, needs_input: bool, needs_weight: bool, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     return (
         grad.new_empty(grad.shape[0], x.shape[1]) if needs_input else grad.new_empty(0),
@@ -212,7 +187,7 @@ def _backward_flops(
     tensors: Any,
     needs_input: bool,
     needs_weight: bool,
-    *args: Any,
+    *rest: Any,
     **kwargs: Any,
 ) -> int:
     """``2 tokens in out`` for each product: as the dense ones, whatever kernels make them."""
@@ -220,27 +195,19 @@ def _backward_flops(
 
 
 class _Gradient:
-    """dY in the forms that the products of a backward pass take; two forms may come of one pass over it.
+    """dY ``[tokens, out]``, contiguous, in the forms that products take; one pass over it may make two of them."""
 
-    Args:
-        layer: The layer.
-        router: Chooses between one pass and two.
-        grad: ``dY [tokens, out]``, contiguous.
-        noise: The noise of the estimator, ``None`` where it has nothing to do.
-    """
-
-    packed = False
-    """Whether a kernel packs E(dY)."""
+    packed = False  # whether a kernel packs E(dY)
 
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad
-        estimating = layer.estimator is not None and layer.estimating
+        estimating = layer.spec.estimator is not None and layer.progress.estimating
         self.seed = layer.noise.for_call(noise, 0) if estimating and noise is not None else None
         self._transposed: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:
         """``dY[:, order]``."""
-        layer, grad, estimator, seed = self.layer, self.grad, self.layer.estimator, self.seed
+        layer, grad, estimator, seed = self.layer, self.grad, self.layer.spec.estimator, self.seed
         if not self.packed or estimator is None or seed is None or layer.observation.active:
             return permuted_columns(grad, order)
 
@@ -258,15 +225,16 @@ class _Gradient:
 
     def transposed(self) -> Tensor:
         """``E(dY)^T``."""
-        assert self.layer.estimator is not None
+        estimator = self.layer.spec.estimator
+        assert estimator is not None
         assert self.seed is not None
         if self._transposed is None:
-            self._transposed, _ = self.layer.estimator.estimate_transposed(self.layer, self.grad, self.seed)
+            self._transposed, _ = estimator.estimate_transposed(self.layer, self.grad, self.seed)
         return self._transposed
 
 
 def _dgrad(
-    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, gradient: _Gradient, weight: Tensor
+    layer: NMLayer, router: Router, kernel: Any, product: Product, gradient: _Gradient, weight: Tensor
 ) -> Tensor:
     grad = gradient.grad
 
@@ -275,15 +243,13 @@ def _dgrad(
 
     def sparse() -> Tensor:
         packed = _pack(layer, router, kernel, product, weight, lambda: packable_backward(layer, weight, grad.dtype))
-        order = layer.permutation if product.key.permuted else None
+        order = layer.masks.permutation if product.key.permuted else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
     return _run(router, kernel, product, sparse, dense)
 
 
-def _wgrad(
-    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, gradient: _Gradient, x: Tensor
-) -> Tensor:
+def _wgrad(layer: NMLayer, router: Router, kernel: Any, product: Product, gradient: _Gradient, x: Tensor) -> Tensor:
     grad, seed = gradient.grad, gradient.seed
     if seed is None:
         return grad.t() @ x
@@ -293,7 +259,7 @@ def _wgrad(
         found = _run(
             router, kernel, product, lambda: kernel.matmul(kernel.pack(matrix), other), lambda: estimate.t() @ x
         )
-        layer.observation.add(layer.clock, estimate, grad.t() @ x, found)
+        layer.observation.add(layer.progress.clock, estimate, grad.t() @ x, found)
         return found
 
     def sparse() -> Tensor:
@@ -306,14 +272,35 @@ def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tenso
     """W_F ``[out, in]`` for a dense product: masked and cast in one pass over the weight where a kernel does that."""
     if in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
-    return layer.matrix(layer.method.forward_weight(layer, weight)).to(dtype)
+    return layer.matrix(layer.spec.method.forward_weight(layer, weight)).to(dtype)
 
 
 def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W_B ``[out, in]`` likewise; the one pass would order the rows of a permuted W_B, which takes more passes here."""
-    if in_one_pass(weight) and not (layer.masks.has_backward and layer.permutation is not None):
+    if in_one_pass(weight) and not (layer.masks.has_backward and layer.masks.permutation is not None):
         return packable_backward(layer, weight, dtype).t()
-    return layer.matrix(layer.method.backward_weight(layer, weight)).to(dtype)
+    return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
+
+
+def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
+    method, masks = layer.spec.method, layer.masks
+    bits = masks.bits if masks.has_forward and method.selects_entries else None
+    if bits is None or bits.stride() != weight.stride():
+        return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
+    return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
+
+
+def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """W_B^T ``[in, out]`` likewise, its columns in the order of the permutation if there is a backward mask."""
+    method, masks = layer.spec.method, layer.masks
+    own = masks.has_backward
+    order = masks.permutation if own else None
+    bits = masks.bits if (masks.has_forward or own) and method.selects_entries else None
+    if bits is None or bits.stride() != weight.stride():
+        rows = layer.matrix(method.backward_weight(layer, weight)).to(dtype)
+        return (rows if order is None else rows[order]).t().contiguous()
+    return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -343,9 +330,9 @@ def _pack(
     operand: Callable[[], Tensor],
 ) -> Tensor:
     """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does."""
-    versions = tuple((tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors()))
-    # Steps count, too, as not every optimizer leaves a version; and memory belongs to the stream where it was made.
+    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
+    # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    stamp: Hashable = (versions, layer.step, layer.clock, stream)
+    stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
     name = (kernel.name, product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, lambda: kernel.pack(operand()))

@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """What the layers that match get.
-
-    Args:
-        include: Globs over module names; ``None`` matches every layer.
-        pattern: The N:M pattern.
-        method: The method.
-        estimator: The gradient estimator of the wgrad GEMM.
-    """
+    """What the layers that match get; ``include`` holds globs over module names, ``None`` matches every layer."""
 
     include: tuple[str, ...] | None
     pattern: NMPattern
@@ -48,12 +41,11 @@ class Rule:
 
 @dataclass
 class Plan:
-    """The outcome of a selection: layers to install and the reasons for those left dense."""
+    """The outcome of a selection: layers, reasons of skipped ones, and the size of every weight of a known kind."""
 
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Number of weights of every known layer kind, masked or not."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +159,7 @@ def select(
 
 
 def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Candidate]:
-    """Every weight of a known layer kind; modules of other kinds that own a matrix are noted as skipped."""
+    """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the plan."""
     wrapped: tuple[str, ...] = ()
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
@@ -230,13 +222,7 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
 
 
 def _eligibility(candidate: _Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
-    """Why the forward and the dgrad GEMM cannot be N:M; empty where they can.
-
-    Args:
-        candidate: The weight.
-        pattern: The N:M pattern.
-        cuts: Into how many parts tensor parallelism cuts its dimensions: no block may lie in two.
-    """
+    """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
     weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
     rows = weight.t() if spec.layout == "transposed" else weight.flatten(1) if spec.layout == "flat" else weight
     part = "" if spec.groups == 1 else "/group"
@@ -305,11 +291,7 @@ def _is_glob(text: str) -> bool:
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
-    """Read ``None``, one glob or a list of globs.
-
-    Raises:
-        TypeError: If the value is something else.
-    """
+    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``."""
     if value is None:
         return None
     globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)

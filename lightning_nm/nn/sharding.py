@@ -38,11 +38,9 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
-    """How many parts each dimension of a parameter is cut into while its module runs: by tensor parallelism.
+    """How many parts tensor parallelism cuts each dimension of a parameter into while its module runs.
 
-    Args:
-        tensor: The parameter, between steps.
-        fsdp: Whether FSDP manages it, which gathers its own shards for the forward pass.
+    With ``fsdp``, FSDP manages the parameter and gathers its own shards for the forward pass.
     """
     if not isinstance(tensor, DTensor):
         return {}
@@ -58,12 +56,7 @@ def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
 
 
 def local_shard(full: Tensor, sharded: Tensor) -> Tensor:
-    """View of the shard of a full tensor that this process would hold if it were sharded as another one.
-
-    Args:
-        full: A tensor that is equal in all processes.
-        sharded: A tensor of its shape, whose placements count; a plain tensor is not sharded.
-    """
+    """View of the shard of a full tensor that this process would hold if it were sharded as ``sharded`` is."""
     if not isinstance(sharded, DTensor):
         return full
     coordinate = sharded.device_mesh.get_coordinate()
@@ -103,12 +96,7 @@ def reshard(modules: Sequence[nn.Module]) -> None:
 
 
 class GatheredParameter:
-    """A sharded parameter as a plain one: gathered when first read; changes are written back into the shards.
-
-    Args:
-        parameter: The sharded parameter.
-        gradient: Whether its gradient goes with it.
-    """
+    """A sharded parameter, perhaps with its gradient, as a plain one: gathered when first read, and written back."""
 
     def __init__(self, parameter: nn.Parameter, gradient: bool) -> None:
         self._parameter = parameter

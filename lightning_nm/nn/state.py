@@ -19,9 +19,7 @@ from lightning_nm.nn.masks import LayerMasks
 def layer_state(layer: NMLayer) -> dict[str, Any]:
     """The state of one layer, on the CPU.
 
-    ``latent`` holds what W_F does not tell about the parameter W: nothing if they are equal or if the method keeps no
-    latent weights and has made a step, the pruned entries in row-major order if W_F is W under the forward mask, else W
-    itself.
+    ``latent`` is what :func:`dropped` keeps, or nothing if the method keeps no latent weights and has made a step.
     """
     masks, progress, costs = layer.masks, layer.progress, layer.costs
     forward = masks.forward
@@ -66,13 +64,8 @@ def _checksum(weight: Tensor) -> list[float]:
 def dropped(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
     """What W_F does not tell about W, on the CPU.
 
-    Args:
-        weight: W.
-        forward_weight: W_F.
-        mask: The forward mask, bool; ``None`` if there is none.
-
     Returns:
-        ``None`` if they are equal, the pruned entries in row-major order if W_F is W under the mask, else W.
+        ``None`` if they are equal, the pruned entries in row-major order if W_F is W under the forward mask, else W.
     """
     if _same(forward_weight, weight):
         return None
@@ -179,11 +172,7 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
 
 
 def refuse_others(layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse saved states that are not of these layers, by name.
-
-    Raises:
-        ValueError: Naming the layers and what differs.
-    """
+    """Refuse saved states that are not of these layers by a ``ValueError`` that names them and what differs."""
     differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
     differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
     differences += [
@@ -233,7 +222,7 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 def _estimator_settings(layer: NMLayer) -> dict[str, Any]:
-    """Those of the layer's estimator, and the pattern that it has in this layer."""
+    """Those of the layer's estimator, and its pattern in this layer."""
     if layer.estimator is None:
         return {}
     return {**_settings(layer.estimator), "pattern": str(layer.estimator.pattern_of(layer))}

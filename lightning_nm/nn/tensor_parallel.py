@@ -1,8 +1,8 @@
-"""Linear layers whose weight is sharded while they run: each process multiplies its part, under its part of the masks.
+"""Linear layers that tensor parallelism shards: each process multiplies its shard under its part of the masks.
 
-``ColwiseParallel`` gives each process rows of W, and so outputs of its own: ``Y = X W^T`` for a whole X, whose
-gradients add up over the processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them: the
-products add up to Y. Blocks along `in` and along `out` must lie within one part, which their selection sees to.
+``ColwiseParallel`` gives each process rows of W and so outputs of its own; the gradients of X add up over the
+processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them; the products add up to Y. The
+selection sees to it that no block lies in two shards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lightning_nm.nn.ops import nm_linear
 
 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
-    """``x @ W_F^T + bias``, a DTensor: its last dimension sharded if W's rows are, whole in each process otherwise.
+    """``x @ W_F^T + bias``, a DTensor: its last dimension sharded if W's rows are, else replicated.
 
     Args:
         x: ``[..., in]``, a DTensor, or a plain tensor that is equal in all processes.
         weight: ``[out, in]``, a DTensor, replicated or sharded along one dimension, over a mesh of one dimension.
         bias: ``[out]`` or ``None``, sharded as W's rows are.
-        layer: Method, estimator and masks, of all of W.
+        layer: The layer of all of W.
 
     Raises:
         RuntimeError: If FSDP should have gathered the weight, or has and was not known, naming the layer.

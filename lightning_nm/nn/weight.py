@@ -11,11 +11,10 @@ from lightning_nm.nn.sharding import GatheredParameter, local_shard, local_value
 
 
 class ShardedWeight:
-    """The three sides of a parameter that ``fully_shard`` or ``parallelize_module`` has sharded.
+    """A parameter that ``fully_shard`` or ``parallelize_module`` has sharded.
 
-    :attr:`parameter` is what module and optimizer hold. :attr:`local` is the shard of its values in this process, which
-    elementwise code reads and writes. :attr:`weight` is the full weight, within :meth:`full` alone, which gathers it
-    when it is read.
+    :attr:`parameter` is what module and optimizer hold, :attr:`local` its shard in this process. :attr:`weight` is the
+    full weight within :meth:`full`, gathered when it is read.
 
     Args:
         module: The module that owns the parameter, looked up at each use: FSDP replaces it while the module runs.
@@ -61,10 +60,7 @@ class ShardedWeight:
     def full(self, *, gradient: bool = False) -> Iterator[None]:
         """Within, :attr:`weight` is a plain tensor, and changes of it reach the parameter; nested calls do nothing.
 
-        To be entered in all processes, which must all read ``weight`` there, or none.
-
-        Args:
-            gradient: Gather the gradient with it.
+        All processes must enter, and must all read ``weight`` there, or none. ``gradient`` gathers the gradient, too.
         """
         if self._gathered is not None:
             yield

@@ -13,13 +13,7 @@ from lightning_nm.nn.sharding import local_values
 
 
 class OwnedLayers(NamedTuple):
-    """What an optimizer owns.
-
-    Args:
-        optimizer: The optimizer.
-        layers: The layers whose weight it holds.
-        parameters: How many parameters it held then: more may join while training.
-    """
+    """An optimizer, the layers whose weight it holds, and how many parameters it held then."""
 
     optimizer: Optimizer
     layers: list[NMLayer]
@@ -29,10 +23,7 @@ class OwnedLayers(NamedTuple):
 def owned_layers(optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLayers | None = None) -> OwnedLayers:
     """Find the layers whose weight an optimizer holds, and add the parameters that their methods own.
 
-    Args:
-        optimizer: The optimizer.
-        layers: All masked layers.
-        known: What it owned before; methods checked the optimizer for these layers.
+    Methods do not check the optimizer again for the layers of ``known``.
 
     Raises:
         ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
@@ -62,7 +53,7 @@ def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:
-    """Whether a step was not one of training: distributed checkpoints make one at learning rate 0 to allocate state."""
+    """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
     rates = [group.get("lr", 1) for group in optimizer.param_groups]
     if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates):
         return False  # theirs is on the CPU, and waiting for a GPU in each step is too dear

@@ -12,15 +12,15 @@ from lightning_nm.nn.state import same_estimator
 def plan_schedules(
     layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
 ) -> None:
-    """Turn shares of the training into steps, once: what was planned when a training began stays.
+    """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
 
     Args:
-        layers: The layers, whose schedules are set.
+        layers: The layers.
         saved: By name, the states of layers whose training continues.
         planned_steps: Training steps of the whole training, if known.
 
     Raises:
-        ValueError: If the schedule of a method or an estimator does not fit the plan.
+        ValueError: If the schedule of a method or an estimator does not fit the planned steps.
     """
     new = set()
     for layer in layers:
@@ -41,7 +41,7 @@ def plan_schedules(
 def changed_schedules(
     layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Each saved schedule that would be another one if training began now: its owner, the saved and the new one."""
+    """Each saved schedule that would differ if training began now: its owner, the saved and the new one."""
     changes = set()
     for layer in layers:
         state = saved[layer.name]

@@ -121,7 +121,7 @@ class ModelStatistics:
     def violations(self) -> int:
         """Count the blocks of forward weights that hold more than N nonzeros; 0 unless a method is wrong."""
         return sum(
-            int(count_violations(layer.rows(layer.forward_weight()), layer.pattern, dim=1))
+            int(count_violations(layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1))
             for layer in self.plan.layers
             if layer.forward_mask is not None
         )

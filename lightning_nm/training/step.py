@@ -1,8 +1,7 @@
 """Everything that advances when an optimizer steps, in order.
 
-A training step has three parts, which are the three methods of :class:`TrainingStep`, read from top to bottom:
-:meth:`~TrainingStep.before_optimizer`, with complete gradients; :meth:`~TrainingStep.after_optimizer`, right after each
-real step of an optimizer; and :meth:`~TrainingStep.end_batch`. Nothing else advances a layer's counters.
+:class:`TrainingStep` is read from top to bottom: :meth:`~TrainingStep.before_optimizer`, with complete gradients;
+:meth:`~TrainingStep.after_optimizer`, right after each real step; :meth:`~TrainingStep.end_batch`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import within
 from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
 
-_OBSERVED_LAYERS = 4
-"""Layers whose gradient estimates are compared with exact gradients at a time."""
-
-_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})
-"""Hooks by which a method may change what a GEMM costs without moving masks."""
+_OBSERVED_LAYERS = 4  # whose gradient estimates are compared with exact gradients at a time
+_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})  # may change a GEMM's cost without moving masks
 
 
 class TrainingStep:
-    """Advances the layers of a model with the real steps of the optimizers that own their weights.
+    """Advances the counters of layers with the real steps of the optimizers that own their weights.
 
     Args:
         layers: The masked layers.
@@ -38,26 +34,16 @@ class TrainingStep:
     def __init__(self, layers: Sequence[NMLayer], observe_every: int = 0) -> None:
         self.layers = layers
         self.observe_every = observe_every
-        self.clock = 0
-        """Training steps: batches at whose end any optimizer had stepped."""
-        self.stepped = False
-        """Whether any optimizer has stepped since the last :meth:`end_batch`."""
-        self.optimizers: dict[int, OwnedLayers] = {}
-        """The registered optimizers by id, and what they own."""
+        self.clock = 0  # training steps: batches at whose end any optimizer had stepped
+        self.stepped = False  # whether any optimizer has stepped since the last end_batch()
+        self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones by id
         self._hooks: list[RemovableHandle] = []
         self._depth: dict[int, int] = {}
         self._announced: set[int] = set()
         self._dense_gradients: set[NMLayer] = set()
 
-    # ----------------------------------------------------------------------------------------------- the three parts
-
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
-        """Shape the complete gradients of the layers that the optimizer owns.
-
-        Args:
-            optimizer: A registered optimizer.
-            loss_scale: What the gradients are still multiplied by.
-        """
+        """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
         for layer in owned:
@@ -121,10 +107,9 @@ class TrainingStep:
         return stepped
 
     def begin_window(self, *, loaded: bool = False) -> None:
-        """Settle what the layers do until the next step, before its first forward pass: all micro-batches do the same.
+        """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.
 
-        Args:
-            loaded: The counters were loaded, and whether gradients are dense with them.
+        ``loaded``: the counters were loaded, and whether gradients are dense with them.
         """
         able = []
         for layer in self.layers:
@@ -149,14 +134,8 @@ class TrainingStep:
         self.clock, self.stepped = clock, stepped
         self.begin_window(loaded=True)
 
-    # -------------------------------------------------------------------------------------------------- the optimizers
-
     def register(self, optimizer: Optimizer) -> None:
-        """Count the real steps of an optimizer; does nothing if it is registered.
-
-        Raises:
-            ValueError: If a method cannot work with the optimizer, naming it and the layer.
-        """
+        """Count the real steps of an optimizer; does nothing if it is registered."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
             self._hooks.append(optimizer.register_step_pre_hook(self._enter_step))
@@ -167,7 +146,6 @@ class TrainingStep:
 
         Raises:
             RuntimeError: If the optimizer is not registered.
-            ValueError: If a method cannot work with the optimizer of a layer that joined.
         """
         known = self.optimizers.get(id(optimizer))
         if known is None:
@@ -182,11 +160,7 @@ class TrainingStep:
         return [layer for layer in self.layers if layer not in owned]
 
     def release(self, *, keep_parameters: bool = False) -> None:
-        """Forget all optimizers.
-
-        Args:
-            keep_parameters: Leave the parameters that methods own in them, with their state.
-        """
+        """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
         for handle in self._hooks:
             handle.remove()
         if not keep_parameters:
@@ -235,7 +209,7 @@ def _add_penalty(layer: NMLayer) -> None:
 
 
 def _count_cost(layer: NMLayer) -> None:
-    """Add up what the GEMMs of a training step cost, whether or not it trained this layer."""
+    """Add a training step to the layer's costs, whether or not it trained this layer."""
     masks, progress, costs = layer.masks, layer.progress, layer.costs
     treatment = (
         masks.has_forward,

@@ -6,8 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import masks
-from lightning_nm.functional.block_masks import broadcast_mask, sorted_mask, unrolled_mask
-from lightning_nm.functional.masks import count_violations, is_nm, nm_mask, nm_prune
+from lightning_nm.functional.masks import (
+    broadcast_mask,
+    count_violations,
+    is_nm,
+    nm_mask,
+    nm_prune,
+    sorted_mask,
+    unrolled_mask,
+)
 from lightning_nm.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:4", "1:4", "3:4", "3:5", "2:8", "4:8", "1:16", "2:16", "8:16", "16:32", "5:70"]

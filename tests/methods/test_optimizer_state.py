@@ -53,7 +53,7 @@ def stepped(make, steps, seed=0, dtype=torch.float64):
 )
 def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     weight, mask, optimizer = stepped(ENTRYWISE[name], steps)
-    size = step_size(optimizer, weight, mask)
+    size = step_size(optimizer, weight)
     assert size.maximize == (name == "adam-maximize")
     moment = None if size.moment is None else as_blocks(size.moment, 4)
     grad = as_blocks(weight.grad, 4)
@@ -66,15 +66,15 @@ def test_the_effective_step_is_what_the_optimizer_does(name, steps):
 
 
 def test_momentum_of_one_has_no_end_and_counts_as_none():
-    weight, mask, optimizer = stepped(lambda p: torch.optim.SGD(p, 0.1, momentum=1.0), 3)
-    assert step_size(optimizer, weight, mask).scale == 0.1
+    weight, _, optimizer = stepped(lambda p: torch.optim.SGD(p, 0.1, momentum=1.0), 3)
+    assert step_size(optimizer, weight).scale == 0.1
 
 
 @pytest.mark.parametrize("steps", [0, 3, 100])
 @pytest.mark.parametrize("name", CLOSE)
 def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps):
     weight, mask, optimizer = stepped(CLOSE[name], steps, dtype=torch.float32)
-    size = step_size(optimizer, weight, mask)
+    size = step_size(optimizer, weight)
     moment = None if size.moment is None else as_blocks(size.moment, 4)
     grad = as_blocks(weight.grad, 4)
     eta = torch.as_tensor(size.of_blocks(moment, grad, as_blocks(mask, 4))).expand_as(grad)
@@ -89,7 +89,7 @@ def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps)
 def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_rate():
     weight, mask, optimizer = stepped(ENTRYWISE["adam"], 5)
     weight.grad[0, 0:4] *= 1000
-    size = step_size(optimizer, weight, mask)
+    size = step_size(optimizer, weight)
     grad, keep, moment = as_blocks(weight.grad, 4), as_blocks(mask, 4), as_blocks(size.moment, 4)
     eta = size.of_blocks(moment, grad, keep)
     second = (0.999 * moment + 0.001 * grad.square()) / (1 - 0.999**6)

@@ -18,16 +18,15 @@ Index = tuple[Tensor, ...]
 
 @dataclass
 class Exchange:
-    """What an adaptation exchanges: found before the optimizer's step, applied after it, then kept until batch end.
+    """The entries to exchange: found before the optimizer's step, applied after it, then kept until the batch ends.
 
     Args:
-        blocks: Block of each exchange, numbered as :func:`~lightning_nm.functional.evolution.as_blocks` does, int64
-            ``[K]``.
+        blocks: Block of each exchange, as :func:`~lightning_nm.functional.evolution.as_blocks` counts, int64 ``[K]``.
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
         adapted: Number of blocks that change.
         held: Number of blocks that do not, though an exchange would raise their score.
-        loss_change: What the exchanges should change the loss by.
+        loss_change: The expected change of the loss.
     """
 
     blocks: Tensor
@@ -40,28 +39,18 @@ class Exchange:
 
 @dataclass
 class PendingExchange:
-    """What one call of a step tells the next.
+    """The state that one call of a step leaves to the next."""
 
-    Args:
-        fresh: The masks are new: pruned entries of the weight and of the optimizer's state may hold something yet.
-        ready: ``before_step`` has run for the step to come.
-        exchange: What to exchange after that step; afterwards what was exchanged, until the batch ends.
-    """
-
-    fresh: bool = False
-    ready: bool = False
-    exchange: Exchange | None = None
+    fresh: bool = False  # the masks are new: pruned entries of the weight and the optimizer's state may be nonzero
+    ready: bool = False  # before_step() has run for the coming step
+    exchange: Exchange | None = None  # to be made after that step; afterwards the last one, until the batch ends
 
 
 @torch.no_grad()
 def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, exchange: Exchange) -> None:
     """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
 
-    Args:
-        optimizer: The optimizer of the weight.
-        layer: The layer.
-        mask: The forward mask before the exchange, whose entries the mean over a block is taken of.
-        exchange: What is exchanged.
+    The mean is taken over the entries of the block that ``mask`` kept before the exchange.
     """
     m = layer.pattern.m
     for key, kept_state in entry_states(optimizer, layer.param, layer.name):

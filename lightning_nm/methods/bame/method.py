@@ -28,8 +28,7 @@ from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
-# Weights that an adaptation handles at a time: it bounds the temporaries.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # weights that an adaptation handles at a time: it bounds the temporaries
 
 
 def _pending(layer: NMLayer) -> PendingExchange:
@@ -140,14 +139,8 @@ class BAME(MaskMethod):
         """Whether dgrad has a mask of its own."""
         return self._bi_mask is not None
 
-    # ------------------------------------------------------------------------------------------------ the schedule
-
     def schedule(self, planned_steps: int | None) -> tuple[int, int]:
-        """The first training step at which an adaptation may happen, and the one from which on none may.
-
-        Raises:
-            ValueError: If a share was given but the number of steps is not known.
-        """
+        """The first training step at which an adaptation may happen, and the one from which on none may."""
         return (
             resolve_moment(self, "start", self.start, planned_steps),
             resolve_moment(self, "stop", self.stop, planned_steps),
@@ -187,8 +180,6 @@ class BAME(MaskMethod):
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.param, layer.name)
-
-    # --------------------------------------------------------------------------------------------------- the masks
 
     @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
@@ -266,13 +257,11 @@ class BAME(MaskMethod):
             if backward is not None:
                 layer.masks.set_backward(backward)
 
-    # ------------------------------------------------------------------------------------------------ an adaptation
-
     def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Exchange:
         """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
         weight, m = layer.weight.detach(), layer.pattern.m
         assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.weight, layer.unrows(mask), layer.param)
+        size = step_size(optimizer, layer.param)
         max_swaps = min(self.max_swaps_per_block, layer.pattern.n, m - layer.pattern.n)
         rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
         rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
@@ -325,14 +314,12 @@ class BAME(MaskMethod):
         figures = (torch.as_tensor(exchange.adapted), exchange.held, exchange.loss_change)
         layer.buffers["adaptation"].copy_(torch.stack([x.to(weight.device, torch.float32) for x in figures]))
 
-    # ----------------------------------------------------------------------------------------------------- figures
-
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
 
         ``oscillation``: accumulated oscillations per block. Of the last adaptation, ``adapted_blocks``: share of blocks
         that changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain;
-        ``predicted_loss_change``: sum over the layers. Once the window is over 0, 1 and 0.
+        ``predicted_loss_change``: sum over the layers. After the window 0, 1 and 0.
         """
         blocks = oscillations = adapted = held = loss = 0.0
         for layer in layers:

@@ -20,28 +20,18 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 class StepSize:
     r"""How far a unit of gradient moves each entry, in the long run.
 
-    :math:`\eta = s` without a second moment; with one, :math:`\eta = s / (\sqrt{(a v + b G^2) / c} + \epsilon)`, the
-    preconditioner of the coming step. A pruned entry has no second moment: it takes the mean over its block's kept
-    entries, which is what it starts from when it is regrown, but at least its own :math:`G^2`, so that it is not
-    expected to move further than s.
-
-    Args:
-        scale: s.
-        moment: v, of the weight's shape; ``None`` for zeros.
-        keep: a.
-        take: b.
-        correction: c.
-        epsilon: Added to the root; ``None`` when steps are not preconditioned.
+    :math:`\eta = s`, or with an epsilon :math:`\eta = s / (\sqrt{h} + \epsilon)`, where :math:`h = (a v + b G^2) / c`
+    is the preconditioner of the coming step. A pruned entry takes the mean of h over its block's kept entries, which it
+    starts from when it is regrown, but at least its own :math:`G^2`: it is not expected to move further than s.
     """
 
-    scale: float
-    moment: Tensor | None = None
-    keep: float = 0.0
-    take: float = 1.0
-    correction: float = 1.0
+    scale: float  # s
+    moment: Tensor | None = None  # v, of the weight's shape; None for zeros
+    keep: float = 0.0  # a
+    take: float = 1.0  # b
+    correction: float = 1.0  # c
     epsilon: float | None = None
-    maximize: bool = False
-    """Whether the optimizer climbs: the gradient of the loss is then the negative one."""
+    maximize: bool = False  # whether the optimizer climbs: the gradient of the loss is then the negative one
 
     def of_blocks(self, moment: Tensor | None, grad: Tensor, mask: Tensor) -> Tensor | float:
         """The step size of blocks ``[B, M]``, given their part of ``moment``."""
@@ -55,19 +45,12 @@ class StepSize:
         return self.scale / (second.sqrt_() + self.epsilon)
 
 
-def step_size(optimizer: Optimizer, weight: Tensor, mask: Tensor, parameter: Tensor | None = None) -> StepSize:
-    r"""Read the effective step size for a weight that holds its complete gradient.
+def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
+    r"""Read the effective step size for an optimizer's parameter that holds its complete gradient.
 
     SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d, what a gradient adds up to in the end. The Adam family: the
     learning rate over the root of the second moment. Weight decay is no part of it.
-
-    Args:
-        optimizer: The optimizer.
-        weight: The weight.
-        mask: The forward mask, of the weight's shape.
-        parameter: What the optimizer knows the weight by, where processes shard it.
     """
-    parameter = weight if parameter is None else parameter
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     state = {
         key: gather(value) if isinstance(value, Tensor) else value
@@ -110,7 +93,7 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[t
     """The optimizer's tensors that hold one number for each entry of the weight, with their names.
 
     Raises:
-        ValueError: If the optimizer keeps something that cannot be matched to entries, naming it and the layer.
+        ValueError: If the optimizer keeps other state, naming it and the layer.
     """
     for key, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
@@ -123,11 +106,7 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[t
 
 
 def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
-    """Refuse an optimizer that is neither SGD nor like Adam, or whose state does not belong to entries.
-
-    Raises:
-        ValueError: Naming the optimizer and the layer.
-    """
+    """Refuse, by a ``ValueError``, an optimizer that is neither SGD nor like Adam or keeps state of other shapes."""
     state = optimizer.state.get(weight, {})
     known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
     if not isinstance(optimizer, torch.optim.SGD) and not all(known):

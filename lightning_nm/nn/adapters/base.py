@@ -1,11 +1,12 @@
 """What an adapter is, and the registry of adapters.
 
 A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
-parameters and its state-dict keys stay what they were, so optimizers, hooks and references made before still hold.
+parameters and its state-dict keys stay the same.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -38,17 +39,13 @@ class Adapter(nn.Module):
     known. The state dict, loading, copies and devices are handled here.
     """
 
-    handles: ClassVar[type[nn.Module]]
-    """The class whose ``forward`` this adapter replaces."""
-    role: ClassVar[Literal["linear", "convolution", ""]] = ""
-    """What ``skip_first_last`` takes the module for."""
-    tensor_parallel: ClassVar[bool] = False
-    """Whether ``forward`` can run while tensor parallelism shards the weight."""
+    handles: ClassVar[type[nn.Module]]  # the class whose forward this adapter replaces
+    role: ClassVar[Literal["linear", "convolution", ""]] = ""  # what skip_first_last takes the module for
+    tensor_parallel: ClassVar[bool] = False  # whether forward can run while tensor parallelism shards the weight
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
-    nm_base: ClassVar[type[nn.Module]]
-    """The class that the module had before the swap."""
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before the swap
     nm_layers: dict[str, NMLayer]
 
     @classmethod
@@ -58,24 +55,19 @@ class Adapter(nn.Module):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """The weights of a module of the handled class.
-
-        Args:
-            module: The module.
-            conv_layout: ``"channels"`` or ``"flat"``: how blocks of convolutions lie.
-        """
+        """The weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
         raise NotImplementedError
 
     @classmethod
     def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """Multiply-adds of the dense forward GEMM of one call.
+        """Multiply-adds of the dense forward GEMM of a weight in one call.
 
         Args:
             module: The module.
             parameter: Which of its weights.
-            args: What the module was called with.
-            kwargs: What it was called with by name.
-            output: What it returned.
+            args: The call's positional arguments.
+            kwargs: Its arguments by name.
+            output: Its result.
         """
         raise NotImplementedError
 
@@ -93,8 +85,7 @@ class Adapter(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
         for layer in loaded:
-            # The state dict holds no latent values. Swapping weights out and in again, as averaging for validation
-            # does, must not lose them.
+            # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
                 layer.remember_state(layer_state(layer))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -103,9 +94,9 @@ class Adapter(nn.Module):
             assert replaced is not None
             with layer.full():
                 if fits(layer, replaced):
-                    restore_weights(layer, replaced)  # its clocks and counts went on
+                    restore_weights(layer, replaced)  # its counters went on
                 else:
-                    layer.method.init_masks(layer)  # other weights: the old masks say nothing about them
+                    layer.method.init_masks(layer)  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -151,7 +142,8 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
     """
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise TypeError(f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}")
-    if adapter.handled is Adapter.handled and not isinstance(getattr(adapter, "handles", None), type):
+    inherited = inspect.getattr_static(adapter, "handled") is inspect.getattr_static(Adapter, "handled")
+    if inherited and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts")
     if adapter not in _ADAPTERS:
         _ADAPTERS.insert(0, adapter)
