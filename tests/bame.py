@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lightning_nm import NMSparsifier
+from tests.muon import muon
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2, nesterov=True),
@@ -18,7 +19,7 @@ OPTIMIZERS = {
     "rprop": lambda p: torch.optim.Rprop(p, 0.01),
     "asgd": lambda p: torch.optim.ASGD(p, 0.05),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.05),
-    "muon": lambda p: torch.optim.Muon(p, 0.02),
+    "muon": lambda p: muon(p, 0.02),
 }
 
 

@@ -175,7 +175,8 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
 
 def _comparable(scores: Tensor) -> Tensor:
     """Widen the floating dtypes under two bytes, which have no comparisons; the cast keeps order and ties."""
-    return scores.float() if scores.is_floating_point() and scores.itemsize < 2 else scores
+    dtype = scores.dtype  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
+    return scores.float() if dtype.is_floating_point and dtype.itemsize < 2 else scores
 
 
 def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
@@ -329,7 +330,7 @@ def _sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Mark the first N of a stable descending sort."""
     blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
     # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
-    floating = scores.is_floating_point()
+    floating = scores.dtype.is_floating_point
     order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
     mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
     return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)

@@ -84,7 +84,7 @@ def _step_size(
     optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], weight: Tensor, mask: Tensor
 ) -> StepSize:
     rate, done = float(group["lr"]), float(state.get("step", 0))
-    if isinstance(optimizer, torch.optim.Muon):
+    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):  # torch 2.9 and later
         long = max(weight.shape)
         adjusted = (
             0.2 * long**0.5

@@ -10,6 +10,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.move import Move, exchange_entries
 from lightning_nm.nn.optimizer import check_optimizer, clear_entries, entry_states, step_size
 from lightning_nm.pattern import NMPattern
+from tests.muon import muon
 
 ENTRYWISE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -25,8 +26,8 @@ ENTRYWISE = {
     "adagrad-decay": lambda p: torch.optim.Adagrad(p, 1e-1, lr_decay=0.1),
 }
 WHOLE = {
-    "muon": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0),
-    "muon-rms": lambda p: torch.optim.Muon(p, 1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+    "muon": lambda p: muon(p, 1e-2, weight_decay=0.0),
+    "muon-rms": lambda p: muon(p, 1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "adamax": lambda p: torch.optim.Adamax(p, 1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
