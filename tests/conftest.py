@@ -4,6 +4,10 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)  # a busy machine is no error
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

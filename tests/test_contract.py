@@ -16,6 +16,7 @@ from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.names import key_of_layer
 
 from .kinds import KINDS, make
+from .muon import muon
 from .outside import ScaledMask, SoftThreshold
 from .pairs import pairwise_cases
 
@@ -40,7 +41,7 @@ OPTIMIZERS = {
     "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
-    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], 1e-2),
+    "muon": lambda p: muon([q for q in p if q.dim() == 2], 1e-2),
 }
 
 

@@ -228,7 +228,8 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
 
 def _comparable(scores: Tensor) -> Tensor:
     """Widen the floating dtypes under two bytes, which have no comparisons; the cast keeps order and ties."""
-    return scores.float() if scores.is_floating_point() and scores.itemsize < 2 else scores
+    dtype = scores.dtype  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
+    return scores.float() if dtype.is_floating_point and dtype.itemsize < 2 else scores
 
 
 def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:

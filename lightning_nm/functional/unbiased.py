@@ -150,7 +150,7 @@ def _uniform(
     x: Tensor, pattern: NMPattern, dim: int, rows: int, uniform: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
     """Check the arguments; return ``rows`` random numbers per block, given or drawn, as [rows, *blocks]."""
-    if not x.is_floating_point():
+    if not x.dtype.is_floating_point:  # torch 2.6 cannot trace the method in a backward pass
         raise TypeError(f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype")
     dim = _check_blocks(x, pattern, dim)
     shape = (rows, *x.shape[:dim], x.shape[dim] // pattern.m, *x.shape[dim + 1 :])

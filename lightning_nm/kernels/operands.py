@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
@@ -223,7 +222,7 @@ def mvue_transposed(
 def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern) -> Tensor:
     """Compute :func:`mvue_transposed` without ``gather`` by torch operations, from checked arguments."""
     tokens, out = grad.shape
-    padded = F.pad(grad, (0, 0, 0, -tokens % TOKENS))
+    padded = torch.cat([grad, grad.new_zeros(-tokens % TOKENS, out)])
     blocks = padded.shape[0] // pattern.m
     uniform = counter_uniform(blocks * out, seed, device=grad.device).view(blocks, out)
     return mvue(padded, pattern, 0, uniform=uniform).t().contiguous()

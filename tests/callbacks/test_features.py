@@ -340,6 +340,11 @@ def test_what_cannot_be_masked_is_left_with_its_reason(method, tmp_path):
     assert set(model.seen) == {"before", "after"}
 
 
+@pytest.mark.filterwarnings(  # torch 2.6 says so of the masks, and keeps them
+    "ignore:Attempted to insert a get_attr Node:UserWarning",
+    "ignore:.* does not reference an nn.Module:UserWarning",
+    "ignore:Additional .* warnings suppressed about get_attr:UserWarning",
+)
 def test_export_while_installed(method):
     model = new_model().eval()
     x = torch.randn(2, 1, 8, 8)

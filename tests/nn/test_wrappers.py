@@ -24,6 +24,8 @@ from lightning_nm.nn.adapters import Adapter
 from tests.kinds import KINDS, Attention, make
 from tests.test_contract import METHODS
 
+pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # torch 2.6
+
 
 class Model(nn.Module):
     """Linear layers, a convolution, attention, dropout; the block runs under what a test passes."""
