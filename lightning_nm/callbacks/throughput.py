@@ -16,10 +16,9 @@ from lightning_nm.kernels import Router
 def settle_throughput(trainer: pl.Trainer) -> None:
     """Log no ``mfu`` while 16-bit products are routed.
 
-    Model FLOPs are those of the dense model, whatever kernels run. Lightning's table of peaks holds dense ones for some
-    GPUs and sparse ones for others (Lightning#21677), so their ratio has no meaning, and may exceed 1. A monitor whose
-    ``available_flops`` was set after its `setup` to another value than the table's keeps its ``mfu``. Nothing changes
-    where no 16-bit product is routed.
+    Lightning's table of peaks holds dense ones for some GPUs and sparse ones for others (Lightning#21677), so the ratio
+    to the dense model's FLOPs has no meaning, and may exceed 1. A monitor whose ``available_flops`` was set after its
+    `setup` to another value than the table's keeps its ``mfu``.
     """
     router = getattr(trainer.precision_plugin, "router", None)
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
