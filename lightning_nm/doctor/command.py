@@ -60,11 +60,7 @@ def _reports(options: argparse.Namespace) -> list[Report]:
 
 
 def measuring_router(seen: Observation, mode: str | None) -> Router:
-    """Return the router of the training's plugin, or a new one if it has none.
-
-    Args:
-        seen: The training.
-        mode: As :class:`~lightning_nm.kernels.Router`'s; ``None`` takes the plugin's, or ``"auto"``.
+    """Return the router of the training's plugin, or a new one of this mode, by default ``"auto"``, if it has none.
 
     Raises:
         ValueError: If the plugin has another mode.

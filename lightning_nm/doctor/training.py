@@ -182,17 +182,9 @@ def watch(
 
 
 def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
-    """Let a router decide for the products of a training, and report.
+    """Let a router decide for the products of a training, and report: once, or for each of other token counts.
 
     Decisions without times, as in mode ``"sparse"``, are measured for the report.
-
-    Args:
-        router: Measures in mode ``"auto"``.
-        seen: The training.
-        tokens: Token counts to decide for instead of the real ones.
-
-    Returns:
-        One report, or one for each token count.
     """
     cases = _cases(seen, tokens)
     products = list(dict.fromkeys(product for _, case in cases for product in case))
@@ -213,11 +205,6 @@ def judge_unmeasured(router: Router, seen: Observation, tokens: Sequence[int] = 
     """Report which kernels could run the products of a training on a GPU; nothing is measured.
 
     Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them.
-
-    Args:
-        router: For its kernels and `reuse`.
-        seen: As :func:`judge`'s, as is the next.
-        tokens: Token counts.
     """
     make_row = partial(static_row, router.registry, router.reuse)
     return [

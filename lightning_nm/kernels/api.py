@@ -173,10 +173,7 @@ def parse_key(text: str) -> GemmKey:
     return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7], match[8] is not None)
 
 
-_REMOVED = {
-    "mode": "pass the mode as kernels=",
-    "gpu": "times are measured on the device, not predicted: leave it out",
-}
+_REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on the device, not predicted: leave it out"}
 
 
 def refuse_removed(owner: str, arguments: Iterable[str]) -> None:

@@ -132,11 +132,7 @@ class Router(HasHandle):
         self.reset()
 
     def reset(self, reuse: int | None = None) -> None:
-        """Forget what ran and every pack, for another training; decisions stay in their file.
-
-        Args:
-            reuse: Replaces the constructor's argument, if given.
-        """
+        """Forget what ran and every pack, for a new training and perhaps `reuse`; decisions stay in their file."""
         self.reuse = reuse or self.reuse
         self.tuner: Tuner | None = None
         self.unavailable_reason = ""
@@ -282,14 +278,7 @@ class Router(HasHandle):
     # ----------------------------------------------------------------------------------------------- products
 
     def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return a packed operand, kept while its stamp stays the same if other products may use it.
-
-        Args:
-            owner: The layer of the pack, which is freed with it.
-            name: Which of the layer's packs.
-            stamp: Changes whenever the operand does.
-            make: Packs the operand.
-        """
+        """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
         if self.reuse == 1 or _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
@@ -302,13 +291,7 @@ class Router(HasHandle):
     def pick_fastest(
         self, name: Hashable, ways: Sequence[Callable[[], Result]], device: torch.device
     ) -> Callable[[], Result]:
-        """Return the fastest of several functions with the same result, or the first unless ``"auto"`` on a GPU.
-
-        Args:
-            name: What the choice depends on; it is measured once for each.
-            ways: The functions.
-            device: Where they run.
-        """
+        """Return the fastest of several functions with the same result, or the first unless ``"auto"`` on a GPU."""
         if name not in self._fastest:
             if self.kernels != "auto" or device.type != "cuda" or _capturing():
                 return ways[0]

@@ -53,12 +53,7 @@ def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def masked_backward(
-    weight: Tensor,
-    marks: Tensor,
-    dtype: torch.dtype,
-    permutation: Tensor | None = None,
-    *,
-    own_backward: bool,
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None = None, *, own_backward: bool
 ) -> Tensor:
     """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
 
@@ -152,11 +147,7 @@ def mvue_transposed(
 
 
 def mvue_transposed(
-    grad: Tensor,
-    seed: Tensor,
-    pattern: PatternLike = "2:4",
-    *,
-    gather: Tensor | None = None,
+    grad: Tensor, seed: Tensor, pattern: PatternLike = "2:4", *, gather: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
 

@@ -90,12 +90,6 @@ class KernelRegistry:
 
         A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
         product fails too, the operands are at fault: its error is raised, and the kernel stays on.
-
-        Args:
-            kernel: The kernel that `product` calls.
-            key: The product.
-            product: Computes the product by the kernel.
-            dense: Computes it by the reference.
         """
         if (kernel.name, key) in self.failures:
             return dense()

@@ -60,12 +60,7 @@ class DeviceTimer:
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:
-    """Count the copies of an operand that together exceed twice the L2 cache, at most 32; one copy without CUDA.
-
-    Args:
-        size: Bytes of one copy.
-        device: The device.
-    """
+    """Count the copies of `size` bytes that together exceed twice the L2 cache, at most 32; one without CUDA."""
     if device.type != "cuda":
         return 1
     return min(1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // size, 32)

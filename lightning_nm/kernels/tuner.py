@@ -16,15 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.api import (
-    Algorithm,
-    GemmKernel,
-    GemmKey,
-    bucketed,
-    check_mode,
-    multiply_adds,
-    uses_of_pack,
-)
+from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, check_mode, multiply_adds, uses_of_pack
 from lightning_nm.kernels.cache import Decision, Decisions
 from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.kernels.registry import KernelRegistry, describe_error, reason_or_error
@@ -108,11 +100,6 @@ class Tuner:
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
         is dense; a later call measures it. The last measurement may exceed the budget. With several processes one
         tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
-
-        Args:
-            keys: The products of a step; repeated keys count.
-            budget_s: Seconds.
-            clock: Returns seconds.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -128,12 +115,7 @@ class Tuner:
             self.decide(key)
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
-        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
-
-        Args:
-            key: The product.
-            notes: The reasons against the others are appended.
-        """
+        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it."""
         if not multiply_adds(key):
             notes.append("the product is empty")
             return

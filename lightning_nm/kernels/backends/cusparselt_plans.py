@@ -74,16 +74,7 @@ class Library:
     def multiply(
         self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: Algorithm, stream: int
     ) -> Tensor:
-        """Multiply with a packed ``A [rows, depth]``.
-
-        Args:
-            packed: The result of :meth:`compress`.
-            dense: ``x [tokens, depth]`` if `transposed`, else ``B [depth, columns]``; contiguous.
-            bias: ``[rows]``, added to each column of the product.
-            transposed: Compute ``x A^T + bias``, ``[tokens, rows]``, and not ``A B + bias``, ``[rows, columns]``.
-            algorithm: The library's id, and how it splits the contraction.
-            stream: The CUDA stream's pointer.
-        """
+        """Compute ``x A^T + bias`` of ``x [tokens, depth]`` if `transposed`, else ``A B`` of ``B [depth, columns]``."""
         key = _product_key(packed, dense, transposed, bias is not None, algorithm)
         plan = self._plan(key, lambda: _Product(self.binding, self.handle, key, bias))
         return plan(packed, dense, bias, stream)
