@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from lightning_nm.kernels import GemmKernel, GemmKey
-from lightning_nm.kernels.api import format_key, multiply_adds
+from lightning_nm.kernels.api import multiply_adds
 from lightning_nm.kernels.cache import Decisions, environment_of
 from lightning_nm.kernels.timing import DeviceTimer
 from lightning_nm.kernels.tuner import Tuner, dense_ms, sparse_ms, speedup
@@ -90,7 +90,7 @@ class Table:
         target = torch.empty_like(source)
         copy = setting.medians({"copy": lambda: target.copy_(source)})["copy"]
         return {
-            "key": format_key(key),
+            "key": str(key),
             "dense TFLOP/s": 2e-9 * multiply_adds(key) / dense,
             "copy GB/s": 4e-6 * source.numel() / copy,
             "s": {name: dense / product for name, (product, _) in sparse.items()},
@@ -113,7 +113,7 @@ class Table:
         recall = perf_counter() - begin
         gains = {name: speedup(dense, *times, reuse=1) for name, times in sparse.items()} | {"reference": 1.0}
         row: dict[str, object] = {
-            "key": format_key(key),
+            "key": str(key),
             "dense ms": dense,
             "kernels": {
                 name: {"product ms": product, "pack ms": pack, "bare x": dense / product, "packed x": gains[name]}

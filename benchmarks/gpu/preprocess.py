@@ -29,13 +29,12 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
-from lightning_nm.functional.mask_bits import BACKWARD_BIT
+from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.operands import (
     TOKENS,
     masked_backward,
-    masked_backward_reference,
     masked_forward,
-    masked_forward_reference,
+    masked_reference,
     mvue_transposed,
     mvue_transposed_reference,
     permuted_columns,
@@ -91,8 +90,8 @@ def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) 
     dtype = torch.bfloat16
     forward = partial(masked_forward, weight, marks, dtype)
     backward = partial(masked_backward, weight, marks, dtype, permutation, own_backward=True)
-    forward_twin = partial(masked_forward_reference, weight, marks, dtype)
-    backward_twin = partial(masked_backward_reference, weight, marks, dtype, BACKWARD_BIT, permutation)
+    forward_twin = partial(masked_reference, weight, marks, dtype, FORWARD_BIT, None, False)
+    backward_twin = partial(masked_reference, weight, marks, dtype, BACKWARD_BIT, permutation, True)
     return [
         Way("W_F, then W_B", 2 * (read + half), both(forward, backward), both(forward_twin, backward_twin)),
         Way("W_F", read + half, forward, forward_twin),

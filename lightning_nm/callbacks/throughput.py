@@ -16,8 +16,9 @@ from lightning_nm.kernels import Router
 def settle_throughput(trainer: pl.Trainer) -> None:
     """Turn off ``mfu`` where 16-bit products are routed.
 
-    Lightning's table of peak FLOPs holds dense peaks for some GPUs and sparse ones for others (Lightning#21677), so the
-    ratio to the dense model's FLOPs has no meaning. Monitors whose ``available_flops`` the user set are not changed.
+    Lightning's table of peaks holds dense ones for some GPUs and sparse ones for others (Lightning#21677), so the ratio
+    to the dense model's FLOPs has no meaning, and may exceed 1. A monitor whose ``available_flops`` was set after its
+    `setup` to another value than the table's keeps its ``mfu``.
     """
     router = getattr(trainer.precision_plugin, "router", None)
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])

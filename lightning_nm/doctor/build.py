@@ -1,10 +1,9 @@
-"""A Trainer, a model and data from the YAML files of ``lightning-nm fit``, with everything off that leaves traces."""
+"""A Trainer, a model and data from the YAML files of ``lightning-nm fit``, without logs, checkpoints and validation."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -17,22 +16,16 @@ from lightning_nm.plugins import NMFSDPPrecision
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+# The Trainer's training length is not among them: schedules depend on it.
 _FORCED: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "fast_dev_run": False,
-    "profiler": None,
-    "max_time": None,
-    "barebones": False,
-    "devices": 1,
-    "num_nodes": 1,
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("fast_dev_run", "barebones"), False),
+    **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), 0),
+    **dict.fromkeys(("profiler", "max_time"), None),
+    **dict.fromkeys(("devices", "num_nodes"), 1),
 }
-"""Arguments of the Trainer. Its length stays as it is, because schedules follow from it."""
 
+# Callbacks that do not change the training and need a logger or a validation, write files or print.
 _WATCHERS = (
     lightning_callbacks.Checkpoint,
     lightning_callbacks.DeviceStatsMonitor,
@@ -42,11 +35,10 @@ _WATCHERS = (
     lightning_callbacks.ProgressBar,
     lightning_callbacks.Timer,
 )
-"""Callbacks that look on, and need a logger or a validation, write files or print."""
 
 
 def build(configs: Sequence[str]) -> LightningCLI:
-    """Make Trainer, model and data, on one device, which is the CPU where there is no CUDA.
+    """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
     Args:
         configs: YAML files as ``lightning-nm fit -c`` takes them; later ones override.
@@ -62,28 +54,23 @@ def build(configs: Sequence[str]) -> LightningCLI:
                 parser.add_argument(f"--{name}", default=None, type=Any)
 
         def before_instantiate_classes(self) -> None:
-            self.config.trainer.logger = False  # before it is made: some loggers begin a run then
+            self.config.trainer.logger = False  # some loggers start a run when they are created
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             given = self.config_init.trainer
-            callbacks = given.callbacks or []
-            callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-            forced = {**_FORCED, "callbacks": [c for c in callbacks if not isinstance(c, _WATCHERS)]}
+            forced = {**_FORCED, "callbacks": _without(given.callbacks, _WATCHERS)}
             if not torch.cuda.is_available():
-                plugins = given.plugins or []
-                plugins = plugins if isinstance(plugins, list) else [plugins]
-                forced["plugins"] = [p for p in plugins if not isinstance(p, NMFSDPPrecision)]
-                forced |= {"accelerator": "cpu", "strategy": "auto"}
+                plugins = _without(given.plugins, NMFSDPPrecision)
+                forced |= {"plugins": plugins, "accelerator": "cpu", "strategy": "auto"}
             return super().instantiate_trainer(**forced, **kwargs)
 
-    with _calm():
-        words = [word for path in configs for word in ("--config", str(path))]
-        return CLI(run=False, save_config_callback=None, parser_kwargs={"prog": "lightning-nm doctor"}, args=words)
-
-
-@contextmanager
-def _calm() -> Iterator[None]:
-    """LightningCLI warns if it gets arguments of its own while the process has some, too."""
-    with warnings.catch_warnings():
+    arguments = [word for path in configs for word in ("--config", str(path))]
+    with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
-        yield
+        return CLI(run=False, save_config_callback=None, parser_kwargs={"prog": "lightning-nm doctor"}, args=arguments)
+
+
+def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """The entries of an option of the Trainer, a list or a single object, except those of some classes."""
+    entries = given if isinstance(given, list) else [given]
+    return [entry for entry in entries if entry is not None and not isinstance(entry, kinds)]

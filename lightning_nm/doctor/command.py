@@ -7,17 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Any
 
 from rich.console import Console
 
 from lightning_nm.doctor.build import build
-from lightning_nm.doctor.machine import Machine, examine
+from lightning_nm.doctor.machine import examine
 from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_machine, print_report
 from lightning_nm.doctor.training import Observation, judge, judge_unmeasured, watch
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.modes import check_mode
+from lightning_nm.kernels.api import check_mode
 from lightning_nm.lightning_cli import EXTRA
 
 SCHEMA = 2
@@ -35,25 +34,19 @@ def main(args: Sequence[str]) -> int:
             _check(options)
             machine = examine()
             reports = _reports(options) if options.config else []
-    except ImportError as error:
-        print(f"lightning-nm doctor: {error}\n{EXTRA}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"lightning-nm doctor: {error}", file=sys.stderr)
+    except (ImportError, ValueError) as error:
+        advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
+        print(f"lightning-nm doctor: {error}{advice}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(document(machine, reports), indent=1, allow_nan=False))
+        content = {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}
+        print(json.dumps(content, indent=1, allow_nan=False))
     else:
         console = Console()
         print_machine(machine, console)
         for report in reports:
             print_report(report, console)
     return 0
-
-
-def document(machine: Machine, reports: Sequence[Report]) -> dict[str, Any]:
-    """Everything as primitives, in one mapping with ``schema: 2``."""
-    return {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
@@ -67,14 +60,10 @@ def _reports(options: argparse.Namespace) -> list[Report]:
 
 
 def measuring_router(seen: Observation, mode: str | None) -> Router:
-    """The router of the training's plugin, or a new one where it has none.
-
-    Args:
-        seen: The training.
-        mode: As :class:`~lightning_nm.kernels.Router`'s; ``None`` takes the plugin's, or ``"auto"``.
+    """Return the router of the training's plugin, or a new one of this mode, by default ``"auto"``, if it has none.
 
     Raises:
-        ValueError: If the plugin says otherwise.
+        ValueError: If the plugin has another mode.
     """
     if seen.router is None:
         return Router(mode or "auto", reuse=seen.reuse)
@@ -105,32 +94,16 @@ def _check(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm doctor",
-        description="Say which kernels work on this machine. With --config, train a few steps and say for each product "
-        "of each masked layer whether a sparse kernel makes it faster, as measured on a CUDA device; without one, "
-        "which kernels could run it. Exits with 0, or with 2 if a config or an option cannot be used.",
+        description="Report which kernels work on this machine. With --config, train a few steps and report for each "
+        "product of each masked layer whether a sparse kernel makes it faster, as measured on a CUDA device; without "
+        "one, which kernels could run it. Exits with 0, or with 2 if a config or an option cannot be used.",
     )
-    parser.add_argument(
-        "-c",
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override",
-    )
+    config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
+    parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
-    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed; _check says so
-    parser.add_argument(
-        "--tokens",
-        metavar="T",
-        type=int,
-        nargs="+",
-        default=[],
-        help="decide for so many tokens in a batch instead of the real number; one report for each",
-    )
-    parser.add_argument(
-        "--kernels",
-        metavar="MODE",
-        help="how kernels are chosen where the config has no plugin that says it: "
-        "auto (the default), sparse, reference",
-    )
+    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed: _check names the replacement
+    tokens = "decide for these numbers of tokens in a batch instead of the real one; one report for each"
+    parser.add_argument("--tokens", metavar="T", type=int, nargs="+", default=[], help=tokens)
+    kernels = "how kernels are chosen if the config has no plugin for it: auto (the default), sparse, reference"
+    parser.add_argument("--kernels", metavar="MODE", help=kernels)
     return parser

@@ -1,4 +1,4 @@
-"""What this machine can do: its device, the libraries, and which kernels work."""
+"""The device, the libraries, and which kernels work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
 
 @dataclass(frozen=True)
 class KernelState:
-    """A kernel on a device.
+    """The state of a kernel on a device.
 
     Args:
-        name: The kernel's.
+        name: Name of the kernel.
         works: Whether it passed its numeric probe.
         reason: Why it did not; empty if it did.
-        remark: What users should know about the kernel on this device; mostly empty.
+        remark: What users should know about the kernel on this device; usually empty.
     """
 
     name: str
@@ -31,12 +31,12 @@ class KernelState:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with what is installed for it.
+    """A device with its libraries and kernels.
 
     Args:
         environment: Device, driver and libraries.
-        capability: Compute capability, such as ``"9.0"``; None off CUDA.
-        kernels: Each kernel of a registry.
+        capability: Compute capability, such as ``"9.0"``; None without CUDA.
+        kernels: The state of each kernel.
     """
 
     environment: Environment
@@ -45,11 +45,8 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
-        return {
-            **asdict(self.environment),
-            "capability": self.capability,
-            "kernels": [asdict(kernel) for kernel in self.kernels],
-        }
+        kernels = [asdict(kernel) for kernel in self.kernels]
+        return {**asdict(self.environment), "capability": self.capability, "kernels": kernels}
 
 
 def examine(registry: KernelRegistry | None = None, device: torch.device | None = None) -> Machine:
@@ -57,7 +54,7 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
 
     Args:
         registry: The kernels; those of the package by default.
-        device: By default CUDA's current device, or the CPU where there is none.
+        device: By default CUDA's current device, or the CPU if there is none.
 
     Example::
 
@@ -66,10 +63,9 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    on_cuda = device.type == "cuda"
     states = []
     for kernel in (registry or KernelRegistry()).kernels.values():
-        reason = reason_or_error(partial(kernel.probe, device))
-        states.append(KernelState(kernel.name, not reason, reason, reason_or_error(partial(kernel.remark, device))))
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_cuda else None
+        reason, remark = (reason_or_error(partial(ask, device)) for ask in (kernel.probe, kernel.remark))
+        states.append(KernelState(kernel.name, not reason, reason, remark))
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else None
     return Machine(environment_of(device), capability, tuple(states))

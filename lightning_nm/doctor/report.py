@@ -1,4 +1,4 @@
-"""Rows and sums: what each product of the masked layers costs, dense and as chosen. Nothing runs here."""
+"""The times of each product of the masked layers, dense and as chosen, and their sums. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_nm.kernels.api import bucketed, multiply_adds
-from lightning_nm.kernels.cache import Decision
+from lightning_nm.kernels.api import bucketed, multiply_adds, uses_of_pack
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
 from lightning_nm.kernels.tuner import speedup
@@ -22,15 +21,15 @@ class Row:
     """One GEMM of a layer.
 
     Args:
-        product: The layer's name, the GEMM with its sizes, dtype and pattern, and why it is always dense.
-        calls: How often it runs in a training step; of a step with several micro-batches, in all of them.
-        kernel: The kernel that was chosen.
-        why: Why this kernel, or why no other can be asked for.
-        pack_uses: Products that share one pack of the sparse operand.
-        dense_ms: Milliseconds of the dense product, measured; None if unknown, as the next two.
+        product: The layer, the GEMM, and the reason if it is always dense.
+        calls: Calls in an optimizer step, in all of its micro-batches.
+        kernel: The chosen kernel.
+        why: Why this kernel was chosen, or why no other one can run.
+        pack_uses: Products that share one packed operand.
+        dense_ms: Measured milliseconds of the dense product; None if unknown, as the next two.
         sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
         pack_ms: Milliseconds of packing its operand once.
-        could: Kernels that could run the product on a device where they work, by dtype, pattern and sizes alone; found
+        could: Kernels that could run the product on a device where they work, by dtype, pattern and sizes; given only
             where nothing is measured.
     """
 
@@ -51,7 +50,7 @@ class Row:
 
     @property
     def eligible(self) -> bool:
-        """Whether a sparse kernel can make the product, as far as is known."""
+        """Whether a sparse kernel can run the product, as far as is known."""
         return not self.product.reason and (self.sparse or self.sparse_ms is not None or bool(self.could))
 
     @property
@@ -65,40 +64,32 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """``dense / (sparse + pack / pack_uses)``, chosen or not; None where a time is unknown."""
+        """``dense / (sparse + pack / pack_uses)``, chosen or not; None if a time is unknown."""
         if self.dense_ms is None or self.sparse_ms is None or self.pack_ms is None:
             return None
         return speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
-        key = self.product.key
-        own = {name: value for name, value in vars(self).items() if name not in ("product", "could")}
-        return {
-            "layer": self.product.layer,
-            **{name: value for name, value in vars(key).items() if name != "device"},
-            "dtype": str(key.dtype).removeprefix("torch."),
-            "pattern": str(key.pattern),
-            **own,
-            "eligible": self.eligible,
-            "chosen_ms": self.chosen_ms,
-            "gain": self.gain,
-            "could": list(self.could),
-        }
+        content = {"layer": self.product.layer, **vars(self.product.key), **vars(self)}
+        del content["device"], content["product"]
+        content |= {"dtype": str(content["dtype"]).removeprefix("torch."), "pattern": str(content["pattern"])}
+        derived = {name: getattr(self, name) for name in ("eligible", "chosen_ms", "gain")}
+        return {**content, **derived, "could": list(self.could)}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the products of a training step cost.
+    """The products of a training step with their times.
 
     Args:
-        rows: By layer, in the sparsifier's order, each with its forward, dgrad and wgrad.
-        kernels: The mode, see :class:`~lightning_nm.kernels.dispatch.Router`; None where nothing was chosen, because
-            there is no CUDA device.
+        rows: In the order of layers, each with its forward, dgrad and wgrad.
+        kernels: The mode of the :class:`~lightning_nm.kernels.Router`; None if nothing was chosen, because there is no
+            CUDA device.
         skipped: Why other layers are dense.
-        unseen: Masked layers of which no product was seen.
-        tokens: The token count that was asked for instead of the real ones; None for those.
-        step_ms: Measured milliseconds of a training step with dense products; None if that was not measured.
+        unseen: Masked layers without a product.
+        tokens: The assumed token count; None for the real ones.
+        step_ms: Measured milliseconds of a training step with dense products; None if not measured.
     """
 
     rows: tuple[Row, ...]
@@ -125,14 +116,14 @@ class Report:
 
     @property
     def predicted_step_ms(self) -> float | None:
-        """``step - sum(dense - chosen)``; None where the step, or a product that was chosen sparse, has no time."""
+        """``step - sum(dense - chosen)``; None if the step, or a product that was chosen sparse, has no time."""
         if self.step_ms is None or any(row.sparse and row not in self.timed for row in self.rows):
             return None
         return self.step_ms - (self.dense_ms - self.chosen_ms)
 
     @property
     def speedup(self) -> float | None:
-        """``step / predicted step``; None where that is not known, or not positive."""
+        """``step / predicted step``; None if that is unknown or not positive."""
         predicted = self.predicted_step_ms
         return self.step_ms / predicted if self.step_ms and predicted and predicted > 0 else None
 
@@ -165,15 +156,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
         return {
-            "kernels": self.kernels,
-            "tokens": self.tokens,
+            **vars(self),
             "rows": [row.to_dict() for row in self.rows],
-            "skipped": self.skipped,
             "unseen": list(self.unseen),
             "dense_ms": self.dense_ms if self.timed else None,
             "chosen_ms": self.chosen_ms if self.timed else None,
             "untimed": len(self.rows) - len(self.timed),
-            "step_ms": self.step_ms,
             "predicted_step_ms": self.predicted_step_ms,
             "speedup": self.speedup,
             "verdict": self.verdict,
@@ -188,17 +176,17 @@ def report(
     tokens: int | None = None,
     step_ms: float | None = None,
 ) -> Report:
-    """Sum up what a router decided for the products of masked layers.
+    """Sum up a router's decisions for the products of masked layers.
 
-    Decisions hold for a bucket of token counts. Their times are scaled to the products of `counts`; those that the
-    router counted itself have their bucket's size, up to a quarter more than the real one. Nothing is measured here:
-    products that the router has not decided have no times.
+    A decision holds for a bucket of token counts; its times are scaled to the token counts of `counts`. The router's
+    own counts have their bucket's size, up to a quarter more than the real one. Products without a decision have no
+    times.
 
     Args:
         router: After some training, or after it decided for `counts`.
         sparsifiers: Those of the model, for the order of layers and the reasons for dense ones.
         steps: Optimizer steps in which the router counted its products.
-        counts: Products with their calls in one step, instead of those that the router counted.
+        counts: Products with their calls in one step, instead of the router's own counts.
         tokens: Noted in the report.
         step_ms: Measured milliseconds of a step with dense products.
 
@@ -238,16 +226,7 @@ def summarize(
     tokens: int | None = None,
     step_ms: float | None = None,
 ) -> Report:
-    """Make a report of the rows of products, in the order of layers.
-
-    Args:
-        make_row: Makes the row of a product with so many calls in a step.
-        kernels: As :class:`Report`'s.
-        sparsifiers: As :func:`report`'s.
-        counts: As :func:`report`'s.
-        tokens: As :func:`report`'s.
-        step_ms: As :func:`report`'s.
-    """
+    """Make a report: `make_row` makes the row of a product with its calls; the rest is as :func:`report`'s."""
     layers = {name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)}
     order = sorted(counts, key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)))
     return Report(
@@ -261,42 +240,25 @@ def summarize(
 
 
 def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: float) -> Row:
-    """The row of a product where nothing is measured: which kernels could run it, and why others could not."""
-    key, reference = product.key, registry.reference.name
-    pack_uses = 1 if key.gemm == "wgrad" else reuse
-    if product.reason:
-        return Row(product, calls, reference, product.reason, pack_uses)
-    reasons = {kernel.name: reason_or_error(partial(kernel.static_reason, key)) for kernel in registry.backends}
+    """The row of a product if nothing is measured: which kernels could run it, and why others could not."""
+    key, reasons = product.key, {}
+    if not product.reason:
+        reasons = {kernel.name: reason_or_error(partial(kernel.static_reason, key)) for kernel in registry.backends}
+    why = product.reason or "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     could = tuple(name for name, reason in reasons.items() if not reason)
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-    return Row(product, calls, reference, why, pack_uses, could=could)
+    return Row(product, calls, registry.reference.name, why, uses_of_pack(key.gemm, reuse), could=could)
 
 
 def _row(router: Router, product: Product, calls: float) -> Row:
-    key, reference = product.key, router.registry.reference.name
-    pack_uses = 1 if key.gemm == "wgrad" else router.reuse
+    key, registry, pack_uses = product.key, router.registry, uses_of_pack(product.key.gemm, router.reuse)
     decision = None if product.reason or router.tuner is None else router.tuner.decisions.get(key)
     if decision is None:
-        return Row(product, calls, reference, product.reason or "not decided", pack_uses)
-    kernel, why = _for_this_size(router, product, decision)
+        return Row(product, calls, registry.reference.name, product.reason or "not decided", pack_uses)
+    name, why = decision.kernel, decision.reason
+    if reason := registry.reason_against(name, key):  # a kernel may support its bucket's size and not this one
+        name, why = registry.reference.name, f"{name}: {reason}"
     share = multiply_adds(key) / (multiply_adds(bucketed(key)) or 1)
-    pack_share = share if key.gemm == "wgrad" else 1.0
-    return Row(
-        product,
-        calls,
-        kernel,
-        why,
-        pack_uses,
-        None if decision.dense_ms is None else share * decision.dense_ms,
-        None if decision.sparse_ms is None else share * decision.sparse_ms,
-        None if decision.pack_ms is None else pack_share * decision.pack_ms,
-    )
-
-
-def _for_this_size(router: Router, product: Product, decision: Decision) -> tuple[str, str]:
-    """Kernel and reason; a kernel may support its bucket's size and not this one."""
-    kernel = router.registry.kernels.get(decision.kernel)
-    reason = "not among the kernels" if kernel is None else router.registry.reason(kernel, product.key)
-    if reason:
-        return router.registry.reference.name, f"{decision.kernel}: {reason}"
-    return decision.kernel, decision.reason
+    times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
+    shares = (share, share, share if key.gemm == "wgrad" else 1.0)
+    dense, sparse, pack = (None if time is None else part * time for time, part in zip(times, shares, strict=True))
+    return Row(product, calls, name, why, pack_uses, dense, sparse, pack)

@@ -1,6 +1,8 @@
-"""The doctor's reports as rich tables."""
+"""The machine and the reports as rich tables."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,67 +30,52 @@ def print_machine(machine: Machine, console: Console) -> None:
     for kernel in machine.kernels:
         why = "; ".join(filter(None, (kernel.reason, kernel.remark))) or "passed its numeric check on this device"
         if kernel.name == "reference":
-            why = "the dense product on masked operands, always there"
+            why = "the dense product on masked operands, always available"
         kernels.add_row(kernel.name, "yes" if kernel.works else "no", why, style=None if kernel.works else "dim")
     console.print(kernels)
     if machine.capability is None:
         console.print(
-            "torch finds no CUDA device: nothing is measured, and a training runs every product dense.",
-            soft_wrap=True,
+            "torch finds no CUDA device: nothing is measured, and a training runs every product dense.", soft_wrap=True
         )
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print each product, the sums and the verdict."""
-    for table in (product_table(report), dense_table(report)):
+    for table in (_sparse_table(report), _dense_table(report)):
         if table.row_count:
             console.print(table)
+    lines = []
     if report.unseen:
-        console.print(f"masked, but not called: {', '.join(report.unseen)}", markup=False, soft_wrap=True)
+        lines.append(f"masked, but not called: {', '.join(report.unseen)}")
     if report.timed:
-        console.print(
-            f"GEMMs in a training step, measured, the products with times: {report.dense_ms:.3g} ms dense, "
-            f"{report.chosen_ms:.3g} ms as chosen",
-            soft_wrap=True,
-        )
+        times = f"{report.dense_ms:.3g} ms dense, {report.chosen_ms:.3g} ms as chosen"
+        lines.append(f"GEMMs in a training step, measured, the products with times: {times}")
     if report.step_ms is not None:
-        predicted = report.predicted_step_ms
-        then = "unknown" if predicted is None else f"{predicted:.4g} ms"
-        console.print(
-            f"training step: {report.step_ms:.4g} ms measured with dense products, {then} predicted as chosen",
-            soft_wrap=True,
-        )
+        predicted = "unknown" if report.predicted_step_ms is None else f"{report.predicted_step_ms:.4g} ms"
+        measured = f"{report.step_ms:.4g} ms measured with dense products"
+        lines.append(f"training step: {measured}, {predicted} predicted as chosen")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"{report.verdict}.", style="bold", markup=False, soft_wrap=True)
 
 
-def product_table(report: Report) -> Table:
-    """One row for each product that a sparse kernel can make."""
+def _sparse_table(report: Report) -> Table:
+    """One row for each product that a sparse kernel can run."""
     measured = report.kernels is not None
-    table = _table(
-        _titled("products, measured" if measured else "products that could run sparse, not measured", report)
-    )
-    table.add_column("layer", overflow="fold", min_width=9)
-    table.add_column("GEMM", overflow="fold", min_width=8)
-    table.add_column("sizes", no_wrap=True)
+    title = "products, measured" if measured else "products that could run sparse, not measured"
+    table = _product_table(title, report, layer_width=9, gemm_width=8)
     for column in ("dense", "sparse+pack", "gain") if measured else ():
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("choice" if measured else "could run on", overflow="fold", min_width=6)
-    last = ""
-    for row in filter(_listed, report.rows):
-        times = (
-            _microseconds(row.dense_ms),
-            f"{_microseconds(row.sparse_ms)} + {_microseconds(row.pack_ms)}",
-            "-" if row.gain is None else f"{row.gain:.3f}x",
-        )
-        table.add_row(
-            "" if row.product.layer == last else row.product.layer,
-            _gemm(row),
-            _sizes(row),
-            *(times if measured else ()),
-            (row.kernel if row.sparse else "dense") if measured else ", ".join(row.could),
-            style="green" if row.sparse else None,
-        )
-        last = row.product.layer
+    last = None
+    for row in filter(_can_run_sparse, report.rows):
+        cells = [", ".join(row.could)]
+        if measured:
+            sparse = f"{_microseconds(row.sparse_ms)} + {_microseconds(row.pack_ms)}"
+            gain = "-" if row.gain is None else f"{row.gain:.3f}x"
+            cells = [_microseconds(row.dense_ms), sparse, gain, row.kernel if row.sparse else "dense"]
+        table.add_row(*_product_cells(row, last), *cells, style="green" if row.sparse else None)
+        last = row
     table.caption = "sizes: rows x depth of the sparse operand x columns of the other"
     if measured:
         table.caption += "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
@@ -96,40 +83,41 @@ def product_table(report: Report) -> Table:
     return table
 
 
-def dense_table(report: Report) -> Table:
-    """One row for each other product and for each layer that is not masked, with the reason."""
-    table = _table(_titled("always dense", report))
-    table.add_column("layer", overflow="fold", min_width=10)
-    table.add_column("GEMM", overflow="fold", min_width=7)
-    table.add_column("sizes", no_wrap=True)
+def _dense_table(report: Report) -> Table:
+    """One row, with the reason, for each other product and for each layer that is not masked."""
+    table = _product_table("always dense", report, layer_width=10, gemm_width=7)
     table.add_column("why", overflow="fold", min_width=16)
-    last = ""
+    last = None
     for row in report.rows:
-        if not _listed(row):
-            name = "" if row.product.layer == last else row.product.layer
-            table.add_row(name, _gemm(row), _sizes(row), row.why)
-            last = row.product.layer
+        if not _can_run_sparse(row):
+            table.add_row(*_product_cells(row, last), row.why)
+            last = row
     for name, reason in report.skipped.items():
         table.add_row(name, "all", "-", reason, style="dim")
     return table
 
 
-def _titled(title: str, report: Report) -> str:
-    return title if report.tokens is None else f"{title}; as if {report.tokens} tokens"
-
-
-def _listed(row: Row) -> bool:
+def _can_run_sparse(row: Row) -> bool:
     return row.eligible or row.sparse
 
 
-def _gemm(row: Row) -> str:
+def _product_table(title: str, report: Report, layer_width: int, gemm_width: int) -> Table:
+    table = _table(title if report.tokens is None else f"{title}; as if {report.tokens} tokens")
+    table.add_column("layer", overflow="fold", min_width=layer_width)
+    table.add_column("GEMM", overflow="fold", min_width=gemm_width)
+    table.add_column("sizes", no_wrap=True)
+    return table
+
+
+def _product_cells(row: Row, last: Row | None) -> tuple[str, str, str]:
+    """Layer, GEMM and sizes of a product; the layer is not repeated below itself."""
+    layer, key, _ = row.product
     calls = f" x{row.calls:g}" if row.calls != 1 else ""
-    return row.product.key.gemm + calls + " permuted" * row.product.key.permuted
-
-
-def _sizes(row: Row) -> str:
-    key = row.product.key
-    return f"{key.rows}x{key.depth}x{key.columns}"
+    return (
+        "" if last and layer == last.product.layer else layer,
+        key.gemm + calls + " permuted" * key.permuted,
+        f"{key.rows}x{key.depth}x{key.columns}",
+    )
 
 
 def _microseconds(milliseconds: float | None) -> str:
@@ -139,5 +127,5 @@ def _microseconds(milliseconds: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def _table(title: str, show_header: bool = True) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_header=show_header)
+def _table(title: str, **options: Any) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)

@@ -1,4 +1,4 @@
-"""A few real training steps: which products they make, and how long they take with dense ones."""
+"""A few training steps: which products they make, and how long they take with dense ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.doctor.report import Report, report, static_row, summarize
-from lightning_nm.kernels import GemmKernel, tuner
+from lightning_nm.kernels import GemmKernel, GemmKey, tuner
 from lightning_nm.kernels.api import bucketed
 from lightning_nm.kernels.cache import Decision
 from lightning_nm.kernels.dispatch import Product, Router, activate, routing
@@ -27,10 +27,10 @@ _WARM_UP, _TIMED = 2, 5
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of a training.
+    """The products of a training and the time of its steps.
 
     Args:
-        counts: The products of a step, each with its calls, tokens as they are.
+        counts: The products of a step with their calls, for the real token counts.
         reuse: Products that share one pack of a weight.
         sparsifiers: Those of the Trainer's callbacks.
         router: That of the Trainer's precision plugin; None if it has none.
@@ -45,14 +45,14 @@ class Observation:
 
 
 class _Counter(Router):
-    """Runs every product dense and counts it as it is."""
+    """Runs every product dense and counts it with its real sizes."""
 
     def __init__(self) -> None:
         super().__init__("reference", [])
         self.counts: Counter[Product] = Counter()
 
     def active_or_none(self) -> Router:
-        """This router: it counts, though its mode is ``"reference"``."""
+        """This router: it counts although its mode is ``"reference"``."""
         return self
 
     def kernel(self, product: Product) -> GemmKernel:
@@ -61,16 +61,12 @@ class _Counter(Router):
         return self.registry.reference
 
 
-class _Enough(Exception):  # hooks that belong to the end of an epoch or a fit do not run
-    """All was seen."""
+class _Enough(Exception):
+    """Ends the training; an exception, so that the hooks for the end of an epoch or a fit do not run."""
 
 
 class _Watch(pl.Callback):
-    """Counts the products of the first step, then measures steps; ends the training after that.
-
-    Args:
-        timed: Whether to measure steps.
-    """
+    """Counts the products of the first step, measures later ones if `timed`, then ends the training."""
 
     def __init__(self, timed: bool) -> None:
         self.timed = timed
@@ -83,8 +79,8 @@ class _Watch(pl.Callback):
         self._start = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the place of the plugin's router, which has its `reuse` by now."""
-        self.sparsifiers = tuple(callback.sparsifier for callback in nm_callbacks(trainer) if callback.sparsifier)
+        """Replace the plugin's router, whose `reuse` is set by now."""
+        self.sparsifiers = tuple(callback.sparsifier for callback in _nm_callbacks(trainer) if callback.sparsifier)
         plugin = trainer.precision_plugin
         if isinstance(plugin, KernelRouting):
             self.plugin, self.router = plugin, plugin.router
@@ -106,7 +102,7 @@ class _Watch(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read the clock after the masks moved, which is part of a step; go on to the next phase when it is time."""
+        """Read the clock after the update of masks, which is part of a step; start the next phase when it is time."""
         step = trainer.accumulate_grad_batches
         if self.batches >= (1 + _WARM_UP) * step:
             self.seconds.append(_now(pl_module.device) - self._start)
@@ -117,7 +113,7 @@ class _Watch(pl.Callback):
             raise _Enough
 
     def observation(self, step: int) -> Observation:
-        """What was seen, with so many batches in a step."""
+        """The result, with so many batches in a step."""
         starts = range(0, len(self.seconds) - step + 1, step)
         steps = [1e3 * sum(self.seconds[start : start + step]) for start in starts]
         scale = step / min(self.batches, step)
@@ -136,8 +132,7 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def nm_callbacks(trainer: pl.Trainer) -> list[NMSparsityCallback]:
-    """The Trainer's callbacks that mask weights."""
+def _nm_callbacks(trainer: pl.Trainer) -> list[NMSparsityCallback]:
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     return [callback for callback in callbacks if isinstance(callback, NMSparsityCallback)]
 
@@ -149,20 +144,20 @@ def watch(
     *,
     timed: bool = True,
 ) -> Observation:
-    """Train a few steps with dense products: one to count them, some to warm up, five to measure.
+    """Train a few steps with dense products: one to count them, two to warm up, five to measure.
 
-    The model is trained by these steps; they end the fit without the hooks of an epoch's end.
+    These steps train the model; they end the fit without the hooks of an epoch's end.
 
     Args:
         trainer: With an :class:`~lightning_nm.NMSparsityCallback`.
         model: The model.
-        datamodule: Its data, if it does not bring them itself.
-        timed: Whether to measure; else one step is enough.
+        datamodule: Its data, if the model does not have them.
+        timed: Whether to measure; without it one step is trained.
 
     Raises:
         ValueError: If no layer can be masked, there is no such callback, or no batch was trained.
     """
-    callbacks = nm_callbacks(trainer)
+    callbacks = _nm_callbacks(trainer)
     if not callbacks:
         raise ValueError(
             "there is no NMSparsityCallback among the Trainer's callbacks, so there is nothing to examine: add "
@@ -187,27 +182,19 @@ def watch(
 
 
 def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
-    """Let a router decide for the products of a training, and report.
+    """Let a router decide for the products of a training, and report: once, or for each of other token counts.
 
-    Products whose decisions rest on no times, as in mode ``"sparse"``, are measured for the report.
-
-    Args:
-        router: Measures in mode ``"auto"``.
-        seen: The training.
-        tokens: Token counts to decide for instead of the real ones.
-
-    Returns:
-        One report, or one for each token count.
+    Decisions without times, as in mode ``"sparse"``, are measured for the report.
     """
     cases = _cases(seen, tokens)
-    router.record([product for _, case in cases for product in case])
+    products = list(dict.fromkeys(product for _, case in cases for product in case))
+    router.record(products)
     router.tune()
-    for product in dict.fromkeys(product for _, case in cases for product in case):
-        if not product.reason:
-            deciding = router.initialize(torch.device(product.key.device))
-            deciding.decide(product.key)
-            bucket = bucketed(product.key)
-            deciding.decisions[bucket] = _timed(router, product, deciding.decisions[bucket])
+    for key in (product.key for product in products if not product.reason):
+        deciding = router.initialize(torch.device(key.device))
+        deciding.decide(key)
+        bucket = bucketed(key)
+        deciding.decisions[bucket] = _timed(router, bucket, deciding.decisions[bucket])
     return [
         report(router, *seen.sparsifiers, counts=case, tokens=count, step_ms=seen.step_ms if count is None else None)
         for count, case in cases
@@ -215,28 +202,19 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
 
 
 def judge_unmeasured(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
-    """Report which kernels could run the products of a training on a GPU, where there is none: nothing is timed.
+    """Report which kernels could run the products of a training on a GPU; nothing is measured.
 
     Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them.
-
-    Args:
-        router: For its kernels and `reuse`.
-        seen: The training.
-        tokens: As :func:`judge`'s.
     """
     make_row = partial(static_row, router.registry, router.reuse)
     return [
-        summarize(
-            make_row, None, seen.sparsifiers, {_as_16_bit(product): calls for product, calls in case.items()}, count
-        )
-        for count, case in _cases(seen, tokens)
+        summarize(make_row, None, seen.sparsifiers, {_as_16_bit(product): calls for product, calls in case.items()}, n)
+        for n, case in _cases(seen, tokens)
     ]
 
 
 def _cases(seen: Observation, tokens: Sequence[int]) -> list[tuple[int | None, dict[Product, float]]]:
-    if not tokens:
-        return [(None, seen.counts)]
-    return [(count, _with_tokens(seen.counts, count)) for count in tokens]
+    return [(count, _with_tokens(seen.counts, count)) for count in tokens] or [(None, seen.counts)]
 
 
 def _as_16_bit(product: Product) -> Product:
@@ -253,17 +231,15 @@ def _with_tokens(counts: dict[Product, float], tokens: int) -> dict[Product, flo
     return dict(changed)
 
 
-def _timed(router: Router, product: Product, decision: Decision) -> Decision:
-    """A forced decision with the measured times of the kernel, or of the first that might have been taken."""
+def _timed(router: Router, key: GemmKey, decision: Decision) -> Decision:
+    """A forced decision with the measured times of its kernel, or for a dense one of the first that could run."""
     if decision.source != "forced" or decision.dense_ms is not None:
         return decision
-    key, registry = bucketed(product.key), router.registry
-    kernel = registry.kernels[decision.kernel]
-    if kernel is registry.reference:
-        legal = next(router.initialize(torch.device(key.device)).legal(key, []), None)
-        if legal is None:
-            return decision
-        kernel = legal
+    kernel: GemmKernel | None = router.registry.kernels[decision.kernel]
+    if kernel is router.registry.reference:
+        kernel = next(router.initialize(torch.device(key.device)).legal(key, []), None)
+    if kernel is None:
+        return decision
     try:
         sparse_ms, pack_ms = tuner.sparse_ms(kernel, key, router.timer)
         return replace(decision, dense_ms=tuner.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)

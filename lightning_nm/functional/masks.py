@@ -295,7 +295,7 @@ def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Mark the first N of a stable descending sort."""
     blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
     # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
-    floating = scores.is_floating_point()
+    floating = scores.dtype.is_floating_point
     order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
     mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
     return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)

@@ -1,9 +1,9 @@
-"""The kernel protocol: one GEMM with an N:M operand, described by a key."""
+"""The kernel protocol: one GEMM with an N:M operand, described by a key; the modes in which kernels are chosen."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ GemmName = Literal["forward", "dgrad", "wgrad"]
 
 @dataclass(frozen=True)
 class GemmKey:
-    """What decides which kernel is fastest: ``A [rows, depth]``, N:M along `depth`, times a dense matrix.
+    """The properties that decide which kernel is fastest: ``A [rows, depth]``, N:M along `depth`, times a dense matrix.
 
     Args:
         gemm: Which of the three products of a layer. The forward has ``A = W_F [out, in]``, dgrad ``A = W_B^T
@@ -29,8 +29,13 @@ class GemmKey:
         dtype: Of both operands and the result.
         pattern: N:M pattern of A along `depth`.
         device: The device's type and index, for example ``"cuda:0"``.
-        permuted: Whether the entries of each row of the dense matrix must first be brought into the order of A's
-            columns, as dgrad's output gradients for a permuted W_B.
+        permuted: Whether the columns of the dense matrix must first be permuted into the order of A's columns, as
+            dgrad's output gradients for a permuted W_B.
+
+    Example::
+
+        >>> str(GemmKey("dgrad", 1024, 4096, 8192, torch.bfloat16, NMPattern(2, 4), "cuda:0"))
+        'dgrad 1024x4096x8192 bfloat16 2:4 cuda:0'
     """
 
     gemm: GemmName
@@ -43,18 +48,19 @@ class GemmKey:
     permuted: bool = False
 
     def __str__(self) -> str:
+        """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted`` if it is; :func:`parse_key` reads it."""
         dtype = str(self.dtype).removeprefix("torch.")
-        sizes = f"[{self.rows}, {self.depth}] x [{self.depth}, {self.columns}]"
-        return f"{self.gemm} {sizes}{', permuted' * self.permuted}, {self.pattern}, {dtype}, {self.device}"
+        permuted = " permuted" * self.permuted
+        return f"{self.gemm} {self.rows}x{self.depth}x{self.columns} {dtype} {self.pattern} {self.device}{permuted}"
 
 
 class Algorithm(NamedTuple):
-    """How a library computes a product, in cuSPARSELt's terms.
+    """The configuration of a library's product, in cuSPARSELt's terms.
 
     Args:
-        id: The library's number of the algorithm; 0 is its default.
-        split_k: Into how many parts the contraction is split; 1 does not split.
-        split_k_mode: How the parts are added, the library's enumeration; -1 leaves that to the library.
+        id: Number of the algorithm; 0 is the library's default.
+        split_k: Number of parts into which the contraction is split.
+        split_k_mode: How the parts are added, an enumeration of the library; -1 leaves that to it.
     """
 
     id: int = 0
@@ -78,7 +84,7 @@ class GemmKernel:
         return ""
 
     def remark(self, device: torch.device) -> str:
-        """What a user of this kernel should know about a device on which it works; mostly empty."""
+        """What users should know about this kernel on a device where it works; usually empty."""
         return ""
 
     def supports(self, key: GemmKey) -> str:
@@ -86,11 +92,11 @@ class GemmKernel:
         return ""
 
     def static_reason(self, key: GemmKey) -> str:
-        """Why this kernel can execute a product on no device, by dtype, pattern and sizes; empty if one may exist."""
+        """Why no device can execute a product by this kernel, from dtype, pattern and sizes; empty if one might."""
         return ""
 
     def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """Algorithms to try for a product besides the kernel's own, see :meth:`with_algorithm`.
+        """Algorithms to try for a product besides the kernel's own.
 
         Args:
             gemm: Which product: :meth:`matmul` for ``"wgrad"``, :meth:`linear` otherwise.
@@ -104,7 +110,7 @@ class GemmKernel:
         return self
 
     def pack(self, matrix: Tensor) -> Tensor:
-        """Bring ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
+        """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
         return matrix
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,7 +120,7 @@ class GemmKernel:
     def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous.
 
-        A may have more columns than B has rows; they hold zeros: the padding of a number of tokens.
+        A may have more columns than B has rows: zeros that pad the tokens.
         """
         return packed[:, : len(matrix)] @ matrix
 
@@ -123,7 +129,7 @@ def token_bucket(tokens: int) -> int:
     """Round a number of tokens up to the next of ``{4, 5, 6, 7} 2^k``; a number up to 8 is its own bucket.
 
     The largest number of a bucket is less than 25 % above its smallest. The bucket of a multiple of a power of two is
-    one as well, so that what a kernel demands of a size holds for its bucket.
+    one as well, so a kernel that supports a size supports its bucket.
 
     Example::
 
@@ -136,37 +142,24 @@ def token_bucket(tokens: int) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def bucketed(key: GemmKey) -> GemmKey:
-    """Replace the tokens of a key, its columns or for wgrad its depth, by their bucket.
-
-    Decisions are made for a bucket of token counts, not for each count.
-    """
+    """Replace the tokens of a key, its columns or for wgrad its depth, by their bucket; a decision holds for it."""
     if key.gemm == "wgrad":
         return replace(key, depth=token_bucket(key.depth))
     return replace(key, columns=token_bucket(key.columns))
 
 
 def multiply_adds(key: GemmKey) -> int:
-    """Count the multiply-adds of the dense product, ``rows depth columns``."""
+    """Count the multiply-adds of the dense product, ``rows * depth * columns``."""
     return key.rows * key.depth * key.columns
 
 
-def format_key(key: GemmKey) -> str:
-    """Write a key as ``gemm rowsxdepthxcolumns dtype pattern device``, with ``permuted`` after it if it is.
-
-    :func:`parse_key` reads it back.
-
-    Example::
-
-        >>> format_key(GemmKey("dgrad", 1024, 4096, 8192, torch.bfloat16, NMPattern(2, 4), "cuda:0"))
-        'dgrad 1024x4096x8192 bfloat16 2:4 cuda:0'
-    """
-    dtype = str(key.dtype).removeprefix("torch.")
-    permuted = " permuted" * key.permuted
-    return f"{key.gemm} {key.rows}x{key.depth}x{key.columns} {dtype} {key.pattern} {key.device}{permuted}"
+def uses_of_pack(gemm: GemmName, reuse: int) -> int:
+    """Count the products that use one pack: `reuse` of them for a weight's, one for an output gradient's."""
+    return 1 if gemm == "wgrad" else reuse
 
 
 def parse_key(text: str) -> GemmKey:
-    """Read what :func:`format_key` wrote.
+    """Read what ``str(key)`` wrote.
 
     Raises:
         ValueError: If the text is not a key.
@@ -178,3 +171,33 @@ def parse_key(text: str) -> GemmKey:
     rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
     gemm: GemmName = match[1]  # type: ignore[assignment]
     return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7], match[8] is not None)
+
+
+_REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on the device, not predicted: leave it out"}
+
+
+def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
+    """Refuse arguments that are unknown or were removed.
+
+    Raises:
+        TypeError: Naming the replacement of a removed argument.
+    """
+    for name in arguments:
+        advice = f" was removed: {_REMOVED[name]}" if name in _REMOVED else " is unknown"
+        raise TypeError(f"{owner}: the argument {name!r}{advice}")
+
+
+def check_mode(kernels: object) -> None:
+    """Refuse a mode that does not exist.
+
+    Raises:
+        ValueError: Naming the modes, and for a removed mode its replacement.
+    """
+    if kernels in ("auto", "sparse", "reference"):
+        return
+    modes = "'auto' (measured), 'sparse' or 'reference'"
+    if isinstance(kernels, str) and (kernels == "heuristic" or kernels.startswith("replay")):
+        raise ValueError(f"kernels={kernels!r} was removed: use {modes}")
+    if not isinstance(kernels, str):
+        raise ValueError(f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends=")
+    raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")

@@ -1,10 +1,11 @@
-"""Which kernel runs which product: decisions, the environment where they hold, their file, and sharing them."""
+"""Decisions, which kernel runs which product: their environment, their file, and sharing them between processes."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,26 +17,26 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, format_key, parse_key
+from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
 from lightning_nm.kernels.backends.cusparselt import library_version
 
 SCHEMA = 1
 
 Source = Literal["measured", "forced", "default"]
-"""Timed on the device; asked for; the reference because nothing else could be chosen."""
+"""Timed on the device; requested by the mode; the reference because no other kernel can run."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where decisions were measured; decisions are reused only where all of it is equal.
+    """Where decisions were measured; they are reused only in an equal environment.
 
     Args:
-        device: The device's name.
-        driver: Version of the driver, None without one.
+        device: Name of the device.
+        driver: Version of the driver; None without one, as the next ones.
         torch: Version of torch.
-        cuda: Version of CUDA that torch was built for, None without it.
-        cusparselt: Version of the cuSPARSELt that is loaded, None without it.
-        nvmath: Version of nvmath-python, None without it.
+        cuda: Version of CUDA that torch was built for.
+        cusparselt: Version of the loaded cuSPARSELt.
+        nvmath: Version of nvmath-python.
 
     Example::
 
@@ -55,7 +56,7 @@ class Environment:
 
 
 def environment_of(device: torch.device) -> Environment:
-    """Describe a device of this machine; a device other than CUDA is named by its type."""
+    """Describe a device of this machine; one without CUDA is named by its type."""
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
     cusparselt = library_version()
@@ -78,15 +79,15 @@ class Decision:
     """The kernel of a product and why.
 
     Args:
-        kernel: Its name.
-        dense_ms: Milliseconds of the dense product, None if unknown.
+        kernel: Name of the kernel.
+        dense_ms: Milliseconds of the dense product; None if unknown, as the next two.
         sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
         pack_ms: Milliseconds of packing its operand once.
         reason: Why this kernel, and why not others.
-        source: What the decision rests on.
-        terms: What was asked: the kernels to choose from, the uses of a pack, the margin, and whether products must be
-            deterministic. A decision does not hold under other terms.
-        algorithm: The algorithm of the kernel's library that was fastest; None for the kernel's own.
+        source: The basis of the decision.
+        terms: The settings under which it holds: the available kernels, the uses of a pack, the margin, and whether
+            products must be deterministic.
+        algorithm: The fastest algorithm of the kernel's library; None for the kernel's own.
     """
 
     kernel: str
@@ -108,17 +109,12 @@ class Decision:
 class Decisions(MutableMapping[GemmKey, Decision]):
     """The decisions of one environment.
 
-    Keys whose tokens fall into one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so
-    are those of two devices of one type: a machine's GPUs are taken to be equal.
-
-    Args:
-        environment: Where the decisions hold.
+    Keys whose tokens are in one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so are
+    those of two devices of one type: the GPUs of a machine are assumed to be equal.
     """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self.ignored = ""
-        """Why a file was not used when this was loaded."""
         self._decisions: dict[GemmKey, Decision] = {}
 
     def __getitem__(self, key: GemmKey) -> Decision:
@@ -138,31 +134,20 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
-        """Read the decisions of an environment.
-
-        A file that is missing, of another schema, from other environments or damaged gives no decisions, and
-        `ignored` says which of these it is.
-        """
+        """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
         decisions = cls(environment)
-        try:
-            environments = _read(Path(path))
-            entries = environments.get(str(environment))
-            if entries is not None:
-                decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
-            else:
-                decisions.ignored = f"{path} has no decisions for {environment}, only for: {'; '.join(environments)}"
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            decisions.ignored = f"no decisions are reused: {error}"
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            entries = _read(Path(path)).get(str(environment), {})
+            decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
         return decisions
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Add the decisions to a file, beside what it holds of other environments and of other keys.
+        """Add the decisions to a file; those of other environments and of other keys stay in it.
 
-        The file is replaced atomically. If two processes save at the same time, the decisions of one may be lost and
-        are measured again later.
+        The file is replaced atomically. If two processes save at the same time, those of one may be lost.
 
         Raises:
-            ValueError: If there is a file that does not hold decisions; one of another schema is replaced.
+            ValueError: If the file exists and does not hold decisions; one of another schema is replaced.
             OSError: If the file cannot be written.
         """
         path = Path(path)
@@ -170,7 +155,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             environments = _read(path)
         except (FileNotFoundError, _OtherSchemaError):
             environments = {}
-        entries = {format_key(key): asdict(decision) for key, decision in self.items()}
+        entries = {str(key): asdict(decision) for key, decision in self.items()}
         environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -182,7 +167,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
 
 class _OtherSchemaError(ValueError):
-    """The file holds decisions, but another release wrote it."""
+    """The file holds decisions of another release."""
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -191,10 +176,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content = json.loads(text)
         schema, environments = content["schema"], content["environments"]
+        if not isinstance(environments, dict):
+            raise TypeError("`environments` is not a mapping")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} does not hold decisions: give another path, or remove it") from error
-    if not isinstance(environments, dict):
-        raise ValueError(f"{path} does not hold decisions: give another path, or remove it")
     if schema != SCHEMA:
         raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
     return cast("dict[str, dict[str, Any]]", environments)
@@ -202,25 +187,18 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1 << 14)
 def _shared(key: GemmKey) -> GemmKey:
-    """The key under which alike products are remembered."""
+    """The key under which a decision is stored: a bucket of tokens and a device type."""
     return replace(bucketed(key), device=torch.device(key.device).type)
 
 
-def share(decisions: Decisions, group: dist.ProcessGroup | None = None) -> Decisions:
-    """Give the decisions of the group's first process to all of its processes.
+def share(decisions: Decisions) -> Decisions:
+    """Return the decisions of the first process, with their environment, in every process.
 
-    Processes that decide for themselves may decide differently where two kernels are equally fast. Every process of
-    the group must call this. Without :mod:`torch.distributed` it returns `decisions`.
-
-    Args:
-        decisions: The decisions of this process; only those of the first one matter.
-        group: The processes, all by default.
-
-    Returns:
-        The first process's decisions, with the environment where they were made.
+    Processes that decide for themselves may choose differently where two kernels are equally fast. Every process must
+    call this. Without :mod:`torch.distributed` it returns `decisions`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return decisions
     box = [decisions]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group else 0, group=group)
+    dist.broadcast_object_list(box, src=0)
     return box[0]

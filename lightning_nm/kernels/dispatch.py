@@ -1,4 +1,4 @@
-"""Which kernel runs each product of a training, from the first batch to the report after the last."""
+"""The router: which kernel runs each product of a training, and the report of what ran."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed, multiply_adds
+from lightning_nm.kernels.api import (
+    GemmKernel,
+    GemmKey,
+    bucketed,
+    check_mode,
+    multiply_adds,
+    refuse_removed,
+    uses_of_pack,
+)
 from lightning_nm.kernels.cache import Decision, Decisions, environment_of, share
 from lightning_nm.kernels.handles import HasHandle
-from lightning_nm.kernels.modes import check_mode, refuse_removed
 from lightning_nm.kernels.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.timing import DeviceTimer, Timer
 from lightning_nm.kernels.tuner import Tuner
@@ -32,9 +39,9 @@ class Product(NamedTuple):
     """One GEMM of a layer.
 
     Args:
-        layer: The layer's name.
-        key: The product; its pattern is the layer's where no operand is N:M along the contraction axis.
-        reason: Why no kernel for N:M operands can be asked for; empty if one can.
+        layer: Name of the layer.
+        key: The product; its pattern is the layer's if no operand is N:M along the contraction axis.
+        reason: Why the product is always dense; empty if it is not.
     """
 
     layer: str
@@ -43,7 +50,7 @@ class Product(NamedTuple):
 
 
 class Used(NamedTuple):
-    """How often a product ran on a kernel, and the decision behind it; None where there was nothing to decide."""
+    """How often a product ran on a kernel, and the decision for it; None if there was nothing to decide."""
 
     product: Product
     kernel: str
@@ -53,14 +60,14 @@ class Used(NamedTuple):
 
 @dataclass
 class _Uses:
-    """How often a kind of product ran on a kernel, and why."""
+    """Calls of a product, its tokens bucketed, on a kernel, and the decision for it."""
 
     calls: int = 0
     decision: Decision | None = None
 
 
 class _Settled(NamedTuple):
-    """The kernel of a product of one exact size."""
+    """The kernel of a product of one exact size; it holds until a kernel fails or determinism is switched."""
 
     kernel: GemmKernel
     uses: _Uses
@@ -70,20 +77,20 @@ class _Settled(NamedTuple):
 class Router(HasHandle):
     """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
 
-    In mode ``"auto"`` the products of the first batch are dense and recorded; :meth:`tune` measures them all. The
+    In mode ``"auto"`` the products of the first batch are dense and recorded; :meth:`tune` then measures them. The
     plugins call it before the first backward pass; without :mod:`torch.distributed` that pass calls it itself. Products
-    of other sizes that come later are measured when they come. While a CUDA graph is captured nothing is tried or
-    measured: products of sizes that did not run before are dense in it.
+    of new sizes are measured when they first run. While a CUDA graph is captured nothing is measured: products without
+    a decision are dense in it.
 
     Args:
         kernels: The mode, as :class:`~lightning_nm.kernels.tuner.Tuner`'s.
         backends: The kernels besides the reference; ``None`` takes those of the package.
-        file: Where measured decisions are kept, used in ``"auto"`` alone; ``None`` keeps none.
+        file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none.
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on the packs of
             training passes are kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and
             16-bit dtype.
         budget_s: Seconds that :meth:`tune` may take.
-        timer: Measures for ``"auto"``; the device's own by default.
+        timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.timing.DeviceTimer` by default.
 
     Raises:
         TypeError: If an argument is unknown, or was removed: the error names the replacement.
@@ -125,19 +132,15 @@ class Router(HasHandle):
         self.reset()
 
     def reset(self, reuse: int | None = None) -> None:
-        """Forget what ran and every pack, for another training; decisions stay in their file.
-
-        Args:
-            reuse: As the argument of that name; ``None`` leaves it.
-        """
+        """Forget what ran and every pack, for a new training and perhaps `reuse`; decisions stay in their file."""
         self.reuse = reuse or self.reuse
         self.tuner: Tuner | None = None
         self.unavailable_reason = ""
         """Why no sparse kernel works on the device, once that is known."""
         self.all_dense = False
-        """Whether :meth:`settle` ended routing because no product is faster sparse."""
+        """Whether :meth:`settle` ended routing, because no product is faster sparse."""
         self._none_sparse = False
-        self.registry.forget_failures()
+        self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
         self._recorded: dict[Product, None] = {}
         self._known: dict[Product, _Settled] = {}
@@ -146,7 +149,7 @@ class Router(HasHandle):
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: what was found belongs to this process and its device."""
+        """The settings alone: decisions and packs belong to this process and its device."""
         settings = ("kernels", "registry", "file", "reuse", "budget_s", "timer")
         return {name: self.__dict__[name] for name in settings}
 
@@ -157,32 +160,28 @@ class Router(HasHandle):
     # ------------------------------------------------------------------------------------------------ choosing
 
     def initialize(self, device: torch.device) -> Tuner:
-        """Prepare for a device: load known decisions, and probe the kernels."""
+        """Load known decisions and probe the kernels on a device, once."""
         if self.tuner is None:
             environment = environment_of(device)
-            keeps = self.kernels == "auto" and self.file is not None
-            known = Decisions.load(self.file, environment) if keeps and self.file else Decisions(environment)
+            file = self.file if self.kernels == "auto" else None
+            known = Decisions.load(file, environment) if file else Decisions(environment)
             self._saved = {key for key, decision in known.items() if decision.source == "measured"}
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=self.reuse)
             self.unavailable_reason = self.registry.unavailable_reason(str(device))
         return self.tuner
 
     def kernel(self, product: Product) -> GemmKernel:
-        """The kernel for a product that is about to run once."""
+        """Return the kernel for a product that is about to run, and count the call."""
+        validity = len(self.registry.failures), torch.are_deterministic_algorithms_enabled()
         known = self._known.get(product)
-        if known is None or known.validity != self._validity:
-            known = self._settle(product)
+        if known is None or known.validity != validity:
+            known = self._settle(product, validity)
         known.uses.calls += 1
         return known.kernel
 
-    @property
-    def _validity(self) -> tuple[int, bool]:
-        """What is known of a product does not hold when a kernel failed, or when other things are asked of kernels."""
-        return self.registry.failures, torch.are_deterministic_algorithms_enabled()
-
-    def _settle(self, product: Product) -> _Settled:
+    def _settle(self, product: Product, validity: tuple[int, bool]) -> _Settled:
         decision = None
-        # A capture must neither measure nor try: whatever is not known by then stays dense in it.
+        # A capture must not measure: products without a decision are dense in it.
         keep = not _capturing() and (self.tuned or bool(product.reason))
         if keep and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
@@ -192,7 +191,7 @@ class Router(HasHandle):
         bucket = product._replace(key=bucketed(product.key))
         uses = self._uses.setdefault((bucket, kernel.name), _Uses())
         uses.decision = decision
-        settled = _Settled(kernel, uses, self._validity)
+        settled = _Settled(kernel, uses, validity)
         if keep:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -200,8 +199,8 @@ class Router(HasHandle):
         return settled
 
     def tune_if_single(self) -> None:
-        """:meth:`tune` where no other process has to take part, unless a CUDA graph is captured."""
-        if not self.tuned and not _capturing() and not (dist.is_available() and dist.is_initialized()):
+        """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
+        if not self.tuned and not _capturing() and not _distributed():
             self.tune()
 
     def record(self, products: Sequence[Product]) -> None:
@@ -210,7 +209,7 @@ class Router(HasHandle):
             self._recorded.update(dict.fromkeys(products))
 
     def tune(self) -> None:
-        """Measure the products recorded so far, unless that was done; the first process measures for all.
+        """Measure the recorded products, once; the first process measures for all.
 
         With :mod:`torch.distributed` initialised, every process must call this at the same point.
         """
@@ -219,7 +218,7 @@ class Router(HasHandle):
         self.tuned = True
         products = [product for product in self._recorded if not product.reason]
         self._recorded.clear()
-        together = dist.is_available() and dist.is_initialized()
+        together = _distributed()
         try:
             if products and (not together or dist.get_rank() == 0):
                 device = torch.device(products[0].key.device)
@@ -227,15 +226,14 @@ class Router(HasHandle):
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # the operands of the checks
                 self.save()
-        finally:  # the others wait for it, and a process without such products takes part
+        finally:  # other processes wait for the decisions, and a process without products takes part
+            tuner = self.tuner
             if together:
-                tuner = self.tuner
                 shared = share(tuner.decisions if tuner else Decisions(environment_of(torch.device("cpu"))))
                 if tuner is not None:
                     tuner.decisions = shared
-
-            if self.tuner is not None and products:
-                found = [self.tuner.decisions.get(product.key) for product in products]
+            if tuner is not None and products:
+                found = [tuner.decisions.get(product.key) for product in products]
                 reference = self.registry.reference.name
                 self._none_sparse = all(decision is not None and decision.kernel == reference for decision in found)
 
@@ -243,7 +241,7 @@ class Router(HasHandle):
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
 
         The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
-        be recomputed as it was made.
+        be recomputed by the same kernels.
         """
         if not self._none_sparse or self.all_dense or self.tuner is None:
             return
@@ -253,7 +251,7 @@ class Router(HasHandle):
                 uses.decision = self.tuner.decisions.get(product.key)
 
     def save(self) -> None:
-        """Add what was measured to the file, if there is one; a file that cannot be written gives a warning."""
+        """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
         if self.kernels != "auto" or self.file is None or self.tuner is None:
             return
         decisions = self.tuner.decisions
@@ -271,25 +269,17 @@ class Router(HasHandle):
         self._saved |= measured
 
     def active_or_none(self) -> Router | None:
-        """This router, or ``None`` where every product is dense.
+        """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.
 
-        That is so in mode ``"reference"``, where no sparse kernel works, and where none is faster, see :meth:`settle`.
-        Layers run as without a router then, and graphs are compiled so.
+        That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see :meth:`settle`.
         """
         return None if self.kernels == "reference" or self.unavailable_reason or self.all_dense else self
 
     # ----------------------------------------------------------------------------------------------- products
 
     def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """A packed operand, kept as long as its stamp stays the same and other products may use it.
-
-        Args:
-            owner: What the pack belongs to, a layer: the pack goes with it.
-            name: Which of its packs.
-            stamp: Changes whenever the operand does.
-            make: Packs the operand.
-        """
-        if self.reuse == 1 or _capturing():  # replays of a graph would find the pack of the capture
+        """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
+        if self.reuse == 1 or _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
         kept = packs.get(name)
@@ -301,13 +291,7 @@ class Router(HasHandle):
     def pick_fastest(
         self, name: Hashable, ways: Sequence[Callable[[], Result]], device: torch.device
     ) -> Callable[[], Result]:
-        """The fastest of several ways to the same result, measured once in mode ``"auto"`` on a GPU, else the first.
-
-        Args:
-            name: What the choice depends on.
-            ways: Functions that return the same.
-            device: Where they run.
-        """
+        """Return the fastest of several functions with the same result, or the first unless ``"auto"`` on a GPU."""
         if name not in self._fastest:
             if self.kernels != "auto" or device.type != "cuda" or _capturing():
                 return ways[0]
@@ -318,13 +302,13 @@ class Router(HasHandle):
     def release(self) -> None:
         """Free every pack, and save what was measured since :meth:`tune`, in the first process."""
         self._packs.clear()
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        if not _distributed() or dist.get_rank() == 0:
             self.save()
 
     # ------------------------------------------------------------------------------------------------- report
 
     def used(self) -> list[Used]:
-        """What ran since the last :meth:`reset`, in the order of first use; token counts by their bucket."""
+        """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
         return [
             Used(product, kernel, uses.calls, uses.decision)
             for (product, kernel), uses in self._uses.items()
@@ -332,16 +316,14 @@ class Router(HasHandle):
         ]
 
     def sparse_share(self) -> tuple[float, str]:
-        """The share of masked layers' GEMM time that ran on sparse kernels, and what it rests on.
+        """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
 
-        Times are the measured ones; a product without takes the mean of the others by its multiply-adds. Where nothing
-        was measured, the share is one of dense multiply-adds.
+        Times are the measured ones; a product without one takes the mean rate of the others by its multiply-adds. If
+        nothing was measured, the share is one of dense multiply-adds.
         """
         used = self.used()
-        dense = [
-            (u.decision.dense_ms, multiply_adds(u.product.key)) for u in used if u.decision and u.decision.dense_ms
-        ]
-        rate = sum(ms for ms, _ in dense) / sum(macs for _, macs in dense) if dense else None
+        timed = [(u.decision.dense_ms, u.product.key) for u in used if u.decision and u.decision.dense_ms]
+        rate = sum(ms for ms, _ in timed) / sum(multiply_adds(key) for _, key in timed) if timed else None
         sparse = total = 0.0
         for product, kernel, calls, decision in used:
             time = multiply_adds(product.key) * (rate or 1.0)
@@ -349,11 +331,14 @@ class Router(HasHandle):
             if rate and decision and decision.dense_ms:
                 time = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
-                    uses = 1 if product.key.gemm == "wgrad" else self.reuse
-                    time = decision.sparse_ms + decision.pack_ms / uses
+                    time = decision.sparse_ms + decision.pack_ms / uses_of_pack(product.key.gemm, self.reuse)
             total += calls * time
             sparse += calls * time * on_sparse
         return (sparse / total if total else 0.0), ("measured times" if rate else "dense multiply-adds")
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _capturing() -> bool:
@@ -364,22 +349,22 @@ _active: Router | None = None
 
 
 def active() -> Router | None:
-    """The router that masked layers use now."""
+    """Return the router that masked layers use now."""
     return _active
 
 
 def activate(router: Router | None) -> Router | None:
-    """Make a router the one that masked layers use; return what was there before."""
-    global _active  # backward passes of other threads see it, too, when they compute a checkpointed forward anew
+    """Make a router the one that masked layers use; return the previous one."""
+    global _active  # not per thread: backward passes of other threads recompute checkpointed forward passes
     before, _active = _active, router
     return before
 
 
 @contextmanager
 def routing(router: Router | None) -> Generator[None, None, None]:
-    """Run the products of masked layers by a router; ``None`` by the plain dense ones.
+    """Run the products of masked layers by a router, or dense if it is ``None``.
 
-    What a forward pass found holds for its backward pass, wherever that runs.
+    A backward pass uses the router of its forward pass, wherever it runs.
     """
     before = activate(router)
     try:

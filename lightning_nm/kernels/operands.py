@@ -1,8 +1,8 @@
-"""What brings operands into the form that GEMMs with sparse operands take: contiguous, in order, one read of the input.
+"""Operands of GEMMs with a sparse side: masked, permuted or estimated, contiguous, in one pass over the input.
 
-Each function has two implementations: a few torch operations, which run everywhere and define the result, and a Triton
-kernel, taken for CUDA tensors wherever Triton is installed. The kernels make the same roundings in the same order, so
-that the results are the same bits (but for signs of NaNs). ``TRITON_INTERPRET=1`` takes them on the CPU, too, slowly.
+Each function has two implementations: torch operations, which run everywhere and define the result, and a Triton
+kernel for CUDA tensors, used if Triton is installed. Both round the same in the same order, so the results have the
+same bits (except for signs of NaNs). ``TRITON_INTERPRET=1`` runs the Triton kernels on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 from types import ModuleType
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -21,25 +21,23 @@ from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.pattern import NMPattern, PatternLike
 
 TOKENS = 16
-"""What the tokens of a sparse wgrad must be a multiple of: cuSPARSELt's rule for half types."""
+"""The tokens of a sparse wgrad are padded to a multiple of this: cuSPARSELt's rule for half types."""
 
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask a weight for the forward GEMM: ``W_F[o, i] = W[o, i]`` where the forward bit of the mark is set, else +0.
+    """Mask a weight for the forward GEMM: ``W_F[o, i] = W[o, i]`` where the forward bit is set, else +0.
 
-    Pruned entries are +0, never the -0 that a product with a mask leaves and that some compressors take for a nonzero.
+    Never -0, which some compressors take for a nonzero (NVIDIA/cutlass#2110).
 
     Args:
-        weight: W ``[out, in]``, any floating dtype and strides: a weight that is stored as ``[in, out]`` is given as
-            ``weight.t()``.
-        marks: The masks as bits, see :mod:`lightning_nm.functional.mask_bits`, uint8 ``[out, in]``, with the strides of
-            the weight.
+        weight: W ``[out, in]``, any floating dtype and strides.
+        marks: Mask bits, see :mod:`lightning_nm.functional.mask_bits`, uint8 ``[out, in]``, with the strides of W.
         dtype: Floating dtype of the result.
 
     Returns:
-        W_F ``[out, in]``, contiguous, of ``dtype``, without autograd history.
+        W_F ``[out, in]``, contiguous, without autograd history.
 
     Raises:
         TypeError: If ``weight`` or ``dtype`` is not floating, or ``marks`` not uint8.
@@ -49,39 +47,25 @@ def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
 
         >>> masked_forward(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
         tensor([[0., 2.]])
-
-    Source: NVIDIA/cutlass#2110 on -0.
     """
-    _check_weight(weight, marks, dtype, None)
-    weight = weight.detach()
-    kernels = _kernels_for(weight, dtype)
-    if kernels is not None:
-        return kernels.masked(weight, marks, dtype, None, forward=True, backward_bit=None)[0]
-    return masked_forward_reference(weight, marks, dtype)
+    return _masked(weight, marks, dtype, FORWARD_BIT, None, transposed=False)
 
 
 def masked_backward(
-    weight: Tensor,
-    marks: Tensor,
-    dtype: torch.dtype,
-    permutation: Tensor | None = None,
-    *,
-    own_backward: bool,
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None = None, *, own_backward: bool
 ) -> Tensor:
     """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
 
-    An entry is kept where the backward bit of its mark is set, or the forward bit without a backward mask.
-
     Args:
-        weight: As :func:`masked_forward`'s.
-        marks: As :func:`masked_forward`'s.
-        dtype: As :func:`masked_forward`'s.
+        weight: As :func:`masked_forward`'s, as the next two.
+        marks: Mask bits.
+        dtype: Dtype of the result.
         permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
             checked: on a GPU that would synchronise.
-        own_backward: Whether W_B has a mask of its own; otherwise it is W_F.
+        own_backward: Whether the backward bits are the mask; without a backward mask the forward bits are.
 
     Returns:
-        W_B^T ``[in, out]``, contiguous, of ``dtype``, without autograd history.
+        W_B^T ``[in, out]``, contiguous, without autograd history.
 
     Raises:
         TypeError: As :func:`masked_forward`, or if ``permutation`` is not int64.
@@ -94,38 +78,38 @@ def masked_backward(
         tensor([[-1.],
                 [ 2.]])
     """
-    _check_weight(weight, marks, dtype, permutation)
-    weight, bit = weight.detach(), BACKWARD_BIT if own_backward else FORWARD_BIT
-    kernels = _kernels_for(weight, dtype)
-    if kernels is not None:
-        return kernels.masked(weight, marks, dtype, permutation, forward=False, backward_bit=bit)[1]
-    return masked_backward_reference(weight, marks, dtype, bit, permutation)
+    return _masked(weight, marks, dtype, BACKWARD_BIT if own_backward else FORWARD_BIT, permutation, transposed=True)
 
 
-def masked_forward_reference(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute :func:`masked_forward` by torch operations, from checked arguments."""
-    return _masked(weight, marks, dtype, FORWARD_BIT).contiguous()
-
-
-def masked_backward_reference(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, backward_bit: int, permutation: Tensor | None
+def _masked(
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Compute :func:`masked_backward` by torch operations, from checked arguments."""
-    masked = _masked(weight, marks, dtype, backward_bit)
-    return (masked if permutation is None else masked[permutation]).t().contiguous()
+    _check_weight(weight, marks, dtype, permutation)
+    kernels = _kernels_for(weight, dtype)
+    compute = masked_reference if kernels is None else kernels.masked
+    result: Tensor = compute(weight.detach(), marks, dtype, bit, permutation, transposed)
+    return result
+
+
+def masked_reference(
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
+) -> Tensor:
+    """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
+    masked = torch.where((marks & bit).ne(0), weight, 0).to(dtype)
+    if permutation is not None:
+        masked = masked[permutation]
+    return (masked.t() if transposed else masked).contiguous()
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
-    """Bring the columns of an output gradient into the order that a permuted W_B sums over.
-
-    ``R[t, o] = dY[t, permutation[o]]``: ``dX = dY W_B = R W_B[permutation]``. Values are copied, not computed with.
+    """Permute the columns of an output gradient: ``R[t, o] = dY[t, permutation[o]]``, ``dX = R W_B[permutation]``.
 
     Args:
         grad: dY ``[tokens, out]``, contiguous, any floating dtype.
-        permutation: Order of the columns, int64 ``[out]``. Its values are not checked: on a GPU that would wait for it.
+        permutation: As :func:`masked_backward`'s.
 
     Returns:
-        ``[tokens, out]``, contiguous, of the dtype of ``grad``, without autograd history.
+        R ``[tokens, out]``, contiguous, without autograd history.
 
     Raises:
         TypeError: If ``grad`` is not floating or ``permutation`` not int64.
@@ -140,11 +124,10 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
     """
     _check_grad(grad)
     _check_order("permutation", permutation, grad.shape[1], grad.device)
-    grad = grad.detach()
     kernels = _kernels_for(grad, grad.dtype)
-    if kernels is not None:
-        return kernels.permuted_columns(grad, permutation)
-    return permuted_columns_reference(grad, permutation)
+    compute = permuted_columns_reference if kernels is None else kernels.permuted_columns
+    result: Tensor = compute(grad.detach(), permutation)
+    return result
 
 
 def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
@@ -163,11 +146,7 @@ def mvue_transposed(
 
 
 def mvue_transposed(
-    grad: Tensor,
-    seed: Tensor,
-    pattern: PatternLike = "2:4",
-    *,
-    gather: Tensor | None = None,
+    grad: Tensor, seed: Tensor, pattern: PatternLike = "2:4", *, gather: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
 
@@ -177,22 +156,19 @@ def mvue_transposed(
     with zeros, which no estimate keeps, to a multiple of 16.
 
     Args:
-        grad: dY ``[tokens, out]``, contiguous, any floating dtype. Half dtypes are computed in float32, and rounded
-            once.
-        seed: Four words in int64, as :func:`lightning_nm.functional.fold_seed` makes them.
+        grad: As :func:`permuted_columns`'s. Half dtypes are computed in float32, and rounded once.
+        seed: Four words in int64, from :func:`lightning_nm.functional.fold_seed`.
         pattern: N:M pattern along the tokens; M must divide 16.
-        gather: Order in which the dgrad GEMM takes the columns of dY, int64 ``[out]``: the same launch then makes
-            :func:`permuted_columns` of it, so that dY comes from memory once. Its values are not checked.
+        gather: A permutation for dgrad: the same launch also computes ``permuted_columns(grad, gather)``, so dY is
+            read once.
 
     Returns:
         ``[out, tokens rounded up to a multiple of 16]``, contiguous, of the dtype of ``grad``, without autograd
-        history. Blocks with a NaN or an infinity have N NaNs. With ``gather``, a pair of it and
-        ``permuted_columns(grad, gather)``.
+        history. Blocks with a NaN or an infinity have N NaNs. With ``gather``, a pair of it and the permuted gradient.
 
     Raises:
-        TypeError: If ``grad`` is not floating, or ``gather`` not int64.
-        ValueError: If ``grad`` is not a contiguous matrix, ``seed`` not four int64, M does not divide 16, or
-            ``gather`` is of another length or device.
+        TypeError: As :func:`permuted_columns`.
+        ValueError: As :func:`permuted_columns`, or if ``seed`` is not four int64 or M does not divide 16.
 
     Example::
 
@@ -211,25 +187,20 @@ def mvue_transposed(
     if seed.dtype != torch.int64 or seed.shape != (4,):
         raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
     _check_order("gather", gather, grad.shape[1], grad.device)
-    grad = grad.detach()
     kernels = _kernels_for(grad, grad.dtype)
-    if kernels is not None:
-        return kernels.mvue_transposed(grad, seed, pattern, gather)
-    estimate = mvue_transposed_reference(grad, seed, pattern)
-    return estimate if gather is None else (estimate, permuted_columns_reference(grad, gather))
+    compute = mvue_transposed_reference if kernels is None else kernels.mvue_transposed
+    result: Tensor | tuple[Tensor, Tensor] = compute(grad.detach(), seed, pattern, gather)
+    return result
 
 
-def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern) -> Tensor:
-    """Compute :func:`mvue_transposed` without ``gather`` by torch operations, from checked arguments."""
+def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None = None) -> Any:
+    """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padded = torch.cat([grad, grad.new_zeros(-tokens % TOKENS, out)])
     blocks = padded.shape[0] // pattern.m
     uniform = counter_uniform(blocks * out, seed, device=grad.device).view(blocks, out)
-    return mvue(padded, pattern, 0, uniform=uniform).t().contiguous()
-
-
-def _masked(weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int) -> Tensor:
-    return torch.where((marks & bit).ne(0), weight, 0).to(dtype)
+    estimate = mvue(padded, pattern, 0, uniform=uniform).t().contiguous()
+    return estimate if gather is None else (estimate, permuted_columns_reference(grad, gather))
 
 
 def _check_matrix(name: str, matrix: Tensor) -> None:
@@ -253,13 +224,10 @@ def _check_weight(weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation
     if marks.dtype != torch.uint8:
         raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
     strides = zip(weight.shape, weight.stride(), marks.stride(), strict=False)
-    if (
-        marks.shape != weight.shape
-        or marks.device != weight.device
-        or any(size > 1 and own != other for size, own, other in strides)  # the stride of one row or column is moot
-    ):
+    other_strides = any(size > 1 and own != other for size, own, other in strides)  # moot for a dimension of size 1
+    if marks.shape != weight.shape or marks.device != weight.device or other_strides:
         raise ValueError(
-            f"marks must lie as the weight does, {tuple(weight.shape)} on {weight.device} with strides "
+            f"marks must have the layout of the weight, {tuple(weight.shape)} on {weight.device} with strides "
             f"{weight.stride()}; got {tuple(marks.shape)} on {marks.device} with strides {marks.stride()}: "
             "transpose both or neither"
         )
@@ -279,12 +247,12 @@ def _check_order(name: str, order: Tensor | None, size: int, device: torch.devic
 
 
 def in_one_pass(matrix: Tensor) -> bool:
-    """Whether the functions of this module make one pass over a matrix, by a kernel, and keep its dtype."""
+    """Whether the functions of this module take a matrix in one pass, by a kernel, if its dtype stays."""
     return _kernels_for(matrix, matrix.dtype) is not None
 
 
 def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """The Triton kernels, where they can be used; Inductor makes its own of the torch operations."""
+    """The Triton kernels, if they can be used; Inductor compiles the torch operations into its own."""
     if torch.compiler.is_compiling() or not matrix.numel() or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES):
         return None
     if matrix.device.type != "cuda" and not (matrix.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
@@ -294,7 +262,7 @@ def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of the Triton kernels; ``None`` where Triton is not installed. It is imported when first needed."""
+    """Import the Triton kernels when they are first needed; ``None`` if Triton is not installed."""
     try:
         importlib.import_module("triton")
     except ImportError:

@@ -1,13 +1,11 @@
-"""Triton kernels of :mod:`lightning_nm.kernels.operands`: each reads its input once and writes what a GEMM takes.
+"""Triton kernels of :mod:`lightning_nm.kernels.operands`: each reads its input once and writes a GEMM's operand.
 
-Tiles and warps are chosen from the assembly that Triton 3.6 makes for an H100 (vectorised reads and writes, no spills),
-but not tuned, nor timed on one. It has some 20 instructions per weight and 80 per entry of an output gradient: the
-former should be bound by memory, the latter is likely bound by its arithmetic.
+Tiles and warps are chosen from the assembly that Triton 3.6 makes for an H100 (vectorised accesses, no spills); they
+are neither tuned nor timed on one. There are some 20 instructions per weight, likely bound by memory, and 80 per entry
+of an output gradient, likely bound by arithmetic.
 
-Columns are gathered a whole row at a time. Neighbours in the result come from anywhere in the row: a program that read
-a tile of columns would write single entries of 2 bytes, and one that owned a tile of the result would read them, where
-memory and caches move 32 bytes. So a program takes a row into shared memory, reads and writes it without gaps, and
-gathers between the two. Which of the three is fastest is to be measured.
+Columns are gathered a row at a time: a program reads a row into shared memory, gathers there, and writes it. Gathering
+from or to global memory would access single entries of 2 bytes, where memory and caches move 32.
 """
 
 from __future__ import annotations
@@ -21,42 +19,32 @@ from lightning_nm.kernels.operands import TOKENS, permuted_columns_reference
 from lightning_nm.pattern import NMPattern
 
 TILE = 64
-"""Rows and columns of a tile: 128 bytes of a half type, a whole cache line, on both sides of the transposition."""
+"""Rows and columns of a tile: 128 bytes of a half type, a cache line, on both sides of the transposition."""
 
 SAMPLING = {"num_warps": 8, "enable_fp_fusion": False}
-"""How the estimate is compiled: a fused multiply-add would round once where the torch operations round twice."""
-
+"""Options of the estimate: a fused multiply-add would round once where the torch operations round twice."""
 
 ROWS = 8
-"""Rows that a program gathers: its indices, of 8 bytes each, are read once for all of them."""
+"""Rows that a program gathers, with one read of its indices of 8 bytes."""
 
 ROW_BYTES = 1 << 16
-"""The longest row, rounded up to a power of two, that a program gathers without spills; torch takes longer ones."""
+"""The longest row, rounded up to a power of two, that a program gathers without spills; torch gathers longer ones."""
 
 
 def masked(
-    weight: Tensor,
-    marks: Tensor,
-    dtype: torch.dtype,
-    permutation: Tensor | None,
-    *,
-    forward: bool,
-    backward_bit: int | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Launch ``masked_forward``, ``masked_backward``, or both in one read, on checked arguments."""
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
+) -> Tensor:
+    """Launch ``masked_forward``, or if `transposed` ``masked_backward``, on checked arguments."""
     out, columns = weight.shape
-    pair = (
-        torch.empty(out, columns, dtype=dtype, device=weight.device) if forward else None,
-        torch.empty(columns, out, dtype=dtype, device=weight.device) if backward_bit else None,
-    )
-    grid = (triton.cdiv(out, TILE), triton.cdiv(columns, TILE))
+    result = torch.empty((columns, out) if transposed else (out, columns), dtype=dtype, device=weight.device)
+    grid, constants = (triton.cdiv(out, TILE), triton.cdiv(columns, TILE)), {"BIT": bit, "TRANSPOSED": transposed}
     with torch.cuda.device_of(weight):
-        _masked[grid](weight, marks, permutation, *pair, out, columns, *weight.stride(), BIT=backward_bit, TILE=TILE)
-    return pair
+        _masked[grid](weight, marks, permutation, result, out, columns, *weight.stride(), **constants, TILE=TILE)
+    return result
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
-    """Launch :func:`lightning_nm.kernels.operands.permuted_columns` on checked arguments."""
+    """Launch ``permuted_columns`` on checked arguments."""
     if not _gatherable(grad):
         return permuted_columns_reference(grad, permutation)
     tokens, out = grad.shape
@@ -72,7 +60,7 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 def mvue_transposed(
     grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launch :func:`lightning_nm.kernels.operands.mvue_transposed` on checked arguments."""
+    """Launch ``mvue_transposed`` on checked arguments."""
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
@@ -117,37 +105,34 @@ def _masked(
     weight,
     marks,
     permutation,
-    forward,
-    backward,
+    result,
     out,
     columns,
     row_stride,
     column_stride,
     BIT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Mask one tile; its rows are gathered, so that W_B^T is written without gaps.
+    """Mask one tile; its rows are gathered, so that the writes are contiguous.
 
-    A gathered row is read without gaps where the weight lies as [out, in]; of one that lies as [in, out] single entries
-    are, which programs that run at the same time share through the L2 cache.
+    The reads of a weight stored as [in, out] under a permutation are not; programs that run at the same time share them
+    through the L2 cache.
     """
-    position = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    row = position.to(tl.int64)
+    row = position
     if permutation is not None:
         row = tl.load(permutation + position, mask=position < out, other=0)
     inside = (position < out)[:, None] & (column < columns)[None, :]
     at = (row * row_stride)[:, None] + (column * column_stride)[None, :]
-    value = tl.load(weight + at, mask=inside, other=0.0)
     mark = tl.load(marks + at, mask=inside, other=0)
-    if forward is not None:
-        masked = tl.where((mark & 1) != 0, value, 0.0)
-        at = (row * columns)[:, None] + column[None, :]
-        tl.store(forward + at, masked.to(forward.dtype.element_ty), mask=inside)
-    if backward is not None:
-        masked = tl.where((mark & BIT) != 0, value, 0.0)
-        at = (column * out)[:, None] + position[None, :]
-        tl.store(backward + at, tl.trans(masked.to(backward.dtype.element_ty)), mask=tl.trans(inside))
+    value = tl.where((mark & BIT) != 0, tl.load(weight + at, mask=inside, other=0.0), 0.0)
+    masked = value.to(result.dtype.element_ty)
+    if TRANSPOSED:
+        tl.store(result + (column * out)[:, None] + position[None, :], tl.trans(masked), mask=tl.trans(inside))
+    else:
+        tl.store(result + (position * columns)[:, None] + column[None, :], masked, mask=inside)
 
 
 @triton.jit
@@ -187,7 +172,7 @@ def _mvue_transposed(
 ):
     """Sample one tile, or gather some rows.
 
-    The tiles and the rows of the same tokens follow each other: the L2 cache still has what comes to be read again.
+    The tiles and the rows of the same tokens follow each other, so the second read finds them in the L2 cache.
     """
     tiles = tl.cdiv(out, TILE)
     if gathered is None:

@@ -1,4 +1,4 @@
-"""The kernels that are known, which of them can make a product, and the dense product where one fails."""
+"""The known kernels, which of them can execute a product, and the dense product if one fails."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKern
 
 
 class KernelRegistry:
-    """Kernels in the order in which they are tried, the reference first.
+    """The reference and the sparse kernels, in order of preference.
 
-    Kernels may come from outside; an exception that they raise is a reason against them. Each is probed once for each
-    device.
+    An exception that a kernel raises counts as a reason against it. Each kernel is probed once per device.
 
     Args:
-        backends: The kernels besides the reference, each with a name of its own; ``None`` takes ``cusparselt-direct``
-            and ``cusparselt``.
+        backends: The kernels besides the reference, each with its own name; ``None`` takes ``cusparselt-direct`` and
+            ``cusparselt``.
 
     Raises:
-        ValueError: If two kernels have one name, or something is no kernel.
+        ValueError: If two kernels have one name, or something is not a kernel.
 
     Example::
 
@@ -48,7 +47,8 @@ class KernelRegistry:
             if kernel.name in self.kernels:
                 raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
             self.kernels[kernel.name] = kernel
-        self._failed: dict[tuple[str, GemmKey], str] = {}
+        self.failures: dict[tuple[str, GemmKey], str] = {}
+        """Why a kernel was switched off for a product, by its name and the key."""
         self._probes: dict[tuple[str, str], str] = {}
 
     def __str__(self) -> str:
@@ -59,20 +59,16 @@ class KernelRegistry:
         """The kernels besides the reference, in order."""
         return list(self.kernels.values())[1:]
 
-    @property
-    def failures(self) -> int:
-        """How many times a kernel was switched off for a product."""
-        return len(self._failed)
-
-    def forget_failures(self) -> None:
-        """Let every kernel try again."""
-        self._failed.clear()
-
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel is not used for a product: it failed before, its probe, or what it supports; empty if it is."""
-        if failed := self._failed.get((kernel.name, key)):
+        """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
+        if failed := self.failures.get((kernel.name, key)):
             return failed
         return self.probe(kernel, key.device) or reason_or_error(partial(kernel.supports, key))
+
+    def reason_against(self, name: str, key: GemmKey) -> str:
+        """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
+        kernel = self.kernels.get(name)
+        return "not among the kernels" if kernel is None else self.reason(kernel, key)
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
         """Why a kernel does not work on a device; asked once for each."""
@@ -90,21 +86,22 @@ class KernelRegistry:
     def attempt(
         self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
     ) -> Tensor:
-        """Make a product by a kernel, and the dense one if that fails, now and from then on.
+        """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
 
         A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
         product fails too, the operands are at fault: its error is raised, and the kernel stays on.
-
-        Args:
-            kernel: The kernel that `product` calls.
-            key: The product.
-            product: Makes the product by the kernel.
-            dense: Makes it by the reference.
         """
-        if (kernel.name, key) in self._failed:
+        if (kernel.name, key) in self.failures:
             return dense()
+        shape = (key.rows, key.columns) if key.gemm == "wgrad" else (key.columns, key.rows)
         try:
-            return _checked(product(), key)
+            result = product()
+            if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
+                raise RuntimeError(
+                    f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
+                    f"contiguous {shape} {key.dtype}"
+                )
+            return result
         except torch.OutOfMemoryError:
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
@@ -113,26 +110,14 @@ class KernelRegistry:
                 raise
             failed = f"it failed, {describe_error(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed
-        if not failed:
-            return result
-        self._failed[kernel.name, key] = failed
-        warnings.warn(
-            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        if failed:
+            self.failures[kernel.name, key] = failed
+            warnings.warn(
+                f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return result
-
-
-def _checked(result: Tensor, key: GemmKey) -> Tensor:
-    """Refuse a result of another form than the product's."""
-    shape = (key.rows, key.columns) if key.gemm == "wgrad" else (key.columns, key.rows)
-    if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
-        raise RuntimeError(
-            f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a contiguous "
-            f"{shape} {key.dtype}"
-        )
-    return result
 
 
 def describe_error(error: Exception) -> str:

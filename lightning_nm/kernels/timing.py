@@ -6,27 +6,23 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from statistics import median
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-
-Operand = TypeVar("Operand")
-
-_MOST_COPIES = 32
 
 
 class Timer(Protocol):
     """Measures a function; tests pass recorded times instead."""
 
     def time(self, function: Callable[[], object], device: torch.device) -> float:
-        """Return the seconds that one call takes, on the device and including what the host does."""
+        """Return the seconds of one call on the device, with the time on the host."""
 
 
 class DeviceTimer:
     """Median over samples of back-to-back calls, after a warm-up.
 
-    On CUDA a sample lies between two events on the current stream, so that it takes as long as the slower of device
-    and host: a kernel that keeps the host busy is not called fast. Elsewhere :func:`time.perf_counter` is read.
+    On CUDA a sample is the time between two events on the current stream, so the slower of device and host decides.
+    Elsewhere :func:`time.perf_counter` is read.
 
     Args:
         warmup: Calls that are not measured.
@@ -64,20 +60,14 @@ class DeviceTimer:
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:
-    """Count the copies of an operand that together do not stay in the L2 cache: more than twice its size, at most 32.
-
-    Args:
-        size: Bytes of one copy.
-        device: The device; off CUDA the size of its caches is unknown, and one copy has to do.
-    """
+    """Count the copies of `size` bytes that together exceed twice the L2 cache, at most 32; one without CUDA."""
     if device.type != "cuda":
         return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(1 + 2 * cache // size, _MOST_COPIES)
+    return min(1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // size, 32)
 
 
-def rotated(function: Callable[..., object], *operands: Sequence[Operand]) -> Callable[[], object]:
-    """Call a function with the next copy of each operand every time, beginning again at the end.
+def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that calls another one with the next copy of each operand in turn.
 
     Example::
 

@@ -16,19 +16,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, multiply_adds
+from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, check_mode, multiply_adds, uses_of_pack
 from lightning_nm.kernels.cache import Decision, Decisions
-from lightning_nm.kernels.modes import check_mode
 from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.kernels.registry import KernelRegistry, describe_error, reason_or_error
 from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
 
 TOLERANCE = 1e-2
 """Largest relative Frobenius difference of two 16-bit products. Rounding both results to bfloat16 makes 2.3e-3, and the
-dense one may round partial sums, too; a kernel that loses one value in 5000 shows."""
+dense one may round partial sums, too. A kernel that loses one value in 5000 exceeds it."""
 
 REPEATS = 3
-"""How often a product must come out with the same bits where deterministic algorithms are asked for."""
+"""How often a product must have the same bits if deterministic algorithms are requested."""
+
+HYSTERESIS = 0.03
+"""The share by which a sparse product must be faster to be chosen."""
 
 
 class _Candidate(NamedTuple):
@@ -46,82 +48,61 @@ class _Candidate(NamedTuple):
 class Tuner:
     """Chooses a kernel for each product, and remembers it.
 
-    Before a sparse kernel may run, its probe must pass on the device, it must support the product, and its product of
-    random operands must agree with the dense one. A kernel that raises is passed over. A product without a kernel is
-    dense, with the reason in its :class:`~lightning_nm.kernels.cache.Decision`.
+    A sparse kernel may run if its probe passes on the device, it supports the product, and its product of random
+    operands agrees with the dense one, see :func:`check`. A kernel that raises is passed over. A product without a
+    kernel is dense, with the reason in its :class:`~lightning_nm.kernels.cache.Decision`.
 
-    Under ``torch.use_deterministic_algorithms(True)`` a kernel must also repeat its product bit for bit; decisions that
-    were made without that check do not hold there.
-
-    A decision is made for the bucket of a token count and holds for all of it. A count within the bucket that the
-    kernel does not support is dense.
+    A decision holds for the bucket of a token count; a count in it that the kernel does not support is dense.
 
     Args:
         kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
-            is at least ``1 + hysteresis``; of each kernel the algorithms are tried that it proposes, too. ``"sparse"``
-            takes the first kernel that is right, ``"reference"`` none.
+            is at least 1.03; the algorithms that a kernel proposes are tried, too. ``"sparse"`` takes the first kernel
+            that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
-        decisions: Known decisions, to which ``"auto"`` adds; other modes take the environment alone from them.
+        decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
-        hysteresis: The share by which a sparse product must be faster.
         reuse: Products that use one pack of a weight: the micro-batches of an optimizer step. Output gradients are
             packed for each product.
 
     Raises:
-        ValueError: If the mode is unknown, or if `reuse` or `hysteresis` is out of range.
+        ValueError: If the mode is unknown or `reuse` is less than 1.
     """
 
     def __init__(
-        self,
-        kernels: str,
-        registry: KernelRegistry,
-        decisions: Decisions,
-        timer: Timer,
-        hysteresis: float = 0.03,
-        reuse: int = 1,
+        self, kernels: str, registry: KernelRegistry, decisions: Decisions, timer: Timer, reuse: int = 1
     ) -> None:
         check_mode(kernels)
-        if hysteresis < 0 or reuse < 1:
-            raise ValueError(f"hysteresis={hysteresis!r} must be at least 0, and reuse={reuse!r} at least 1")
+        if reuse < 1:
+            raise ValueError(f"reuse={reuse!r} must be at least 1")
         self.kernels = kernels
         self.registry = registry
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
-        self.hysteresis = hysteresis
         self.reuse = reuse
         self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
 
-        In ``"auto"`` a product that is not known yet is measured, which must not happen while a CUDA graph is being
-        captured: call :meth:`tune` beforehand.
+        In ``"auto"`` an unknown product is measured, which must not happen while a CUDA graph is captured: call
+        :meth:`tune` beforehand.
         """
         bucket = bucketed(key)
         if not self._known(bucket):
             self._settle(bucket, self._decide(key))
         decision = self.decisions[bucket]
-        kernel = self.registry.kernels.get(decision.kernel)
-        if kernel is None:
-            return _default([f"{decision.kernel} is not among the kernels"])
-        if reason := self.registry.reason(kernel, key):
-            return _default([f"{decision.kernel}: {reason}"])
-        return decision
+        reason = self.registry.reason_against(decision.kernel, key)
+        return _default([f"{decision.kernel}: {reason}"]) if reason else decision
 
     def tune(self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Decide for many products within a time, in ``"auto"`` those first that cost most.
+        """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
-        The cost of a product is its multiply-adds, times how often it is among the keys. When the time is used up, the
-        rest is dense; a later call measures it. The last measurement may exceed the time. With several processes one
+        The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
+        is dense; a later call measures it. The last measurement may exceed the budget. With several processes one
         tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
-
-        Args:
-            keys: The products of a step; repeated keys count.
-            budget_s: Seconds.
-            clock: Returns seconds.
         """
         counts: Counter[GemmKey] = Counter()
-        sizes: dict[GemmKey, GemmKey] = {}  # what is measured for a bucket is a size that occurs
+        sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
         for key in keys:
             counts[bucketed(key)] += 1
             sizes.setdefault(bucketed(key), key)
@@ -134,12 +115,7 @@ class Tuner:
             self.decide(key)
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
-        """Yield the sparse kernels that compute a product right, each checked when it is asked for.
-
-        Args:
-            key: The product.
-            notes: Takes the reasons against the others.
-        """
+        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it."""
         if not multiply_adds(key):
             notes.append("the product is empty")
             return
@@ -150,11 +126,8 @@ class Tuner:
             else:
                 yield kernel
 
-    def _uses(self, key: GemmKey) -> int:
-        return 1 if key.gemm == "wgrad" else self.reuse
-
     def _terms(self, key: GemmKey) -> str:
-        terms = f"kernels {self.registry}; reuse {self._uses(key)}; hysteresis {self.hysteresis:g}"
+        terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {HYSTERESIS:g}"
         return f"{terms}; deterministic" if torch.are_deterministic_algorithms_enabled() else terms
 
     def _known(self, key: GemmKey) -> bool:
@@ -174,15 +147,15 @@ class Tuner:
                 dense = dense or [dense_ms(key, self.timer)]
                 product_ms, pack_ms = sparse_ms(kernel, key, self.timer)
                 found.append(_Candidate(kernel, None, product_ms, pack_ms))
-                for algorithm, other in proposed(kernel, key, notes):
-                    found.append(_Candidate(other, algorithm, bare_ms(other, key, self.timer), pack_ms))
+                for algorithm, other in _proposed(kernel, key, notes):
+                    found.append(_Candidate(other, algorithm, _product_ms(other, key, self.timer), pack_ms))
                 dense.append(dense_ms(key, self.timer))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
 
     def _fastest(self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]) -> Decision:
-        uses, least = self._uses(key), 1 + self.hysteresis
+        uses, least = uses_of_pack(key.gemm, self.reuse), 1 + HYSTERESIS
         gains = [speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found]
         gain, best = max(zip(gains, found, strict=True), key=lambda pair: pair[0])
         times = ", ".join(f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True))
@@ -206,28 +179,20 @@ def _default(notes: Sequence[str]) -> Decision:
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
-    """Compare a dense product with a sparse one, packing included: ``dense / (sparse + pack / reuse)``.
-
-    Args:
-        dense_ms: Milliseconds of the dense product.
-        sparse_ms: Milliseconds of the sparse product without packing.
-        pack_ms: Milliseconds of packing once.
-        reuse: Products that use one pack.
-    """
+    """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
     return dense_ms / (sparse_ms + pack_ms / reuse)
 
 
 def check(kernel: GemmKernel, key: GemmKey) -> str:
     """Compare a kernel's product of random operands with the dense one, ``|P - D|_F / |D|_F < 1e-2``.
 
-    Under ``torch.use_deterministic_algorithms(True)`` it is packed and made three times more, always to the same bits.
+    Under ``torch.use_deterministic_algorithms(True)`` it is repeated, always to the same bits.
 
     Returns:
-        What is wrong; empty if nothing is. Whatever the kernel raises passes through.
+        What is wrong; empty if nothing is. Exceptions of the kernel pass through.
     """
-    with _aside():
-        generator = torch.Generator(key.device).manual_seed(0)
-        matrix, dense = _matrix(key, generator), _dense(key, generator)
+    with _no_autocast():
+        matrix, dense = _operands(key, _generator(key))
         expected = _product(GemmKernel(), key, matrix, dense)
         packable, kept = matrix.contiguous(), dense.clone()
         packed = kernel.pack(packable)
@@ -251,13 +216,12 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
 
 def _check_bias(kernel: GemmKernel, key: GemmKey) -> str:
     """Compare a kernel's product with a bias with the dense one; return what is wrong."""
-    with _aside():
-        generator = torch.Generator(key.device).manual_seed(0)
-        matrix, dense = _matrix(key, generator), _dense(key, generator)
+    with _no_autocast():
+        generator = _generator(key)
+        matrix, dense = _operands(key, generator)
         bias = 10 * torch.randn(key.rows, dtype=key.dtype, device=key.device, generator=generator)
-        return _difference(
-            kernel.linear(_packed(kernel, matrix), dense, bias), GemmKernel().linear(matrix, dense, bias)
-        )
+        result = kernel.linear(_packed(kernel, matrix), dense, bias)
+        return _difference(result, GemmKernel().linear(matrix, dense, bias))
 
 
 def _difference(result: Tensor, expected: Tensor) -> str:
@@ -272,7 +236,7 @@ def _difference(result: Tensor, expected: Tensor) -> str:
 
 def dense_ms(key: GemmKey, timer: Timer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
-    with _aside():
+    with _no_autocast():
         matrices, others = _copies(key)
         return _milliseconds(timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others)
 
@@ -280,18 +244,18 @@ def dense_ms(key: GemmKey, timer: Timer) -> float:
 def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
     """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the N:M operand once.
 
-    The operands lie as kernels pack them, transposed where that is so. Like the dense product, the times include
-    neither masking nor drawing.
+    The operand to pack is contiguous, so transposed where the layer packs a transposed one. Like the dense product's,
+    the times include neither masking nor drawing.
     """
-    with _aside():
-        product = bare_ms(kernel, key, timer)
+    with _no_autocast():
+        product = _product_ms(kernel, key, timer)
         matrices = [matrix.contiguous() for matrix in _copies(key)[0]]
         return product, _milliseconds(timer, key, kernel.pack, matrices)
 
 
-def bare_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
     """Milliseconds of a kernel's product alone: the first time of :func:`sparse_ms`."""
-    with _aside():
+    with _no_autocast():
         matrices, others = _copies(key)
         packs = [_packed(kernel, matrix) for matrix in matrices]
         order = None
@@ -304,27 +268,19 @@ def bare_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
         return _milliseconds(timer, key, product_of, packs, others)
 
 
-def proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tuple[Algorithm, GemmKernel]]:
-    """Yield the algorithms that a kernel proposes for a product and that compute it right.
-
-    Args:
-        kernel: The kernel with its own algorithm.
-        key: The product.
-        notes: Takes the reasons against the others.
-    """
+def _proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tuple[Algorithm, GemmKernel]]:
+    """Yield the proposed algorithms that compute a product right; faults of the others are appended to `notes`."""
     try:
-        with _aside():
-            generator = torch.Generator(key.device).manual_seed(0)
-            packed, dense = _packed(kernel, _matrix(key, generator)), _dense(key, generator)
-            algorithms = kernel.algorithms(key.gemm, packed, dense)
+        with _no_autocast():
+            matrix, dense = _operands(key, _generator(key))
+            algorithms = kernel.algorithms(key.gemm, _packed(kernel, matrix), dense)
     except Exception as error:
         notes.append(f"{kernel.name}: the search for algorithms failed, {describe_error(error)}")
         return
     for algorithm in algorithms:
         other = kernel.with_algorithm(algorithm)
-        # The device's probe saw products with a bias, but of the kernel's own algorithm.
         reason = reason_or_error(partial(check, other, key))
-        if not reason and key.gemm == "forward":
+        if not reason and key.gemm == "forward":  # the device's probe checked a bias with the kernel's own algorithm
             reason = reason_or_error(partial(_check_bias, other, key))
         if reason:
             notes.append(f"{kernel.name} ({algorithm}): {reason}")
@@ -333,21 +289,25 @@ def proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tup
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
-    """Neither recorded by autograd nor cast by autocast."""
+def _no_autocast() -> Iterator[None]:
+    """Neither autograd nor autocast."""
     with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 
 
+def _generator(key: GemmKey) -> torch.Generator:
+    return torch.Generator(key.device).manual_seed(0)
+
+
 def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
-    """``A [rows, depth]`` of random numbers, N:M, lying in memory as the layer has it: W and dY, so A^T but in forward.
+    """A random N:M ``A [rows, depth]`` with the strides of the layer's W or dY: transposed except in the forward.
 
     A block that the depth cuts off is N:M as well.
     """
-    whole = -(-key.depth // key.pattern.m) * key.pattern.m
-    matrix = torch.randn(key.rows, whole, dtype=key.dtype, device=key.device, generator=generator)
+    padded = key.depth + -key.depth % key.pattern.m
+    matrix = torch.randn(key.rows, padded, dtype=key.dtype, device=key.device, generator=generator)
     matrix = nm_prune(matrix, key.pattern)[:, : key.depth]
-    if key.gemm == "wgrad":  # as an estimate's tokens are
+    if key.gemm == "wgrad":  # estimates have padded tokens
         matrix = pad(matrix, (0, -key.depth % TOKENS))
     return matrix.contiguous() if key.gemm == "forward" else matrix.t().contiguous().t()
 
@@ -357,9 +317,13 @@ def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
+def _operands(key: GemmKey, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return _matrix(key, generator), _dense(key, generator)
+
+
 def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
-    generator = torch.Generator(key.device).manual_seed(0)
-    device = torch.device(key.device)
+    """Copies of both operands that do not stay in the cache."""
+    generator, device = _generator(key), torch.device(key.device)
     matrices, others = (
         [make(key, generator) for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))]
         for make, rows in ((_matrix, key.rows), (_dense, key.columns))

@@ -1,33 +1,28 @@
-"""What the precision plugins add to Lightning's own: a router that is active during forward and backward passes."""
+"""Mixins that add to Lightning's precision plugins a router, active during forward and backward passes."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
+from lightning_nm.kernels.api import refuse_removed
 from lightning_nm.kernels.dispatch import routing
-from lightning_nm.kernels.modes import refuse_removed
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"
 
 
-def default_device() -> str:
-    """The device type for autocast where none is named."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 class KernelRouting:
-    """Mixed into a precision plugin: masked layers run their products by the router's choice of kernels.
+    """Mixed into a precision plugin: masked layers run their products on the kernels that the router chooses.
 
     The router is active in the forward contexts and in backward passes that Lightning calls, where activation
-    checkpointing computes forward passes again. A backward pass uses the router of its forward pass, wherever it is
+    checkpointing recomputes forward passes. A backward pass uses the router of its forward pass, wherever it is
     called. In mode ``"auto"`` the first batch's forward is dense; its products are measured before its backward. If
     none of them is faster sparse, the router is inactive from the first optimizer step to the end of the fit.
 
@@ -36,8 +31,8 @@ class KernelRouting:
             device, packing included, and the dense one unless another is 3 % faster. ``"sparse"``: the first kernel
             that computes the product right. ``"reference"``: dense.
         backends: The kernels to choose from, in order of preference; ``None`` takes those of the package.
-        decisions: Where ``"auto"`` keeps what it measured, by device, driver and library versions; ``None`` keeps
-            nothing.
+        decisions: File where ``"auto"`` keeps its measurements, by device, driver and library versions; ``None`` keeps
+            none.
         budget_s: Seconds that measuring the first batch's products may take.
         kwargs: As Lightning's plugin takes them.
 
@@ -65,19 +60,15 @@ class KernelRouting:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the models behind: processes that are spawned bring their own."""
+        """Leave out the models: spawned processes have their own."""
         return {**self.__dict__, "_models": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin without a model."""
+        """Start without a model."""
         self.__dict__.update(state, _models=weakref.WeakSet())
 
     def _require_masked(self) -> None:
-        """Refuse to train without a masked layer: this plugin would do nothing.
-
-        Raises:
-            RuntimeError: Naming the model and the way out.
-        """
+        """Refuse to train without a masked layer: this plugin would do nothing."""
         if self._checked or not self._models:
             return
         if not any(isinstance(module, Adapter) for model in self._models for module in model.modules()):
@@ -107,7 +98,7 @@ class KernelRouting:
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's step; after the first one the router may go inactive."""
+        """Lightning's step, after which the router may go inactive."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         self.router.settle()
         return result
@@ -117,3 +108,37 @@ class KernelRouting:
         self._models.clear()
         self.router.release()
         super().teardown()  # type: ignore[misc]
+
+
+class MixedArguments(KernelRouting):
+    """The arguments of plugins for mixed precision."""
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed",
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(precision=precision, device=device, scaler=scaler, **kwargs)
+
+
+class HalfArguments(KernelRouting):
+    """The arguments of plugins for half precision."""
+
+    def __init__(self, precision: Literal["bf16-true", "16-true"] = "bf16-true", **kwargs: Any) -> None:
+        if precision not in ("bf16-true", "16-true"):
+            raise ValueError(f"precision={precision!r} is unknown: use 'bf16-true' or '16-true'")
+        super().__init__(precision=precision, **kwargs)
+
+
+class ShardedArguments(KernelRouting):
+    """The arguments of plugins for FSDP."""
+
+    def __init__(
+        self,
+        precision: Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"] = "bf16-mixed",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(precision=precision, **kwargs)

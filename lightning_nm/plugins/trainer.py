@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_nm.plugins.routing import KernelRouting, default_device
+from lightning_nm.plugins.routing import HalfArguments, KernelRouting, MixedArguments, ShardedArguments
 
 
 class _TrainerRouting(KernelRouting):
-    """What the Trainer's plugins share."""
+    """The plugins for the Trainer."""
 
     keeps_packs = True
 
@@ -23,7 +22,7 @@ class _TrainerRouting(KernelRouting):
         """Lightning's conversion; the micro-batches of a step share packs.
 
         Raises:
-            TypeError: If this is no module in a Trainer.
+            TypeError: If this is not a LightningModule in a Trainer.
         """
         if not isinstance(module, pl.LightningModule) or module.fabric is not None:
             raise TypeError(
@@ -39,7 +38,7 @@ class _TrainerRouting(KernelRouting):
         return super().convert_module(module)  # type: ignore[misc]
 
     def _require_masked(self) -> None:
-        """Refuse to train without a masked layer, but for searches of Lightning's."""
+        """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in self._models:
             assert isinstance(model, pl.LightningModule)
             if not self._checked and _searching(model.trainer):
@@ -48,23 +47,23 @@ class _TrainerRouting(KernelRouting):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Lightning's context; the first one looks for masked layers.
+        """Lightning's context.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the model has no masked layer.
         """
         self._require_masked()
         with super().train_step_context():  # type: ignore[misc]
             yield
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save a scaler's state under the name of Lightning's plugin, too: the run may go on without this one."""
+        """Save a scaler's state also under the name of Lightning's plugin, which may resume the run."""
         state = self.state_dict()  # type: ignore[attr-defined]
         if state:
             checkpoint[self._stock] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the scaler of a run that had Lightning's plugin."""
+        """Resume the scaler of a run with Lightning's plugin."""
         if type(self).__qualname__ not in checkpoint and self._stock in checkpoint:
             self.load_state_dict(checkpoint[self._stock])  # type: ignore[attr-defined]
 
@@ -75,70 +74,46 @@ class _TrainerRouting(KernelRouting):
 
 
 def _searching(trainer: pl.Trainer) -> bool:
-    """Whether Lightning looks for a learning rate or, by all that can be seen, for a batch size.
-
-    It takes the callbacks away for both.
-    """
+    """Whether Lightning searches a learning rate or a batch size: it removes the callbacks for both."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     return not callbacks or any(type(callback).__name__ == "_LRCallback" for callback in callbacks)
 
 
 class NMPrecision(_TrainerRouting, Precision):
-    """Full precision. GPUs have no sparse kernel for it: this plugin is for kernels from outside, and for tests.
+    """Full precision, for which GPUs have no sparse kernel: for kernels from outside, and for tests.
 
     The arguments are those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
     """
 
 
-class NMMixedPrecision(_TrainerRouting, MixedPrecision):
+class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
     """Autocast, with the products of masked layers on the kernels chosen for each.
 
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
-        device: The device type for autocast; CUDA where there is one.
+        device: The device type for autocast; CUDA if there is one.
         scaler: A gradient scaler for ``"16-mixed"``.
         kwargs: Those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed",
-        device: str | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(precision=precision, device=device or default_device(), scaler=scaler, **kwargs)
 
-
-class NMHalfPrecision(_TrainerRouting, HalfPrecision):
+class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
     """Half-precision weights, with the products of masked layers on the kernels chosen for each.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
-        kwargs: Those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
+        kwargs: As :class:`NMMixedPrecision`'s.
     """
 
-    def __init__(self, precision: Literal["bf16-true", "16-true"] = "bf16-true", **kwargs: Any) -> None:
-        if precision not in ("bf16-true", "16-true"):
-            raise ValueError(f"precision={precision!r} is unknown: use 'bf16-true' or '16-true'")
-        super().__init__(precision=precision, **kwargs)
 
-
-class NMFSDPPrecision(_TrainerRouting, FSDPPrecision):
+class NMFSDPPrecision(ShardedArguments, _TrainerRouting, FSDPPrecision):
     """The precision plugin for ``FSDPStrategy``, with the products of masked layers on the kernels chosen for each.
 
-    Packs are made for each product: kept ones would hold whole weights on every process.
+    No packs are kept: they would hold full weights on every process.
 
     Args:
         precision: ``"32-true"``, ``"bf16-true"``, ``"16-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
-        kwargs: Those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
+        kwargs: As :class:`NMMixedPrecision`'s.
     """
 
     keeps_packs = False
-
-    def __init__(
-        self,
-        precision: Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"] = "bf16-mixed",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(precision=precision, **kwargs)

@@ -181,9 +181,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert second.timer.timed == []
 
 
-@pytest.mark.parametrize(
-    "options", [{"reuse": 2}, {"hysteresis": 0.1}, {"kernels": [FakeKernel("newer"), FakeKernel("fast")]}]
-)
+@pytest.mark.parametrize("options", [{"reuse": 2}, {"kernels": [FakeKernel("newer"), FakeKernel("fast")]}])
 def test_a_decision_on_other_terms_is_made_anew(options):
     known = tuner()
     known.decide(KEY)
@@ -298,8 +296,6 @@ def test_removed_modes_name_what_replaces_them(mode):
 
 
 def test_settings_out_of_range():
-    with pytest.raises(ValueError, match=r"hysteresis=-0\.1"):
-        tuner(hysteresis=-0.1)
     with pytest.raises(ValueError, match="reuse=0"):
         tuner(reuse=0)
     for names in (["fast", "fast"], ["reference"]):

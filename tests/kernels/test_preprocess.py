@@ -198,7 +198,11 @@ def test_without_triton_the_torch_operations_serve(monkeypatch):
         ({"dtype": torch.int8}, TypeError, "int8 cannot hold"),
         ({"marks": torch.zeros(4, 8, dtype=torch.bool)}, TypeError, "bytes of two bits; got torch.bool"),
         ({"marks": torch.zeros(8, 4, dtype=torch.uint8)}, ValueError, r"\(4, 8\) on cpu.*got \(8, 4\)"),
-        ({"marks": torch.zeros(8, 4, dtype=torch.uint8).t()}, ValueError, r"marks must lie.*got.*strides \(1, 4\)"),
+        (
+            {"marks": torch.zeros(8, 4, dtype=torch.uint8).t()},
+            ValueError,
+            r"marks must have.*got.*strides \(1, 4\)",
+        ),
         ({"permutation": torch.zeros(4)}, TypeError, "permutation must be int64; got torch.float32"),
         ({"permutation": torch.arange(8)}, ValueError, r"4 indices on cpu; got \(8,\)"),
         ({"permutation": torch.arange(8)[::2]}, ValueError, "strides"),

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from lightning_nm.functional import fold_seed, mvue, random
 from lightning_nm.kernels.operands import (
     masked_backward,
-    masked_backward_reference,
     masked_forward,
-    masked_forward_reference,
+    masked_reference,
     mvue_transposed,
     mvue_transposed_reference,
     permuted_columns,
@@ -96,8 +95,8 @@ def order(generator, size, permuted, device="cpu"):
 
 def pair_reference(weight, marks, dtype, bit, permutation):
     return (
-        masked_forward_reference(weight, marks, dtype),
-        masked_backward_reference(weight, marks, dtype, bit, permutation),
+        masked_reference(weight, marks, dtype, 1, None, transposed=False),
+        masked_reference(weight, marks, dtype, bit, permutation, transposed=True),
     )
 
 
@@ -232,20 +231,15 @@ def assembly(kernel, types, constants, aligned=False, **options):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("halves", "permuted"), [("fb", False), ("fb", True), ("f", False), ("b", False), ("b", True)])
+@pytest.mark.parametrize(("backward", "permuted"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")])
-def test_masks_compile(source, target, halves, permuted, transposed):
-    types = {"weight": f"*{source}", "marks": "*u8", "out": "i32", "columns": "i32"}
-    constants = {"BIT": 2, "TILE": kernels.TILE}
-    for name, present, kind in (
-        ("forward", "f" in halves, f"*{target}"),
-        ("backward", "b" in halves, f"*{target}"),
-        ("permutation", permuted, "*i64"),
-    ):
-        if present:
-            types[name] = kind
-        else:
-            constants[name] = None
+def test_masks_compile(source, target, backward, permuted, transposed):
+    types = {"weight": f"*{source}", "marks": "*u8", "result": f"*{target}", "out": "i32", "columns": "i32"}
+    constants = {"BIT": 2, "TRANSPOSED": backward, "TILE": kernels.TILE}
+    if permuted:
+        types["permutation"] = "*i64"
+    else:
+        constants["permutation"] = None
     across, along = ("column_stride", "row_stride") if transposed else ("row_stride", "column_stride")
     types[across], constants[along] = "i32", 1  # as Triton takes an argument that is 1
     ptx = assembly(kernels._masked, types, constants)

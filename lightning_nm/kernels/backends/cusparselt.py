@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_nm.kernels.backends.probe import DeviceProbe
 from lightning_nm.kernels.backends.two_four import TwoFourKernel, two_four_violation
 
-# Compute capabilities that cuSPARSELt 0.8 names. torch's other 2:4 operators know 8.x alone, and those that prune by
-# tiles write the packed form of 8.x on whatever device they run: none of them is used.
+# The compute capabilities of cuSPARSELt 0.8. torch's other 2:4 operators are not used: they support 8.x alone, and
+# those that prune by tiles write the packed form of 8.x on every device.
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (11, 0), (12, 0), (12, 1))
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -31,17 +31,15 @@ class CuSparseLtKernel(TwoFourKernel):
     | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
     | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
 
-    Neither call copies an operand or a result. The operators take A for row-major and B for row-major or its
-    transpose, whatever their strides are, and drop a group's third nonzero without an error; the checks of
-    :class:`TwoFourKernel` come before them. No `alpha` is passed, because reading it would synchronise.
-
-    Nothing runs on a device before :meth:`probe` passed there, once for each kernel object and device.
+    Neither call copies an operand or a result. The operators ignore strides, and drop a group's third nonzero without
+    an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because reading it would
+    synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel object and device.
 
     Args:
-        algorithm: The library's id of an algorithm. Some ids were seen to give wrong results (pytorch#155333), so each
-            has to pass the probe; 0 is the library's default.
-        check: Look into every matrix to pack for a group of more than two entries that are not ``+0``, at the cost of
-            a pass and a synchronisation; to find errors with.
+        algorithm: The library's id of an algorithm, 0 for its default. Some ids give wrong results (pytorch#155333), so
+            each has to pass the probe.
+        check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
+            pass and a synchronisation.
 
     Raises:
         ValueError: If `algorithm` is negative.
@@ -51,7 +49,7 @@ class CuSparseLtKernel(TwoFourKernel):
 
     name = "cusparselt"
     dtypes = DTYPES
-    ops: Any = torch  # what holds the two operators
+    ops: Any = torch  # the namespace of the two operators; tests replace it
 
     def __init__(self, algorithm: int = 0, check: bool = False) -> None:
         self.name = named(self.name, algorithm)
@@ -60,19 +58,17 @@ class CuSparseLtKernel(TwoFourKernel):
         self.device_probe = DeviceProbe(self)
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why cuSPARSELt cannot run on a device, as far as can be said without trying; empty if it may."""
-        if reason := cuda_reason(device):
+        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        if (reason := cuda_reason(device)) or torch.backends.cusparselt.is_available():
             return reason
-        if not torch.backends.cusparselt.is_available():
-            return f"torch {torch.__version__} was built without cuSPARSELt: install a CUDA build from pytorch.org"
-        return ""
+        return f"torch {torch.__version__} was built without cuSPARSELt: install a CUDA build from pytorch.org"
 
     def remark(self, device: torch.device) -> str:
-        """Warn of cuSPARSELt 0.8.0 on Hopper, which is correct but slower than what came before and after."""
+        """Warn of cuSPARSELt 0.8.0 on Hopper, which is slower than other versions."""
         return "" if self.machine_reason(device) else regression(device, library_version())
 
     def compress(self, matrix: Tensor) -> Tensor:
-        """Pack by the library; with ``check``, refuse what it might drop or misread.
+        """Pack by the library.
 
         Raises:
             ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
@@ -94,7 +90,7 @@ class CuSparseLtKernel(TwoFourKernel):
 
 
 def _claim_thread(device: torch.device) -> None:
-    """Refuse a second device in one thread: torch's cuSPARSELt handle belongs to the first one that a thread used."""
+    """Refuse a second device in one thread: torch's cuSPARSELt handle belongs to the first one."""
     if device.type != "cuda":
         return
     first = getattr(_thread, "device", device)
@@ -106,22 +102,14 @@ def _claim_thread(device: torch.device) -> None:
 
 
 def named(name: str, algorithm: int) -> str:
-    """The name of a kernel with an algorithm.
-
-    Raises:
-        ValueError: If `algorithm` is negative.
-    """
+    """Return the name of a kernel with an algorithm; refuse a negative one."""
     if algorithm < 0:
         raise ValueError(f"algorithm={algorithm} is not an id of cuSPARSELt: pass 0, its default, or a larger one")
     return f"{name}:{algorithm}" if algorithm else name
 
 
 def refuse_crowded(name: str, matrix: Tensor) -> None:
-    """Refuse what the library might drop or misread.
-
-    Raises:
-        ValueError: If a group of four holds more than two entries other than ``+0``.
-    """
+    """Refuse a matrix with more than two entries other than ``+0`` in a group of four."""
     if violation := two_four_violation(matrix.view(torch.int16) != 0):
         raise ValueError(
             f"{name}: a matrix of shape {tuple(matrix.shape)} cannot be packed, {violation}, counting -0.0: "
@@ -130,13 +118,13 @@ def refuse_crowded(name: str, matrix: Tensor) -> None:
 
 
 def cuda_reason(device: torch.device) -> str:
-    """Why cuSPARSELt cannot run on a device, from what torch tells of it; empty if it may."""
+    """Why cuSPARSELt cannot run on a device, as far as torch knows; empty if it may."""
     if device.type != "cuda":
         return f"cuSPARSELt needs a CUDA device, not {device}"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if torch.version.hip:
-        return "what replaces cuSPARSELt on ROCm was never tried"
+        return "ROCm's replacement of cuSPARSELt was never tested"
     capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
@@ -145,7 +133,7 @@ def cuda_reason(device: torch.device) -> str:
 
 
 def regression(device: torch.device, version: int | None) -> str:
-    """Say that this version of cuSPARSELt is slow on this device; empty if it is not."""
+    """Warn of a version of cuSPARSELt that is slow on a device; empty if it is not."""
     if version != 800 or torch.cuda.get_device_capability(device) != (9, 0):
         return ""
     return (
@@ -155,10 +143,10 @@ def regression(device: torch.device, version: int | None) -> str:
 
 
 def library_version() -> int | None:
-    """The version of the cuSPARSELt that is loaded, 801 for 0.8.1; None without it.
+    """Return the version of the loaded cuSPARSELt, 801 for 0.8.1; None without it.
 
-    ``torch.backends.cusparselt.version()`` is the version that torch was compiled with. Another release of the library
-    may be installed beside it, so the library itself is asked, and torch only if that fails.
+    The library is asked; ``torch.backends.cusparselt.version()``, the version that torch was compiled with, is the
+    fallback.
     """
     if not torch.backends.cusparselt.is_available():
         return None
@@ -170,7 +158,7 @@ def library_version() -> int | None:
 
 
 def version_number(read: Callable[[int], int]) -> int:
-    """``1000 major + 100 minor + patch`` from the library's properties 0, 1 and 2."""
+    """Return ``1000 major + 100 minor + patch`` from the library's properties 0, 1 and 2."""
     major, minor, patch = map(read, range(3))
     return 1000 * major + 100 * minor + patch
 

@@ -1,4 +1,4 @@
-"""NVIDIA's 2:4 products: cuSPARSELt without torch's operators, which make a plan anew in each product."""
+"""NVIDIA's 2:4 products: cuSPARSELt without torch's operators, which create a plan in each product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_nm.kernels.backends.probe import DeviceProbe
 from lightning_nm.kernels.backends.two_four import TwoFourKernel
 
 VERSIONS = (800, 801)
-"""Versions of cuSPARSELt whose documentation and headers the calls were written by: 0.8.0 and 0.8.1."""
+"""The supported versions of cuSPARSELt: 0.8.0 and 0.8.1."""
 
 _thread = threading.local()
 
@@ -27,25 +27,25 @@ _thread = threading.local()
 class CuSparseLtDirectKernel(TwoFourKernel):
     """The products of ``CuSparseLtKernel`` by the same library, called through ``nvmath.bindings.cusparseLt``.
 
-    torch's operators make descriptors and a plan in each call, which costs the host more time than many products take
-    the GPU: 50-200 us (pytorch#179642), 0.46 ms between kernels (pytorch#177866), as reported there. This kernel makes
-    them once for each shape, algorithm, thread and device. Operands and results are the same, and nothing is copied.
+    torch's operators create descriptors and a plan in each call, at a reported cost to the host of 50-200 us
+    (pytorch#179642), or 0.46 ms between kernels (pytorch#177866). This kernel creates them once for each shape,
+    algorithm, thread and device. Nothing is copied.
 
-    In mode ``"auto"`` the library's search proposes an algorithm for each product, with a split of the contraction.
-    It is used if its products are right and it is faster than the default.
+    In mode ``"auto"`` the library's search proposes an algorithm, with a split of the contraction, for each product. It
+    is used if its products are right and it is faster than the default.
 
     It needs nvmath-python, ``pip install lightning-nm[cuda]``, which finds the library that torch brings. It has not
     run on a GPU yet; whether a CUDA graph can capture the first product of a shape is not known.
 
     Args:
         algorithm: The library's id of an algorithm, 0 for its default; with another one no algorithm is searched.
-        check: Look into every matrix to pack for a group of more than two entries that are not ``+0``.
+        check: As ``CuSparseLtKernel``'s.
         any_version: Try versions of the library besides 0.8.0 and 0.8.1.
 
     Raises:
         ValueError: If `algorithm` is negative.
 
-    Source: the cuSPARSELt and nvmath-python documentation; what a kept plan needs, pytorch#179642.
+    Source: the cuSPARSELt and nvmath-python documentation; pytorch#179642 on kept plans.
     """
 
     name = "cusparselt-direct"
@@ -59,15 +59,15 @@ class CuSparseLtDirectKernel(TwoFourKernel):
         self.device_probe = DeviceProbe(self)
 
     def binding(self) -> Any:
-        """The module that holds the library's calls, imported when it is needed first."""
+        """Import the module with the library's calls when it is first needed."""
         return importlib.import_module("nvmath.bindings.cusparseLt")
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why cuSPARSELt cannot run on a device, as far as can be said without a product; empty if it may."""
+        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
         return cuda_reason(device) or self.library_reason(device)
 
     def library_reason(self, device: torch.device) -> str:
-        """Why the library is not used: it is not there, or is not of a known version."""
+        """Why the library is not used: it is missing, or of an unknown version."""
         try:
             version = self.version(device)
         except ImportError as error:
@@ -83,16 +83,16 @@ class CuSparseLtDirectKernel(TwoFourKernel):
         )
 
     def remark(self, device: torch.device) -> str:
-        """Warn of cuSPARSELt 0.8.0 on Hopper, which is correct but slower than what came before and after."""
+        """As ``CuSparseLtKernel``'s."""
         return "" if self.machine_reason(device) else regression(device, self.version(device))
 
     def version(self, device: torch.device) -> int:
-        """The version of the library that is loaded, 801 for 0.8.1."""
+        """The version of the loaded library, 801 for 0.8.1."""
         with self._entered(device) as (library, _):
             return library.version
 
     def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """What the library's search proposes for a product, unless an algorithm was given or it is the default."""
+        """The algorithm that the library's search proposes, unless one was given or it is the default."""
         if self.algorithm != Algorithm():
             return ()
         with self._entered(dense.device) as (library, stream):
@@ -106,11 +106,7 @@ class CuSparseLtDirectKernel(TwoFourKernel):
         return other
 
     def compress(self, matrix: Tensor) -> Tensor:
-        """Pack by the library; with ``check``, refuse what it might drop or misread.
-
-        Raises:
-            ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
-        """
+        """As ``CuSparseLtKernel``'s."""
         if self.check:
             refuse_crowded(self.name, matrix)
         with self._entered(matrix.device) as (library, stream):

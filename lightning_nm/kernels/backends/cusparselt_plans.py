@@ -17,14 +17,14 @@ from lightning_nm.kernels.backends.cusparselt import version_number
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 
 CAPACITY = 256
-"""Plans that a thread keeps for a device: a few for each product of a model, times its batches' token counts."""
+"""Plans that a thread keeps for a device: a few for each product of a model, times the token counts of its batches."""
 
 # From library_types.h and cusparse.h; the enumerations of cuSPARSELt itself come with its binding.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
 _COLUMN_ORDER, _ROW_ORDER = 1, 2
 _AS_IT_IS, _TRANSPOSED = 0, 1
 
-# Read when a product is launched, from the host's memory: they must stay where they are.
+# Read from host memory when a product is launched, so they must not be freed.
 _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
@@ -45,12 +45,11 @@ class _ProductKey(NamedTuple):
 
 
 class Library:
-    """cuSPARSELt in one thread on one device: a handle, and the plans of the products that were made last.
+    """cuSPARSELt in one thread on one device: a handle, and the plans of the last products.
 
-    A plan and its descriptors take longer to make than many a product takes to run (50-200 us, pytorch#179642). They
-    point at each other, so they stay at one address until a plan is destroyed: the one that is unused for longest, when
-    there are more than `capacity`, and all when the thread ends. At the exit of the interpreter the library may be gone
-    already, and nothing is destroyed.
+    A plan and its descriptors point at each other, so they stay at one address until the plan is destroyed: the least
+    recently used one when there are more than `capacity`, all when the thread ends. At the exit of the interpreter the
+    library may be unloaded already, and nothing is destroyed.
 
     Args:
         binding: The module ``nvmath.bindings.cusparseLt``.
@@ -67,7 +66,7 @@ class Library:
         """801 for 0.8.1."""
 
     def compress(self, matrix: Tensor, stream: int) -> Tensor:
-        """Pack ``A [rows, depth]``, contiguous, into ``[rows, width]`` with the width that the library asks for."""
+        """Pack ``A [rows, depth]``, contiguous, into ``[rows, width]``, the width by the library."""
         key = _PackingKey(matrix.shape[0], matrix.shape[1], matrix.dtype)
         plan = self._plan(key, lambda: _Packing(self.binding, self.handle, key))
         return plan(matrix, stream)
@@ -75,25 +74,14 @@ class Library:
     def multiply(
         self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: Algorithm, stream: int
     ) -> Tensor:
-        """Multiply with a packed ``A [rows, depth]``.
-
-        Args:
-            packed: What :meth:`compress` returned.
-            dense: ``x [tokens, depth]`` if `transposed`, else ``B [depth, columns]``; contiguous.
-            bias: ``[rows]``, added to each column of the product.
-            transposed: Compute ``x A^T + bias``, ``[tokens, rows]``, and not ``A B + bias``, ``[rows, columns]``.
-            algorithm: The library's id, and how it splits the contraction.
-            stream: The CUDA stream's pointer.
-        """
+        """Compute ``x A^T + bias`` of ``x [tokens, depth]`` if `transposed`, else ``A B`` of ``B [depth, columns]``."""
         key = _product_key(packed, dense, transposed, bias is not None, algorithm)
         plan = self._plan(key, lambda: _Product(self.binding, self.handle, key, bias))
         return plan(packed, dense, bias, stream)
 
     def search(self, packed: Tensor, dense: Tensor, *, transposed: bool, stream: int) -> Algorithm:
-        """Let the library time its algorithms for a product; the arguments are those of :meth:`multiply`.
-
-        The search changes the plan that it is given, so it gets one of its own.
-        """
+        """Let the library time its algorithms for a product; the arguments are as :meth:`multiply`'s."""
+        # The search changes its plan, so it gets one of its own.
         product = _Product(self.binding, self.handle, _product_key(packed, dense, transposed, False, Algorithm()), None)
         try:
             return product.search(packed, dense, stream)
@@ -113,7 +101,7 @@ class Library:
 
 
 class _Packing:
-    """How matrices of one shape are packed."""
+    """The plan for packing matrices of one shape."""
 
     def __init__(self, binding: Any, handle: int, key: _PackingKey) -> None:
         self.binding, self.handle = binding, handle
@@ -132,10 +120,9 @@ class _Packing:
 
 
 class _Product:
-    """How products of one shape are made.
+    """The plan for products of one shape.
 
-    The result of ``x A^T`` is ``A x^T`` in the order of columns, which lies in memory as the rows of ``x A^T``: x is
-    read, and the result is written, without a copy.
+    ``x A^T`` is computed as ``A x^T`` in column order, which is ``x A^T`` in row order: nothing is copied.
     """
 
     def __init__(self, binding: Any, handle: int, key: _ProductKey, bias: Tensor | None) -> None:
@@ -185,7 +172,7 @@ class _Product:
         return Algorithm(identity, split_k, mode if mode > 0 else -1)
 
     def _launch(self, call: Callable[..., object], packed: Tensor, dense: Tensor, stream: int) -> Tensor:
-        # The allocator hands the workspace's memory on to later work of this stream alone, so it may be freed at once.
+        # The allocator reuses the workspace only for later work of this stream, so it may be freed at once.
         result, workspace = dense.new_empty(self.shape), dense.new_empty(self.workspace, dtype=torch.uint8)
         self.stream.value = stream
         call(

@@ -12,8 +12,8 @@ from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.backends.two_four import TwoFourKernel, packed_width
 
 RUNGS = ((128, (256, 512, 256)), (64, (192, 320, 136)), (16, (144, 176, 72)))
-"""What rows and depth of A must be multiples of, with [rows, depth] and tokens to check it. The first must be right.
-Each finer one is used if it and all before it are right: Hopper's metadata may need 64."""
+"""Multiples for rows and depth of A, with the [rows, depth] and tokens that check them. The first must be right. A
+finer one is used if it and all before it are right: Hopper's metadata may need 64."""
 
 _REPEATS = 3
 
@@ -24,14 +24,11 @@ class _Verdict(NamedTuple):
 
 
 class DeviceProbe:
-    """Asks once for each device whether a kernel's products are right there, and from which sizes on.
+    """Checks once for each device whether a kernel's products are right there, and for which sizes.
 
     Both dtypes, both products, without bias and with biases at several addresses, three times each; matrices with
     pruned negative weights, with groups of zeros, and with groups of one nonzero; compared with float64. An exception
-    is a reason like any other. A copy starts without verdicts: it may be loaded on another machine.
-
-    Args:
-        kernel: Gives ``machine_reason``, ``dtypes``, ``compress``, ``sparse_linear`` and ``sparse_matmul``.
+    is a reason against the kernel. A copy starts without verdicts, as it may be loaded on another machine.
     """
 
     def __init__(self, kernel: TwoFourKernel) -> None:
@@ -70,8 +67,8 @@ class DeviceProbe:
         if reason := self.kernel.machine_reason(device):
             return _Verdict(reason)
         verdict = _Verdict("")
-        # A thread of its own: the library's handle belongs to a thread and to the device that is current when it is
-        # made, and neither autocast nor a tracer of the caller reaches it.
+        # A thread of its own: the library's handle belongs to a thread and its current device, and the caller's
+        # autocast and tracers do not apply there.
         with ThreadPoolExecutor(1) as pool:
             for multiple, sizes in RUNGS:
                 try:

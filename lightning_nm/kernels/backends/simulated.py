@@ -1,4 +1,4 @@
-"""A software model of 2:4 hardware: the packed form and the rules of shapes, on any device, in plain torch."""
+"""A software model of 2:4 hardware in torch operations, with its packed form and its rules of shapes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from torch.nn.functional import linear, pad
 
 from lightning_nm.kernels.backends.two_four import TwoFourKernel, packed_width, two_four_violation
 
-# For each set of nonzeros of a group, bit j standing for entry j: the two positions that are stored, in order. Where
-# there are fewer nonzeros the lowest other positions fill up; where there are more, all but the first two are lost.
+# For each set of nonzeros of a group, as bits: the two stored positions, in order. Other positions, the lowest first,
+# fill up if there are fewer nonzeros; the third and fourth nonzero are lost.
 _POSITIONS = [sorted(sorted(range(4), key=lambda entry: not bits >> entry & 1)[:2]) for bits in range(16)]
 
 
 def compress(matrix: Tensor) -> Tensor:
     """Pack a 2:4 matrix into one tensor: in each row, first the values, then their positions.
 
-    Of each group of four the two stored values take the row's first ``depth / 2`` columns. Then comes a row of 4-bit
-    codes, ``first + 4 * second`` for the stored positions ``first < second``, the first group's in the lower half of
-    the first byte, filled up with zeros to whole words of the matrix's dtype. The order of these bits is ours; the
-    sizes are the hardware's. As on the hardware, nothing is pruned by rank: a group's third and fourth nonzero are
-    lost. A NaN is a nonzero and ``-0`` is not.
+    Two values of each group of four take the row's first ``depth / 2`` columns. Then come 4-bit codes, ``first + 4 *
+    second`` for the stored positions ``first < second``, the first group's in the lower half of the first byte, padded
+    to whole words of the dtype. The sizes are the hardware's, the order of the bits is not. As on the hardware, a
+    group's third and fourth nonzero are lost. A NaN is a nonzero, ``-0`` is not.
 
     Args:
         matrix: ``[rows, depth]``, `depth` a multiple of 8, of a floating dtype of at least 16 bits.
 
     Returns:
-        A tensor ``[rows, packed_width(depth)]`` of the same dtype. Its last columns are bits, not numbers: it may be
-        copied and moved, not cast.
+        A tensor ``[rows, packed_width(depth)]`` of the same dtype. Its last columns are bits: it must not be cast.
 
     Example::
 
@@ -47,7 +45,7 @@ def compress(matrix: Tensor) -> Tensor:
 
 
 def expand(packed: Tensor, depth: int) -> Tensor:
-    """Undo :func:`compress`: the matrix ``[rows, depth]`` with ``+0`` wherever no value is stored.
+    """Undo :func:`compress`: the matrix ``[rows, depth]``, ``+0`` at entries that are not stored.
 
     Example::
 
@@ -63,21 +61,20 @@ def expand(packed: Tensor, depth: int) -> Tensor:
 
 
 class SimulatedSparseKernel(TwoFourKernel):
-    """Products as 2:4 hardware makes them, in software: slower than dense, and equal to it.
+    """Products of 2:4 hardware in software, for tests on any machine: slower than dense products, and equal to them.
 
-    The packed matrix is what multiplies, so that whatever does not fit 2:4 shows on every machine. It takes what
-    the hardware takes, and float32 and float64 besides. Its result is the dense product of the unpacked matrix: an
-    infinite entry of the dense operand makes NaN of a pruned weight, as in the dense product.
+    It takes what the hardware takes, and float32 and float64. The result is the dense product of the unpacked matrix:
+    as there, a pruned weight times infinity is NaN.
     """
 
     name = "simulated"
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
     def compress(self, matrix: Tensor) -> Tensor:
-        """Pack with :func:`compress`, but refuse a group of more than two nonzeros.
+        """Pack with :func:`compress`.
 
         Raises:
-            ValueError: If the matrix is not 2:4. The hardware would drop values in silence.
+            ValueError: If the matrix is not 2:4; the hardware would drop values silently.
         """
         if violation := two_four_violation(matrix != 0):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What all kernels for 2:4 hardware share: its rules of patterns, shapes and layouts, padding, checks of operands."""
+"""The rules of 2:4 hardware that its kernels share: patterns, shapes, layouts, padding and checks of operands."""
 
 from __future__ import annotations
 
@@ -14,29 +14,26 @@ from lightning_nm.pattern import NMPattern, PatternLike
 if TYPE_CHECKING:
     from lightning_nm.kernels.backends.probe import DeviceProbe
 
-# Sizes of the dense matrix are multiples of 8 for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT).
 DENSE_MULTIPLE = 8
+"""Divides the sizes of the dense matrix, for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT)."""
 
-# Rows and depth of the sparse matrix are multiples of 16 for 16-bit types, on every device.
 SPARSE_MULTIPLE = 16
+"""Divides rows and depth of the sparse matrix, for 16-bit types."""
 
-# Bytes: torch tells cuSPARSELt that every operand starts at a multiple of 16, without looking.
 ALIGNMENT = 16
+"""Divides the addresses of operands: torch tells cuSPARSELt so, and checks nothing."""
 
 
 def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
-    """Say why matrices of a pattern are not all 2:4; empty if they are.
+    """Return why matrices of a pattern are not all 2:4; empty if they are.
 
-    Every aligned group of four may hold two nonzeros. A block of 1:M gives a group one, and a group meets at most two
-    blocks. Two blocks of 2:M may give it more than two, unless no group lies across them: 4 must divide M. With three
-    entries in a block, a group may hold them all.
+    Every aligned group of four may hold two nonzeros. A group meets at most two blocks of 1:M, with one nonzero each.
+    Two blocks of 2:M may give it more than two, unless 4 divides M, so that no group lies across them. Three entries
+    of a block may lie in one group.
 
     Args:
-        pattern: What :meth:`NMPattern.parse` reads.
-        depth: Size of the axis along which the blocks lie, if it is known: groups of four must fill it.
-
-    Returns:
-        The reason, or an empty string.
+        pattern: As :meth:`NMPattern.parse` takes it.
+        depth: Size of the axis along which the blocks lie, if known: 4 must divide it.
 
     Example::
 
@@ -57,10 +54,10 @@ def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
 
 
 def two_four_violation(nonzero: Tensor) -> str:
-    """Say where a matrix is not 2:4; empty if each group of four along its last axis holds at most two nonzeros.
+    """Return where a matrix is not 2:4; empty if each group of four along its last axis holds at most two nonzeros.
 
     Args:
-        nonzero: A bool tensor ``[rows, depth]``, 4 dividing `depth`. Reading the answer synchronises with its device.
+        nonzero: A bool tensor ``[rows, depth]``, 4 dividing `depth`. The call synchronises with its device.
 
     Example::
 
@@ -93,15 +90,15 @@ def packed_width(depth: int, dtype: torch.dtype) -> int:
 
 
 class TwoFourKernel(GemmKernel):
-    """Products with a matrix that is 2:4 along its depth, kept as half of its values and their positions.
+    """Products with a matrix A that is 2:4 along its depth, packed into half of its values and their positions.
 
     Rows and depth of A are multiples of :meth:`multiple`, sizes of the dense matrix multiples of 8. Tokens are padded
-    with zero rows where that is all that is missing, and cut again, because a batch may end anywhere. The sizes of a
-    layer are not padded, as that would cost a copy in each product. Operands are contiguous matrices of one dtype, on
-    one device; others are refused, because the hardware's library would read them wrongly without an error.
+    with zero rows to such a multiple, and the result is cut; the sizes of a layer are not padded, as that would copy an
+    operand in each product. Operands are contiguous matrices of one dtype, on one device; others are refused, because
+    the library would read them wrongly without an error.
 
-    A subclass gives ``dtypes`` and the three calls ``compress``, ``sparse_linear`` and ``sparse_matmul``, which see
-    padded and checked operands. A subclass for hardware sets ``device_probe`` and gives :meth:`machine_reason`.
+    A subclass defines ``dtypes``, ``compress``, ``sparse_linear`` and ``sparse_matmul``, which get padded and checked
+    operands. A subclass for hardware also defines ``device_probe`` and :meth:`machine_reason`.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -109,7 +106,7 @@ class TwoFourKernel(GemmKernel):
     """Checks a device before the first product on it; None for software that works everywhere."""
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why the kernel cannot run on a device, as far as can be said without a product; empty if it may."""
+        """Why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
         return ""
 
     def probe(self, device: torch.device) -> str:
@@ -117,7 +114,7 @@ class TwoFourKernel(GemmKernel):
         return "" if self.device_probe is None else self.device_probe.reason(device)
 
     def multiple(self, device: torch.device) -> int:
-        """What rows and depth of A must be multiples of, on a device.
+        """Divisor of rows and depth of A on a device.
 
         Raises:
             RuntimeError: If the kernel did not pass the probe of this device.
@@ -148,22 +145,21 @@ class TwoFourKernel(GemmKernel):
     def _misfit(self, key: GemmKey, multiple: int) -> str:
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
-        depth = _round_up(key.depth, multiple) if key.gemm == "wgrad" else key.depth
+        depth = key.depth + (-key.depth % multiple if key.gemm == "wgrad" else 0)
         if reason := two_four_reason(key.pattern, depth):
             return reason
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
-        for name, size in (("rows", key.rows), ("depth", depth)):
-            if size % multiple:
-                return f"{name}={size} is not a multiple of {multiple}"
-        if key.gemm == "wgrad" and key.columns % DENSE_MULTIPLE:
-            return f"columns={key.columns} is not a multiple of {DENSE_MULTIPLE}"
-        return ""
+        sizes = [("rows", key.rows, multiple), ("depth", depth, multiple)]
+        if key.gemm == "wgrad":
+            sizes.append(("columns", key.columns, DENSE_MULTIPLE))
+        misfits = (f"{name}={size} is not a multiple of {divisor}" for name, size, divisor in sizes if size % divisor)
+        return next(misfits, "")
 
     def pack(self, matrix: Tensor) -> Tensor:
-        """Bring ``A [rows, depth]`` into one tensor ``[rows, packed_width(depth)]`` of its dtype.
+        """Pack ``A [rows, depth]`` into one tensor ``[rows, packed_width(depth)]`` of its dtype.
 
-        A depth that is no multiple of what the hardware needs is padded with zeros: the last tokens of a wgrad.
+        The depth, the tokens of a wgrad, is padded with zeros to a multiple that the hardware takes.
 
         Raises:
             ValueError: If `matrix` is not a contiguous, aligned matrix of one of the dtypes, or its rows do not fit.
@@ -176,7 +172,8 @@ class TwoFourKernel(GemmKernel):
                 f"{self.name}: a matrix of shape {tuple(matrix.shape)} cannot be packed, its rows are not a multiple "
                 f"of {multiple}: keep this product dense, as `supports` says"
             )
-        matrix = _pad(matrix, columns=_round_up(matrix.shape[1], multiple))
+        if missing := -matrix.shape[1] % multiple:
+            matrix = pad(matrix, (0, missing))
         rows, width = matrix.shape[0], packed_width(matrix.shape[1], matrix.dtype)
         packed = self.compress(matrix)
         if packed.numel() != rows * width:
@@ -187,72 +184,62 @@ class TwoFourKernel(GemmKernel):
         return packed.view(rows, width)
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias``, as :meth:`GemmKernel.linear`; tokens are padded with zero rows to a multiple of 8.
+        """``x A^T + bias``, as :meth:`GemmKernel.linear`.
 
         Raises:
             ValueError: If an operand is not contiguous, aligned, and of the packed matrix's dtype, device and sizes.
         """
         self._check("x", x, packed)
-        self._check_packed(packed, x.shape[1], f"x of shape {tuple(x.shape)}")
+        self._check_packed(packed, x.shape[1], "x", x)
         if bias is not None:
             self._check("bias", bias, packed, shape=packed.shape[:1])
         tokens = len(x)
-        y = self.sparse_linear(packed, _pad(x, rows=_round_up(tokens, DENSE_MULTIPLE)), bias)
-        return y[:tokens]
+        if missing := -tokens % DENSE_MULTIPLE:
+            x = pad(x, (0, 0, 0, missing))
+        return self.sparse_linear(packed, x, bias)[:tokens]
 
     def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
         """``A B``, as :meth:`GemmKernel.matmul`; B gets zero rows where A's depth was padded.
 
         Raises:
-            ValueError: If an operand is not contiguous, aligned, and of the packed matrix's dtype, device and sizes.
+            ValueError: As :meth:`linear`.
         """
         self._check("B", matrix, packed)
-        depth = _round_up(matrix.shape[0], self.multiple(matrix.device))
-        self._check_packed(packed, depth, f"B of shape {tuple(matrix.shape)}")
+        missing = -len(matrix) % self.multiple(matrix.device)
+        self._check_packed(packed, len(matrix) + missing, "B", matrix)
         if matrix.shape[1] % DENSE_MULTIPLE:
             raise ValueError(
                 f"{self.name}: B of shape {tuple(matrix.shape)} has columns that are not a multiple of "
                 f"{DENSE_MULTIPLE}: keep this product dense, as `supports` says"
             )
-        return self.sparse_matmul(packed, _pad(matrix, rows=depth))
+        return self.sparse_matmul(packed, pad(matrix, (0, 0, 0, missing)) if missing else matrix)
 
     def _check(self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()) -> None:
-        """Refuse what the library would read wrongly: it looks neither at strides nor at a second operand's dtype."""
+        """Refuse what the library would misread: it checks neither strides nor the dtype of a second operand."""
+        size = tuple(tensor.shape)
         if tensor.dtype not in self.dtypes:
-            raise ValueError(f"{self.name}: {name} is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}")
-        if like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
-            raise ValueError(
-                f"{self.name}: {name} is {tensor.dtype} on {tensor.device}, but the packed matrix is {like.dtype} on "
-                f"{like.device}: bring both to one dtype and device"
+            fault = f"is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}"
+        elif like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
+            fault = (
+                f"is {tensor.dtype} on {tensor.device}, but the packed matrix is {like.dtype} on {like.device}: bring "
+                "both to one dtype and device"
             )
-        if (shape and tensor.shape != shape) or (not shape and tensor.dim() != 2) or not tensor.numel():
+        elif (shape and size != shape) or (not shape and len(size) != 2) or not tensor.numel():
             wanted = f"of shape {tuple(shape)}" if shape else "a matrix that is not empty"
-            raise ValueError(f"{self.name}: {name} must be {wanted}, not of shape {tuple(tensor.shape)}")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{self.name}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: pass it contiguous"
-            )
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"{self.name}: {name} of shape {tuple(tensor.shape)} starts at an address that is not a multiple of "
-                f"{ALIGNMENT} bytes: pass a clone"
-            )
+            fault = f"must be {wanted}, not of shape {size}"
+        elif not tensor.is_contiguous():
+            fault = f"of shape {size} has strides {tensor.stride()}: pass it contiguous"
+        elif tensor.data_ptr() % ALIGNMENT:
+            fault = f"of shape {size} starts at an address that is not a multiple of {ALIGNMENT} bytes: pass a clone"
+        else:
+            return
+        raise ValueError(f"{self.name}: {name} {fault}")
 
-    def _check_packed(self, packed: Tensor, depth: int, other: str) -> None:
-        """Refuse a packed matrix whose memory is not what :meth:`pack` returned, or whose depth is another."""
+    def _check_packed(self, packed: Tensor, depth: int, name: str, dense: Tensor) -> None:
+        """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
         self._check("the packed matrix", packed)
         if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(depth, packed.dtype):
             raise ValueError(
-                f"{self.name}: {other} does not fit a packed matrix of shape {tuple(packed.shape)}: pass what `pack` "
-                "returned for a matrix of that depth"
+                f"{self.name}: {name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape "
+                f"{tuple(packed.shape)}: pass what `pack` returned for a matrix of that depth"
             )
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return size + -size % multiple
-
-
-def _pad(matrix: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """Add zeros up to so many rows and columns; a matrix that is large enough comes back as it is."""
-    more_rows, more_columns = max(0, rows - matrix.shape[0]), max(0, columns - matrix.shape[1])
-    return pad(matrix, (0, more_columns, 0, more_rows)) if more_rows or more_columns else matrix
