@@ -140,6 +140,8 @@ class NMSparsifier(ModelStatistics):
         """
         if self.attached:
             return self
+        if state:
+            check_schema(state)
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         self.plan = select(
             self.model,
@@ -152,14 +154,15 @@ class NMSparsifier(ModelStatistics):
         saved = _by_plain_name(state["layers"]) if state else {}
         plan_schedules(self.plan.layers, saved, self.planned_steps)
         for layer in self.plan.layers:
-            if layer.name in saved and not state_difference(layer, saved[layer.name]):
-                layer.adopt(saved_layer(layer, saved[layer.name]))  # choosing masks may take a long search
+            state_of_layer = saved.get(layer.name)
+            if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
+                layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
             else:
                 with layer.full():
                     layer.method.init_masks(layer)
             layer.noise.follow_data(self.data_rank)
             layer.draw_noise()
-        self._step = TrainingStep(self.plan.layers, self.grad_snr_every)
+        self._step = TrainingStep(self.plan.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
         install(self.model, self.plan.layers)
         self._comparison = RankComparison(self.plan.layers)
@@ -375,7 +378,7 @@ def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in saved.items()}
 
 
-def check_schema(state: dict[str, Any]) -> None:
+def check_schema(state: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` for a state of another schema."""
     if state.get("schema") != SCHEMA:
         raise ValueError(

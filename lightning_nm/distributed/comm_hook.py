@@ -79,7 +79,8 @@ def kept_entries(layer: NMLayer) -> Tensor:
 
     Blocks that keep fewer entries are filled up with the first pruned ones, so that sizes do not depend on values.
     """
-    kept, (n, m) = layer.forward_mask_view, (layer.pattern.n, layer.pattern.m)
+    kept, pattern = layer.forward_mask_view, layer.method.current_pattern(layer)
+    n, m = pattern.n, pattern.m
     assert kept is not None
     blocks = as_blocks(layer.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.

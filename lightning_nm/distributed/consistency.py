@@ -30,6 +30,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
         "estimating": layer.estimating,
         "dense_gradient": layer.dense_gradient,
         "gradient_at_pruned": layer.method.gradient_at_pruned(layer),
+        "has_forward": layer.masks.has_forward,
         "own_backward": layer.masks.has_backward,
         "clock": layer.clock,
         "step": layer.step,

@@ -29,6 +29,7 @@ class ASP(MaskMethod):
     """
 
     short_name = "asp"
+    restores_masks = True
 
     latent = False
 

@@ -21,19 +21,39 @@ _REPLACED_HOOKS = {
     "gemms": "set transposable or paper_counts_masked, or define gradient_at_pruned() or current_pattern()",
 }
 
+_STEP_HOOKS = (
+    "penalty",
+    "before_step",
+    "after_step",
+    "update",
+    "needs_dense_gradient",
+    "gradient_at_pruned",
+    "current_pattern",
+)
+
+_FLAGS: tuple[tuple[str, frozenset[str], bool | None], ...] = (
+    ("selects_entries", frozenset({"forward_weight", "backward_weight"}), None),
+    ("restores_masks", frozenset({"init_masks"}), False),
+)
+"""Flags, the hooks that they speak of, and their value in a class that overrides one of these hooks."""
+
+
+def _function(hook: Any) -> Any:
+    return getattr(hook, "__func__", hook)
+
 
 class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 
     The base class keeps every weight dense. One instance serves many layers: the state of one layer is kept on its
-    :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``).
+    :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
 
-    The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once, but not for a layer whose
-    training continues; then for each real optimizer step :meth:`before_step` (gradients are complete, unscaled and not
-    yet clipped), the optimizer's step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a
-    gradient scaler skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass,
-    :meth:`backward_weight` and :meth:`weight_gradient` in every backward pass; these three are traced by
-    ``torch.compile`` and must be plain tensor code.
+    The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once; then for each real
+    optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), the optimizer's step,
+    :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler skips has a
+    :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass, :meth:`backward_weight` and
+    :meth:`weight_gradient` in every backward pass; these three are traced by ``torch.compile`` and must be plain tensor
+    code.
     """
 
     short_name: str = ""
@@ -54,24 +74,39 @@ class Method:
     """Whether the paper counts GEMMs as sparse that are masked, but not N:M along the contraction axis."""
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
-    selects_entries: bool = True
+    selects_entries: bool | None = None
     """Whether W_F and W_B are W under the layer's masks: then kernels mask while they pack, and processes mask their
-    shards. ``False`` by default in a class that defines ``forward_weight`` or ``backward_weight``."""
+    shards. ``None``: if ``forward_weight`` and ``backward_weight`` are those of :class:`MaskMethod`."""
+    restores_masks: bool = False
+    """Whether a saved state replaces all that :meth:`init_masks` does, which is then not called for a layer whose
+    training continues. ``False`` in a class that defines ``init_masks`` and does not set this."""
     headline: str = "kept_magnitude"
     """The statistic for progress bars: one of the sparsifier's or the method's own."""
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused."""
-    hooks: frozenset[str] = frozenset()
-    """The hooks that a class defines; the others are not called."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, replacement in _REPLACED_HOOKS.items():
-            if callable(vars(cls).get(name)):
+            if callable(getattr(cls, name, None)):
                 raise TypeError(f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}")
-        cls.hooks = frozenset(name for name in vars(Method) if getattr(cls, name) is not getattr(Method, name))
-        if "selects_entries" not in vars(cls) and not {"forward_weight", "backward_weight"}.isdisjoint(vars(cls)):
-            cls.selects_entries = False
+        # What a class says of its base's hooks does not hold for hooks that override them.
+        for flag, names, default in _FLAGS:
+            owner = next(base for base in cls.__mro__ if flag in vars(base) or not names.isdisjoint(vars(base)))
+            if flag not in vars(owner):
+                setattr(cls, flag, default)
+
+    def defined_hooks(self) -> frozenset[str]:
+        """The hooks of a step that this method overrides; the others are not called."""
+        return frozenset(name for name in _STEP_HOOKS if _function(getattr(self, name)) is not getattr(Method, name))
+
+    @property
+    def masks_entries(self) -> bool:
+        """:attr:`selects_entries`, decided."""
+        if self.selects_entries is not None:
+            return self.selects_entries
+        used = (_function(self.forward_weight), _function(self.backward_weight))
+        return used == (MaskMethod.forward_weight, MaskMethod.backward_weight)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
@@ -89,7 +124,8 @@ class Method:
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the window that begins at ``layer.clock`` needs dL/dW_F at pruned entries, too.
 
-        The answer is kept as ``layer.dense_gradient``, which :meth:`weight_gradient` may read.
+        The answer is kept as ``layer.dense_gradient``, which :meth:`weight_gradient` may read. It is asked again when
+        the window ends.
         """
         return False
 
@@ -165,6 +201,7 @@ class Dense(Method):
     short_name = "dense"
 
     headline = "grad_snr"
+    selects_entries = True
 
 
 class MaskMethod(Method):
@@ -172,7 +209,6 @@ class MaskMethod(Method):
 
     sparse_forward = True
     uses_masks = True
-    selects_entries = True
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""

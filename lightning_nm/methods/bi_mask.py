@@ -42,6 +42,7 @@ class BiMask(SRSTE):
     """
 
     short_name = "bi-mask"
+    restores_masks = True
 
     sparse_dgrad = True
     headline = "overlap"

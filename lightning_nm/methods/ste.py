@@ -30,6 +30,7 @@ class STE(MaskMethod):
     """
 
     short_name = "ste"
+    restores_masks = True
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)

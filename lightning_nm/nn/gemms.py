@@ -72,18 +72,22 @@ def layer_gemms(layer: NMLayer) -> Gemms:
 
 def _forward(layer: NMLayer) -> Gemm:
     spec = layer.spec
+    if not spec.method.uses_masks:
+        return Gemm()
     if layer.masks.has_forward:
         return Gemm.sparse(spec.method.current_pattern(layer))
-    return Gemm(reason=(spec.forward_reason or "dense phase") if spec.method.uses_masks else "")
+    return Gemm(reason=spec.forward_reason or "dense phase")
 
 
 def _dgrad(layer: NMLayer) -> Gemm:
     spec, masks = layer.spec, layer.masks
     method, pattern = spec.method, spec.method.current_pattern(layer)
+    if not method.uses_masks:
+        return Gemm()
     if masks.has_backward:
         return Gemm.sparse(pattern, masks.backward_density)
     if not masks.has_forward:
-        return Gemm(reason=spec.dgrad_reason if method.uses_masks else "")
+        return Gemm(reason=spec.dgrad_reason)
     if method.transposable and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
     paper = pattern.density if method.paper_counts_masked else 1.0
@@ -94,7 +98,7 @@ def _wgrad(layer: NMLayer) -> Gemm:
     if not layer.param.requires_grad:
         return Gemm("none", reason="frozen, so no weight gradient")
     method, estimator, dense = layer.spec.method, layer.spec.estimator, Gemm()
-    if layer.masks.has_forward and not method.gradient_at_pruned(layer):
+    if method.uses_masks and layer.masks.has_forward and not method.gradient_at_pruned(layer):
         density = method.current_pattern(layer).density
         paper = density if method.paper_counts_masked else 1.0
         dense = Gemm(reason="dW at kept entries alone", arithmetic=density, paper=paper)

@@ -48,6 +48,17 @@ class LayerSpec:
     tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
 
 
+_MOVED = {
+    "marks": "call set_masks()",
+    "own_backward": "call set_masks()",
+    "permutation": "call masks.set_permutation()",
+    "backward_density": "call masks.measure_backward()",
+    "handover": "set `pending`",
+    "dense_gradient": "define Method.needs_dense_gradient()",
+}
+"""Attributes that methods used to assign, and what replaces them."""
+
+
 class NMLayer(HasHandle):
     """A weight under an N:M method, composed of parts that are assigned by their own files alone.
 
@@ -80,6 +91,11 @@ class NMLayer(HasHandle):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MOVED:
+            raise AttributeError(f"NMLayer.{name} cannot be set: {_MOVED[name]}")
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.method})"
@@ -230,6 +246,7 @@ class NMLayer(HasHandle):
     @torch.no_grad()
     def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
         """Move the masks in place and count the forward bits that changed; for both see :attr:`forward_mask`."""
+        forward = None if self.spec.forward_reason else forward
         self.masks.set(forward, backward, self.param if self.shards is None else None)
 
     def forward_weight(self) -> Tensor:
@@ -245,7 +262,7 @@ class NMLayer(HasHandle):
     @torch.no_grad()
     def local_forward_weight(self) -> Tensor:
         """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
-        if not self.method.selects_entries:
+        if self.shards is None or not self.method.masks_entries:
             return self.local_shard(self.forward_weight())
         mask = self.forward_mask_view
         return self.local_weight if mask is None else torch.where(self.local_shard(mask), self.local_weight, 0)

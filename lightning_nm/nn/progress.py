@@ -20,6 +20,10 @@ class LayerProgress:
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
 
+    def release_dense_gradient(self) -> None:
+        """The dense gradient of this window was used."""
+        self.dense_gradient = False
+
     def load(self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]) -> None:
         """Set saved counters; the clock is the model's."""
         self.step, self.updated_at = step, updated_at

@@ -285,7 +285,7 @@ def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
 def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
     method, masks = layer.spec.method, layer.masks
-    bits = masks.bits if masks.has_forward and method.selects_entries else None
+    bits = masks.bits if masks.has_forward and method.masks_entries else None
     if bits is None or bits.stride() != weight.stride():
         return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
     return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
@@ -296,7 +296,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     method, masks = layer.spec.method, layer.masks
     own = masks.has_backward
     order = masks.permutation if own else None
-    bits = masks.bits if (masks.has_forward or own) and method.selects_entries else None
+    bits = masks.bits if (masks.has_forward or own) and method.masks_entries else None
     if bits is None or bits.stride() != weight.stride():
         rows = layer.matrix(method.backward_weight(layer, weight)).to(dtype)
         return (rows if order is None else rows[order]).t().contiguous()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
@@ -33,10 +33,18 @@ def owned_layers(optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLa
     for layer in owned:
         if known is None or layer not in known.layers:
             layer.method.check_optimizer(layer, optimizer)
-    for layer in owned:
-        for name, parameter in layer.parameters.items():
-            if id(parameter) not in groups:
-                _join(groups[id(layer.optimizer_param)], optimizer, layer, name, parameter)
+    new = [(layer, *item) for layer in owned for item in layer.parameters.items() if id(item[1]) not in groups]
+    for layer, _, parameter in new:
+        if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
+            raise ValueError(
+                f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
+                f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+            )
+    for layer, name, parameter in new:  # in the group of the weight, whose schedule and decay then apply
+        group = groups[id(layer.optimizer_param)]
+        group["params"].append(parameter)
+        if "param_names" in group:
+            group["param_names"].append(f"{layer.name}.{name}")
     return OwnedLayers(optimizer, owned, sum(len(group["params"]) for group in optimizer.param_groups))
 
 
@@ -59,15 +67,3 @@ def changes_nothing(optimizer: Optimizer) -> bool:
         return False  # theirs is on the CPU, and waiting for a GPU in each step is too dear
     grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     return not any(bool(local_values(grad).any()) for grad in grads)
-
-
-def _join(group: dict[str, Any], optimizer: Optimizer, layer: NMLayer, name: str, parameter: nn.Parameter) -> None:
-    """Add a method's parameter to the group of the layer's weight, whose schedule and decay then apply to it."""
-    if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-        raise ValueError(
-            f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
-            f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-        )
-    group["params"].append(parameter)
-    if "param_names" in group:
-        group["param_names"].append(f"{layer.name}.{name}")

@@ -29,33 +29,32 @@ class TrainingStep:
     Args:
         layers: The masked layers.
         observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
+        clock: Training steps so far.
     """
 
-    def __init__(self, layers: Sequence[NMLayer], observe_every: int = 0) -> None:
+    def __init__(self, layers: Sequence[NMLayer], observe_every: int = 0, clock: int = 0) -> None:
         self.layers = layers
         self.observe_every = observe_every
-        self.clock = 0  # training steps: batches at whose end any optimizer had stepped
+        self.clock = clock  # training steps: batches at whose end any optimizer had stepped
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
         self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones by id
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
+        self._handles: list[RemovableHandle] = []
         self._depth: dict[int, int] = {}
         self._announced: set[int] = set()
-        self._dense_gradients: set[NMLayer] = set()
 
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
         for layer in owned:
-            method = layer.spec.method
+            method, hooks = layer.spec.method, self._hooks[layer.spec.method]
             if loss_scale != 1:
                 _for_gradients(layer, lambda grad: grad.div_(loss_scale))
             with _full(layer, gradient=True):
-                if "penalty" in method.hooks:
+                if "penalty" in hooks:
                     _add_penalty(layer)
-                if layer.progress.dense_gradient and layer.local_grad is not None:
-                    self._dense_gradients.add(layer)
-                if "before_step" in method.hooks:
+                if "before_step" in hooks:
                     method.before_step(layer, optimizer)
             if loss_scale != 1:  # gradients that the method made, too
                 _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
@@ -64,17 +63,14 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in self.owned(optimizer):
-            method = layer.spec.method
-            _count_cost(layer)
+            hooks = self._hooks[layer.spec.method]
+            _count_cost(layer, hooks)
             layer.progress.step += 1
-            if "after_step" in method.hooks:
+            if "after_step" in hooks:
                 with _full(layer, gradient=True):
-                    method.after_step(layer, optimizer)
-            if layer in self._dense_gradients:
-                layer.progress.dense_gradient = False
+                    layer.spec.method.after_step(layer, optimizer)
             if layer.spec.estimator is not None:
                 layer.draw_noise()  # a batch may hold several steps
-        self._dense_gradients.clear()
 
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
@@ -87,14 +83,14 @@ class TrainingStep:
         stepped, self.stepped = self.stepped, False
         self.clock += stepped
         for layer in self.layers:
-            progress = layer.progress
+            progress, hooks = layer.progress, self._hooks[layer.spec.method]
             progress.clock = self.clock
             moved = progress.step > progress.updated_at
             if stepped and not moved:
-                _count_cost(layer)
+                _count_cost(layer, hooks)
             # Phases begin and end for all layers together, whether or not they made a step.
             if moved or (stepped and self.clock in progress.schedule):
-                if "update" in layer.spec.method.hooks:
+                if "update" in hooks:
                     with _full(layer):
                         layer.spec.method.update(layer)
                 progress.updated_at = progress.step
@@ -116,7 +112,9 @@ class TrainingStep:
             method, progress = layer.spec.method, layer.progress
             progress.clock = self.clock
             if not loaded:
-                progress.dense_gradient = "needs_dense_gradient" in method.hooks and method.needs_dense_gradient(layer)
+                progress.dense_gradient = "needs_dense_gradient" in self._hooks[method] and method.needs_dense_gradient(
+                    layer
+                )
             if layer.spec.estimator is None:
                 continue
             schedule = progress.estimator_schedule
@@ -138,8 +136,8 @@ class TrainingStep:
         """Count the real steps of an optimizer; does nothing if it is registered."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
-            self._hooks.append(optimizer.register_step_pre_hook(self._enter_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._leave_step))
+            self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
+            self._handles.append(optimizer.register_step_post_hook(self._leave_step))
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -161,12 +159,12 @@ class TrainingStep:
 
     def release(self, *, keep_parameters: bool = False) -> None:
         """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
-        for handle in self._hooks:
+        for handle in self._handles:
             handle.remove()
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
-        for book in (self._hooks, self.optimizers, self._depth, self._announced, self._dense_gradients):
+        for book in (self._handles, self.optimizers, self._depth, self._announced):
             book.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -208,7 +206,7 @@ def _add_penalty(layer: NMLayer) -> None:
             owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
 
 
-def _count_cost(layer: NMLayer) -> None:
+def _count_cost(layer: NMLayer, hooks: frozenset[str]) -> None:
     """Add a training step to the layer's costs, whether or not it trained this layer."""
     masks, progress, costs = layer.masks, layer.progress, layer.costs
     treatment = (
@@ -219,7 +217,7 @@ def _count_cost(layer: NMLayer) -> None:
         progress.estimating,
         layer.param.requires_grad,
     )
-    if costs.treatment != treatment or not layer.spec.method.hooks.isdisjoint(_COST_HOOKS):
+    if costs.treatment != treatment or not hooks.isdisjoint(_COST_HOOKS):
         costs.settle(treatment, layer.gemms())
     for sums, densities in costs.current:
         for k, density in enumerate(densities):

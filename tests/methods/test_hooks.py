@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import SRSTE, GradientEstimator, Method, NMSparsifier
+from lightning_nm import BAME, SRSTE, STE, GradientEstimator, Method, NMSparsifier
+from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
 
 
@@ -19,34 +20,188 @@ def test_a_replaced_hook_of_an_estimator_is_refused():
         type("Mine", (GradientEstimator,), {"gemm": lambda self, layer: None})
 
 
-def test_a_class_knows_its_own_and_its_bases_hooks():
-    class Mine(SRSTE):
+def test_a_replaced_hook_in_a_mixin_is_refused():
+    class Mixin:
+        def init(self, layer):
+            layer.set_masks(None)
+
+    with pytest.raises(TypeError, match=r"Mine defines init\(\)"):
+        type("Mine", (Mixin, MaskMethod), {})
+
+
+def test_a_method_knows_the_hooks_that_are_overridden():
+    class Mixin:
         def penalty(self, layer):
             return None
 
-    assert Method.hooks == frozenset()
-    assert {"update", "before_step", "init_masks"} <= SRSTE.hooks
-    assert Mine.hooks == SRSTE.hooks | {"penalty"}
-
-
-def test_a_method_that_computes_its_weights_does_not_select_entries():
-    class Scaled(MaskMethod):
-        def forward_weight(self, layer, weight):
-            return 2 * super().forward_weight(layer, weight)
-
-    class Named(Scaled):
+    class Mine(Mixin, SRSTE):
         pass
 
-    class Selects(MaskMethod):
+    method = Mine()
+    assert Method().defined_hooks() == frozenset()
+    assert SRSTE().defined_hooks() == {"before_step", "update"}
+    assert method.defined_hooks() == {"before_step", "update", "penalty"}
+    method.after_step = lambda layer, optimizer: None
+    assert method.defined_hooks() == {"before_step", "update", "penalty", "after_step"}
+
+
+def twice(self, layer, weight):
+    return 2 * MaskMethod.forward_weight(self, layer, weight)
+
+
+class Doubles:
+    forward_weight = twice
+
+
+class MasksForAPenalty(Method):
+    """Has masks, but a dense forward weight."""
+
+    def init_masks(self, layer):
+        layer.set_masks(layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)))
+
+    sparse_forward = True
+
+
+def patched_instance():
+    method = STE()
+    method.forward_weight = lambda layer, weight: twice(method, layer, weight)
+    return method
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: type("Own", (STE,), {"forward_weight": twice})(),
+        lambda: type("Mixed", (Doubles, STE), {})(),
+        lambda: type("Below", (type("Own", (STE,), {"forward_weight": twice}),), {})(),
+        patched_instance,
+        MasksForAPenalty,
+    ],
+)
+def test_the_state_dict_is_the_function_of_a_method_that_computes_its_weights(make):
+    torch.manual_seed(0)
+    method = make()
+    assert not method.masks_entries
+    model, fresh = nn.Linear(8, 4), nn.Linear(8, 4)
+    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
+    fresh.load_state_dict(model.state_dict())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(fresh(x), model(x))
+    if isinstance(method, MasksForAPenalty):
+        assert sparsifier.flops_ratios() == {"arithmetic": 1.0, "paper": 1.0, "eligible": 1.0}
+
+
+def test_a_class_may_say_that_its_override_selects_entries():
+    class Selects(STE):
         selects_entries = True
 
         def backward_weight(self, layer, weight):
             return super().backward_weight(layer, weight)
 
-    assert MaskMethod.selects_entries
-    assert not Scaled.selects_entries
-    assert not Named.selects_entries
-    assert Selects.selects_entries
+    class Below(Selects):
+        forward_weight = twice
+
+    assert STE().masks_entries
+    assert Selects().masks_entries
+    assert not Below().masks_entries
+
+
+def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
+    sparsifier = NMSparsifier(nn.Linear(6, 16), "2:4", "bi-mask", skip_first_last=False).attach()
+    layer = sparsifier.layers["weight"]
+    layer.set_masks(torch.zeros(16, 6, dtype=torch.bool), layer.backward_mask)
+    assert layer.forward_reason
+    assert layer.forward_mask is None
+    assert layer.masks.has_backward
+
+
+@pytest.mark.parametrize("name", ["marks", "own_backward", "permutation", "backward_density", "dense_gradient"])
+def test_attributes_that_moved_say_where(name):
+    layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
+    with pytest.raises(AttributeError, match=rf"NMLayer\.{name} cannot be set: "):
+        setattr(layer, name, None)
+
+
+class Grows(STE):
+    """Asks for dense gradients every second step, and reads so when masks are updated."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def needs_dense_gradient(self, layer):
+        return layer.clock % 2 == 0
+
+    def update(self, layer):
+        self.seen.append(layer.dense_gradient)
+        super().update(layer)
+
+
+def test_whether_gradients_were_dense_is_known_when_masks_are_updated():
+    method = Grows()
+    model = nn.Linear(8, 4)
+    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    for _ in range(4):
+        model(torch.randn(4, 8)).sum().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    assert method.seen == [True, False, True, False]
+
+
+def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, every=4), skip_first_last=False).attach()
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
+    for optimizer in optimizers:
+        sparsifier.register(optimizer)
+    model(torch.randn(4, 8)).square().sum().backward()
+    assert all(layer.dense_gradient for layer in sparsifier.layers.values())
+    for optimizer in optimizers:
+        sparsifier.before_step(optimizer)
+    for optimizer in optimizers:
+        optimizer.step()
+    sparsifier.step()
+    assert not any(layer.dense_gradient for layer in sparsifier.layers.values())
+
+
+def test_an_adaptation_that_found_no_gradient_is_made_up_for():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, every=4), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    model(torch.randn(4, 8)).square().sum().backward()
+    sparsifier.before_step(optimizer)  # and a scaler skips the step
+    sparsifier.step()
+    model.weight.grad = None
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    sparsifier.step()
+    assert sparsifier.layers["weight"].dense_gradient
+
+
+def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
+    class Counts(STE):
+        def __init__(self):
+            super().__init__()
+            self.prepared = []
+
+        def init_masks(self, layer):
+            self.prepared.append(layer.name)
+            super().init_masks(layer)
+
+    model = nn.Linear(8, 4)
+    state = NMSparsifier(model, "2:4", Counts(), skip_first_last=False).attach().state_dict()
+    method = Counts()
+    NMSparsifier(nn.Linear(8, 4), "2:4", method, skip_first_last=False).attach(state)
+    assert method.prepared == ["weight"]
+    assert STE.restores_masks
+    with pytest.raises(ValueError, match="schema 2"):
+        NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach({**state, "schema": 2})
 
 
 def test_a_penalty_counts_whether_or_not_before_step_calls_its_base():

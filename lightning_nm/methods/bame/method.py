@@ -85,6 +85,7 @@ class BAME(MaskMethod):
     """
 
     short_name = "bame"
+    restores_masks = True
 
     latent = False
     paper_counts_masked = True
@@ -240,6 +241,7 @@ class BAME(MaskMethod):
             clear_entries(optimizer, layer.param, ~mask, layer.name)
         if pending.ready and pending.exchange is not None:
             self._apply(layer, optimizer, mask, pending.exchange)
+            layer.progress.release_dense_gradient()
         elif layer.dense_gradient and layer.param.grad is not None and not pending.ready:
             raise RuntimeError(
                 f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
