@@ -88,7 +88,7 @@ def test_a_subclass_is_drawn_by_the_kernel_only_if_it_says_so(monkeypatch):
         module = nn.Linear(8, 12)
         sparsifier = NMSparsifier(module, "2:4", "dense", estimator, skip_first_last=False).attach()
         (layer,) = sparsifier.layers.values()
-        layer.draw_seed(1)
+        layer.draw_noise(1)
         found.append(layer.estimate(grad, layer.noise))
         transposed, _ = estimator.estimate_transposed(layer, grad, layer.noise)
         assert torch.equal(transposed, found[-1].t())
