@@ -27,8 +27,7 @@ class GemmDensity:
     Raises:
         ValueError: If a share is not within [0, 1].
 
-    Example::
-
+    Example:
         >>> GemmDensity(forward=0.5)
         GemmDensity(forward=0.5, dgrad=1.0, wgrad=1.0)
     """
@@ -45,36 +44,30 @@ class GemmDensity:
 
 
 def train_flops(dense_forward: float, density: GemmDensity) -> float:
-    """Count the multiply-adds of one training step of one linear or convolutional layer.
-
-    ``F (c_F + c_D + c_G)``; dense training is ``3 F``. As in the papers, mask updates and permutations cost nothing.
+    """Count the multiply-adds of one training step of one linear or convolutional layer: ``F (c_F + c_D + c_G)``.
 
     Args:
-        dense_forward: ``F``, the multiply-adds of the layer's dense forward GEMM.
-        density: The shares ``c_F``, ``c_D`` and ``c_G`` of its three GEMMs.
+        dense_forward: ``F``, those of the dense forward GEMM. Mask updates and permutations cost nothing, as in the
+            papers.
+        density: The shares ``c_F``, ``c_D`` and ``c_G`` of the three GEMMs; dense training is ``3 F``.
 
     Raises:
         ValueError: If ``dense_forward`` is negative or not finite.
 
-    Example::
-
+    Example:
         >>> train_flops(1000, GemmDensity(forward=0.5, dgrad=0.5))
         2000.0
     """
     if not 0 <= dense_forward < float("inf"):
-        raise ValueError(
-            f"dense_forward={dense_forward!r} is not a count of multiply-adds: pass a finite number from 0"
-        )
+        raise ValueError(f"dense_forward={dense_forward!r} does not count multiply-adds: pass a finite number from 0")
     return dense_forward * (density.forward + density.dgrad + density.wgrad)
 
 
 def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
-    """Compare the multiply-adds of one training step of a model with those of dense training.
-
-    ``sum_l F_l (c_F + c_D + c_G) / sum_l 3 F_l``; layers that stay dense belong into the sum.
+    """Multiply-adds of a model's training step over those of dense training: ``sum F (c_F + c_D + c_G) / sum 3 F``.
 
     Args:
-        layers: For each layer the multiply-adds of its dense forward GEMM and the shares of its GEMMs.
+        layers: ``F`` and the shares of each layer, also of those that stay dense.
 
     Raises:
         ValueError: If the layers have no multiply-adds at all.

@@ -41,8 +41,7 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
         ValueError: If ``scores`` has no axes or M does not divide ``scores.shape[dim]``.
         IndexError: If ``scores`` has no axis ``dim``.
 
-    Example::
-
+    Example:
         >>> nm_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]), "2:4").int().tolist()
         [1, 0, 1, 0, 1, 1, 0, 0]
     """
@@ -52,10 +51,9 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Keep the N largest magnitudes of every block of M: :func:`nm_mask` of ``|weight|``, which is never stored whole.
 
-    Args, result and errors are those of :func:`nm_mask`.
+    Arguments, result and errors are those of :func:`nm_mask`.
 
-    Example::
-
+    Example:
         >>> magnitude_mask(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").int().tolist()
         [0, 1, 0, 1]
     """
@@ -87,8 +85,7 @@ def backward_mask(
     Raises:
         ValueError: If M does not divide ``out / groups``, or ``permutation`` is not one or crosses groups.
 
-    Example::
-
+    Example:
         >>> weight = torch.tensor([[4.0], [3.0], [2.0], [1.0]])
         >>> backward_mask(weight, None, "1:2").flatten().tolist()
         [True, False, True, False]
@@ -116,14 +113,10 @@ def backward_mask(
 def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Zero all but the N entries of largest magnitude of every block of M.
 
-    ``y = x where nm_mask(|x|), else 0``; a select and not a product: a pruned entry is ``+0``, never ``-0`` or NaN.
-    Gradients reach the kept entries. Args and errors are those of :func:`nm_mask`.
+    ``y = x where nm_mask(|x|), else 0``, of the shape and dtype of ``x``; a select and not a product: a pruned entry is
+    ``+0``, never ``-0`` or NaN. Gradients reach the kept entries. Arguments and errors are those of :func:`nm_mask`.
 
-    Returns:
-        A tensor of the shape and dtype of ``x``.
-
-    Example::
-
+    Example:
         >>> nm_prune(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").tolist()
         [0.0, -2.0, 0.0, 1.0]
     """
@@ -133,8 +126,7 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
 def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
     """Tell whether every block holds at most N nonzeros: whether :func:`count_violations` is 0.
 
-    Example::
-
+    Example:
         >>> is_nm(torch.tensor([0.0, 1.0, 0.0, 2.0]), "2:4"), is_nm(torch.ones(4), "2:4")
         (True, False)
     """
@@ -144,21 +136,15 @@ def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
 def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
     """Count the blocks of M consecutive entries that hold more than N nonzeros.
 
-    ``#{blocks b : #{j in b : x[j] != 0} > N}``; a NaN is a nonzero, ``-0`` is not.
+    ``#{blocks b : #{j in b : x[j] != 0} > N}``, an int64 tensor without axes on the tensor's device; reading it waits
+    for the device. The other arguments and the errors are those of :func:`nm_mask`.
 
     Args:
-        tensor: Values or a bool mask, of any shape.
+        tensor: Values or a bool mask, of any shape; a NaN is a nonzero, ``-0`` is not.
         pattern: What :meth:`NMPattern.parse` reads.
         dim: The axis along which the blocks lie.
 
-    Returns:
-        An int64 tensor without axes, on the device of ``tensor``; reading it waits for the device.
-
-    Raises:
-        ValueError: As :func:`nm_mask`, and so does IndexError.
-
-    Example::
-
+    Example:
         >>> int(count_violations(torch.tensor([1, 1, 1, 0, 0, 0, 0, 1]), "2:4"))
         1
     """
@@ -176,15 +162,11 @@ def check_output_blocks(weight: Tensor, forward_mask: Tensor | None, pattern: NM
     if groups < 1 or out % groups:
         raise ValueError(f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups")
     if out // groups % pattern.m:
-        raise ValueError(
-            f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}: "
-            f"keep this layer's input gradient dense, or choose a pattern whose M divides {out // groups}"
-        )
+        rows = f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}"
+        raise ValueError(f"{rows}: keep this layer's input gradient dense, or choose another M")
     if forward_mask is not None and (forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool):
-        raise ValueError(
-            f"forward_mask is {forward_mask.dtype} {tuple(forward_mask.shape)}: pass a boolean mask of the "
-            f"shape of the weight, {tuple(weight.shape)}"
-        )
+        given = f"{forward_mask.dtype} {tuple(forward_mask.shape)}"
+        raise ValueError(f"forward_mask is {given}: pass booleans of the shape of the weight, {tuple(weight.shape)}")
 
 
 def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
@@ -194,18 +176,14 @@ def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int)
         return rows
     held = permutation.to(weight.device, torch.int64, copy=True)
     if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
-        raise ValueError(
-            f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once: "
-            f"pass integers such as torch.randperm({len(rows)}), or None for the identity"
-        )
+        named = f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once"
+        raise ValueError(f"{named}: pass integers such as torch.randperm({len(rows)}), or None for the identity")
     size = len(rows) // groups
     crossing = (held // size != rows // size).nonzero()
     if len(crossing):
         at = int(crossing[0])
-        raise ValueError(
-            f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows: permute within "
-            f"each of the {groups} groups, or pass groups=1 if the layer is not grouped"
-        )
+        moved = f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows"
+        raise ValueError(f"{moved}: permute within groups, or pass groups=1 if the layer is not grouped")
     return held
 
 
@@ -219,9 +197,8 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
         raise IndexError(f"dim={dim} is not an axis of a tensor of shape {shape}: pass {~last} to {last}")
     if shape[dim] % pattern.m:
         raise ValueError(
-            f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide the size "
-            f"{shape[dim]} of dim={dim}; choose another pattern or dim, keep the tensor dense (a layer: name it in "
-            "`exclude`), or pad that axis with scores of -inf"
+            f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide size {shape[dim]} of "
+            f"dim={dim}; choose another pattern or dim, name the layer in `exclude`, or pad that axis with -inf"
         )
     return dim % len(shape)
 
@@ -255,10 +232,8 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool)
     blocks = dense.reshape(-1, pattern.m, inner)
     mask = torch.empty(blocks.shape, dtype=torch.bool, device=scores.device)
     strided = inner == 1 and pattern.m <= _MAX_STRIDED_M
-    if scores.device.type == "cpu":
-        chunk = (_STRIDED_CHUNK if strided else _GATHERED_CHUNK) * torch.get_num_threads()
-    else:
-        chunk = _DEVICE_CHUNK
+    per_thread = _STRIDED_CHUNK if strided else _GATHERED_CHUNK
+    chunk = per_thread * torch.get_num_threads() if scores.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // (pattern.m * inner))
     keep: _Strided | _Gathered | None = None
     for part, kept in zip(blocks.split(step), mask.view(torch.uint8).split(step), strict=True):

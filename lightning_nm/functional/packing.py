@@ -23,8 +23,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     Raises:
         TypeError: If ``mask`` is not a bool tensor.
 
-    Example::
-
+    Example:
         >>> pack_mask(torch.tensor([[True, False, False], [True, True, False], [False, False, True]])).tolist()
         [25, 1]
     """
@@ -50,8 +49,7 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
         TypeError: If ``packed`` is not a uint8 tensor.
         ValueError: If ``packed`` has another size.
 
-    Example::
-
+    Example:
         >>> unpack_mask(torch.tensor([25, 1], dtype=torch.uint8), (3, 3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
@@ -59,10 +57,8 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
     numel = math.prod(shape)
     expected = (numel + 7) // 8
     if tuple(packed.shape) != (expected,):
-        raise ValueError(
-            f"a packed mask of shape {tuple(shape)} is {expected} bytes along one axis, but a tensor of shape "
-            f"{tuple(packed.shape)} was given: pass the shape of the mask that was packed"
-        )
+        given = f"mask of shape {tuple(shape)} is {expected} bytes along one axis, not {tuple(packed.shape)}"
+        raise ValueError(f"a packed {given}: pass the shape of the mask that was packed")
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(1) >> shifts) & 1
     return bits.bool().view(-1)[:numel].reshape(tuple(shape))

@@ -52,13 +52,12 @@ def permutation_score(
     Raises:
         ValueError: As :func:`search_permutation`.
 
-    Example::
-
+    Example:
         >>> weight = torch.tensor([[4.0], [3.0], [0.0], [1.0]])
         >>> [permutation_score(weight, None, "1:2", None, criterion=c) for c in ("retained", "eligible", "l1")]
         [2.0, 1.0, 5.0]
 
-    Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
+    Source: Zhang et al., ICML 2023, arXiv:2302.06058.
     """
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
     return float(_scores(problem, checked_permutation(permutation, weight, groups)[None])[0])
@@ -79,19 +78,18 @@ def search_permutation(
 ) -> Tensor:
     r"""Permutation of the output rows under which the backward mask keeps most, never worse than the initial one.
 
-    ``argmax_p sum over blocks of min(nnz(V[p]), N)``, or another criterion of :func:`permutation_score`.
-    ``"random"`` is the paper's: the best of random permutations (and of the initial one). ``"swap"`` takes one row out
-    of every block. What a row then costs in a block is linear in the row: its nonzeros in columns where the rest of the
-    block has N already. So one GEMM tells the cost of every row in every block, and rows change places if that lowers
-    the sum.
+    ``argmax_p sum over blocks of min(nnz(V[p]), N)``, or another criterion of :func:`permutation_score`. ``"random"``
+    takes the best of random permutations. ``"swap"`` takes one row out of every block. Its cost in a block is then
+    linear in the row: its nonzeros in columns where the rest of the block has N already. So one GEMM tells the cost of
+    every row in every block, and rows change places if that lowers the sum.
 
     Args:
         weight: ``[out, ...]``, real; read as ``[out, K]``.
         forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
         pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
         search: ``"swap"`` or ``"random"``.
-        candidates: Effort: how many random permutations, or as many rounds of swaps as take about the same time on
-            layers of 512 rows and more. ``"swap"`` stops when rounds no longer help.
+        candidates: How many random permutations, or as many rounds of swaps as take about the same time on layers of
+            512 rows and more. ``"swap"`` stops when rounds no longer help.
         criterion: ``"retained"`` (the authors' code), ``"eligible"`` (the paper's wording) or ``"l1"`` (magnitude).
         initial: Integers ``[out]``, where the search starts, such as the permutation in use. None is the identity.
         groups: Equal runs of output rows that the permutation does not cross.
@@ -104,15 +102,13 @@ def search_permutation(
         ValueError: If an option is unknown, ``candidates < 1``, M does not divide ``out / groups``, or ``initial`` is
             not a permutation or crosses groups.
 
-    Example::
-
+    Example:
         >>> weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 4.0]])
         >>> permutation = search_permutation(weight, None, "1:2")
         >>> [permutation_score(weight, None, "1:2", p) for p in (None, permutation)]
         [2.0, 4.0]
 
-    Source: ``"random"`` is Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023,
-    arXiv:2302.06058; ``"swap"`` is this package's.
+    Source: ``"random"`` is Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
     _choice("search", search, get_args(Search))
     if candidates < 1:

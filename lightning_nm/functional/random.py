@@ -25,9 +25,8 @@ _CHUNK = 1 << 14
 def fold_seed(*words: int | str) -> Tensor:
     """Mix integers and names into a seed for :func:`counter_uniform`.
 
-    ``BLAKE2b(words)``, 128 bits cut into four words of 32: streams of different words do not meet. An integer and a
-    name never collide, and neither do ``(1, 23)`` and ``(12, 3)``. It runs in Python: call it outside a compiled
-    graph, and pass the tensor in.
+    ``BLAKE2b(words)``, 128 bits cut into four words of 32: streams of different words do not meet; 1 and "1" differ. It
+    runs in Python: call it outside a compiled graph, and pass the tensor in.
 
     Args:
         words: For example the run's seed, a layer's name, the step, the micro-batch and the rank.
@@ -35,9 +34,8 @@ def fold_seed(*words: int | str) -> Tensor:
     Returns:
         An int64 tensor [4] on the CPU, with values in [0, 2^32); the same in every process and on every platform.
 
-    Example::
-
-        >>> fold_seed(0, "encoder.fc1", 17, 0, 3).tolist() == fold_seed(0, "encoder.fc1", 17, 0, 3).tolist()
+    Example:
+        >>> fold_seed(0, "encoder.fc1", 17).equal(fold_seed(0, "encoder.fc1", 17))
         True
     """
     text = repr(tuple(word if isinstance(word, str) else int(word) for word in words))
@@ -62,8 +60,7 @@ def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | No
     Raises:
         ValueError: If ``seed`` is not an int64 tensor of four words, or ``count`` is negative.
 
-    Example::
-
+    Example:
         >>> counter_uniform(6, fold_seed(0)).equal(counter_uniform(9, fold_seed(0))[:6])
         True
 

@@ -1,7 +1,8 @@
 """Statistics of masks and gradient estimates.
 
 Each is a :class:`Ratio` of two sums, which add up over layers, updates and processes. Nothing here waits for a device.
-Results of the public functions are float32 tensors without axes and without autograd history, divided in float64.
+Results are float32 tensors without axes and without autograd history, divided in float64. Masks are bool tensors, and
+all tensors of a call have one shape, any shape; other tensors raise TypeError or ValueError.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.masks import _check_blocks
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
@@ -47,16 +49,12 @@ GRADIENT_SNR = Ratio(torch.inf, root=True)
 
 
 def mask_density(tensor: Tensor) -> Tensor:
-    """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``; a NaN is a nonzero, ``-0`` is not.
+    """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``, in [0, 1]; NaN without entries.
 
     Args:
-        tensor: A bool mask, or values of any dtype; any shape.
+        tensor: A bool mask, or values of any dtype. A NaN is a nonzero, ``-0`` is not.
 
-    Returns:
-        A number in [0, 1]; NaN for a tensor without entries.
-
-    Example::
-
+    Example:
         >>> mask_density(torch.tensor([True, False, False, True]))
         tensor(0.5000)
     """
@@ -64,45 +62,36 @@ def mask_density(tensor: Tensor) -> Tensor:
 
 
 def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
-    r"""Share of the entries of a mask that an update changed, in either direction: :math:`\|m_t - m_{t-1}\|_1 / D`.
+    r"""Share of the entries that an update of a mask changed: :math:`\|m_t - m_{t-1}\|_1 / D`, in [0, 1]; 0 if D is 0.
 
     With exactly N of M kept, half of the flips are pruned entries and half are regrown ones.
 
     Args:
-        before: Bool mask of any shape.
+        before: Bool mask.
         after: Bool mask of that shape.
-
-    Returns:
-        A number in [0, 1]; 0 for masks without entries.
 
     Raises:
         TypeError: If one of them is not a bool tensor.
         ValueError: If their shapes differ.
 
-    Example::
-
+    Example:
         >>> mask_flip_rate(torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False]))
         tensor(0.5000)
 
-    Source: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, arXiv:2404.01847. Without
-    the division it is the sparse architecture divergence of Zhou et al., "Learning N:M Fine-grained Structured Sparse
-    Neural Networks From Scratch", ICLR 2021, arXiv:2102.04010.
+    Source: Hu et al., ICML 2024, arXiv:2404.01847. Without the division it is the sparse architecture divergence of
+    Zhou et al., ICLR 2021, arXiv:2102.04010.
     """
     check_masks({"before": before, "after": after})
     return FLIP_RATE(torch.count_nonzero(before ^ after), before.numel())
 
 
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
-    r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`.
+    r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`, in [0, 1].
 
-    Below 1, dX is computed from fewer weights than Y, and differs from the gradient of the sparse model. The masks and
-    the errors are as in :func:`mask_flip_rate`.
+    It is 1 if the forward mask keeps nothing. Below 1, dX is computed from fewer weights than Y, and differs from the
+    gradient of the sparse model. Masks and errors are as in :func:`mask_flip_rate`.
 
-    Returns:
-        A number in [0, 1]; 1 if the forward mask keeps nothing.
-
-    Example::
-
+    Example:
         >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         tensor(0.5000)
     """
@@ -110,21 +99,19 @@ def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
-    r"""Share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
+    r"""Share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`, in [0, 1].
+
+    It is 1 if all weights are zero, NaN if one is NaN or infinite.
 
     Args:
-        weight: Any floating dtype and shape; the sums are float64.
+        weight: Any floating dtype; the sums are float64.
         mask: Bool mask of that shape.
-
-    Returns:
-        A number in [0, 1]; 1 if all weights are zero, NaN if one is NaN or infinite.
 
     Raises:
         TypeError: If the mask is not a bool tensor or the weight not of a floating dtype.
         ValueError: If their shapes differ.
 
-    Example::
-
+    Example:
         >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         tensor(0.7000)
     """
@@ -136,27 +123,23 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
-    Each flip of an entry but the first counts. The statistic is at most the flip rate averaged over the same updates;
-    their ratio is the share of flips that undo an earlier one.
+    Each flip of an entry but the first counts. The result, in [0, 1], is at most the flip rate averaged over the same
+    updates; their ratio is the share of flips that undo an earlier one. It is 0 if there is nothing to compare.
 
     Args:
         masks: :math:`m_0, m_1, ..., m_T` in the order of time, bool tensors of one shape.
-
-    Returns:
-        A number in [0, 1]; 0 for a single mask and for masks without entries.
 
     Raises:
         TypeError: If one of them is not a bool tensor.
         ValueError: If there is none, or their shapes differ.
 
-    Example::
-
+    Example:
         >>> went, came = torch.tensor([True, False]), torch.tensor([False, True])
         >>> mask_oscillation([went, came]), mask_oscillation([went, came, went])
         (tensor(0.), tensor(0.5000))
 
-    Source: Nagel et al., "Overcoming Oscillations in Quantization-Aware Training", ICML 2022, arXiv:2203.11086, for
-    oscillations of rounded weights; applied to masks here, with the plain mean in place of a moving one.
+    Source: Nagel et al., ICML 2022, arXiv:2203.11086, for rounded weights; here for masks, with the plain mean in place
+    of a moving one.
     """
     history = iter(masks)
     before = next(history, None)
@@ -175,21 +158,17 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
     r"""Signal-to-noise ratio of a gradient estimate: :math:`\|G\|_2 / \|\hat G - G\|_2`, not in decibels.
 
-    It cannot tell bias from noise.
+    It cannot tell bias from noise. It is infinite if there is no error, NaN if a gradient holds NaN or an infinity.
 
     Args:
-        exact: G, any floating dtype and shape. Half dtypes are subtracted in float32; the norms are float64.
+        exact: G, any floating dtype. Half dtypes are subtracted in float32; the norms are float64.
         estimate: The estimate of G, of that shape.
-
-    Returns:
-        A number of at least 0; infinite if there is no error, NaN if a gradient holds NaN or an infinity.
 
     Raises:
         TypeError: If one of them is not of a floating dtype.
         ValueError: If their shapes differ.
 
-    Example::
-
+    Example:
         >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         tensor(2.5000)
     """
@@ -205,7 +184,7 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
     also hold along `out` or that do not move. It is 1 where the dropped weights are zero.
 
     Args:
-        weight: Any floating dtype and shape; float32 is computed with, or float64 if that is its dtype.
+        weight: Any floating dtype; computed in float32, or in float64 if that is its dtype.
         mask: Bool mask of that shape; True keeps.
         pattern: What :meth:`NMPattern.parse` reads; of it, M alone matters.
         dim: The axis along which the blocks lie; its size must be a multiple of M.
@@ -218,21 +197,13 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
         TypeError: If the mask is not a bool tensor or the weight not of a floating dtype.
         ValueError: If their shapes differ, or M does not divide ``weight.shape[dim]``.
 
-    Example::
-
-        >>> weight = torch.tensor([4.0, -2.0, 1.5, 0.5])
-        >>> mask_margin(weight, torch.tensor([True, True, False, False]), "2:4")
+    Example:
+        >>> mask_margin(torch.tensor([4.0, -2.0, 1.5, 0.5]), torch.tensor([True, True, False, False]), "2:4")
         tensor([0.2500])
     """
     pattern = NMPattern.parse(pattern)
-    check_masks({"mask": mask})
-    if not weight.is_floating_point():
-        raise TypeError(f"weight is {weight.dtype}: pass a tensor of a floating dtype")
-    if weight.shape != mask.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)} and mask has shape {tuple(mask.shape)}")
-    if not weight.ndim or weight.shape[dim] % pattern.m:
-        raise ValueError(f"M = {pattern.m} of {pattern} does not divide axis {dim} of shape {tuple(weight.shape)}")
-    axis = dim % weight.ndim
+    _check_weight(weight, mask)
+    axis = _check_blocks(weight, pattern, dim)
     magnitude = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).abs()
     magnitude, mask = (x.unflatten(axis, (-1, pattern.m)) for x in (magnitude, mask))
     nan = torch.isnan(magnitude).any(axis + 1)
@@ -257,9 +228,7 @@ def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[
 
 def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of kept and of all magnitudes, in float64."""
-    check_masks({"mask": mask}, layer)
-    _check_floating({"weight": weight}, layer)
-    _check_shapes({"weight": weight, "mask": mask}, layer)
+    _check_weight(weight, mask, layer)
     return magnitude_sum(torch.where(mask, weight.detach(), 0)), magnitude_sum(weight)
 
 
@@ -283,27 +252,27 @@ def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
     """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
-            raise TypeError(
-                f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: "
-                f"pass `{name} != 0` if nonzero means kept"
-            )
+            raise TypeError(f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`")
     _check_shapes(masks, layer)
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], layer: str = "") -> None:
-    (first, one), *others = tensors.items()
+    (first, one), *others = ((name, tuple(tensor.shape)) for name, tensor in tensors.items())
     for name, other in others:
-        if other.shape != one.shape:
-            raise ValueError(
-                f"{first}{_of(layer)} has shape {tuple(one.shape)} and {name} has shape {tuple(other.shape)}: "
-                "pass tensors of one shape"
-            )
+        if other != one:
+            raise ValueError(f"{first}{_of(layer)} has shape {one} and {name} has shape {other}: pass one shape")
 
 
 def _check_floating(tensors: Mapping[str, Tensor], layer: str = "") -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise TypeError(f"{name}{_of(layer)} is {tensor.dtype}: pass a tensor of a floating dtype")
+
+
+def _check_weight(weight: Tensor, mask: Tensor, layer: str = "") -> None:
+    check_masks({"mask": mask}, layer)
+    _check_floating({"weight": weight}, layer)
+    _check_shapes({"weight": weight, "mask": mask}, layer)
 
 
 def _of(layer: str) -> str:

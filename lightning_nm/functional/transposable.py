@@ -50,17 +50,14 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     Raises:
         ValueError: If ``weight`` has fewer than two axes, or M does not divide ``in`` and ``out / groups``.
 
-    Example::
-
+    Example:
         >>> weight = torch.tensor([[9, 8, 0, 0], [9, 8, 7, 0], [6, 2, 3, 4], [1, 1, 1, 1]])
         >>> transposable_mask(weight, "2:4").int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
 
-    Source: the masks are those of Hubara et al., Accelerated Sparse Neural Training: A Provable and Efficient Method to
-    Find N:M Transposable Masks, NeurIPS 2021, arXiv:2102.08124. Scoring all 90 masks of 2:4 is Hu et al., Accelerating
-    Transformer Pre-training with 2:4 Sparsity, ICML 2024, arXiv:2404.01847. Alternating between the rows and the
-    columns of all tiles at once is the idea of TSENOR, NeurIPS 2025, arXiv:2505.23949, which has entropic scaling where
-    this has exact steps on the linear program's dual.
+    Source: the masks are those of Hubara et al., NeurIPS 2021, arXiv:2102.08124. Scoring all 90 masks of 2:4 is Hu et
+    al., ICML 2024, arXiv:2404.01847. Alternating between the rows and the columns of all tiles at once is the idea of
+    TSENOR, NeurIPS 2025, arXiv:2505.23949, which has entropic scaling where this has exact steps on the dual.
     """
     pattern = NMPattern.parse(pattern)
     _check_tiles(weight, pattern, groups)
@@ -97,9 +94,8 @@ def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
         if size % pattern.m:
             per_group = f" in each of {groups} groups" if name == "out" and groups > 1 else ""
             raise ValueError(
-                f"shape {shape} cannot be cut into tiles of {pattern}: M={pattern.m} does not divide the size {size} "
-                f"of `{name}`{per_group}; choose another pattern, keep the tensor dense (a layer: name it in "
-                "`exclude`), or use a mask of one axis, such as nm_mask"
+                f"shape {shape} has no tiles of {pattern}: M={pattern.m} does not divide the size {size} of `{name}`"
+                f"{per_group}; choose another pattern, name the layer in `exclude`, or use a mask of one axis (nm_mask)"
             )
 
 
@@ -116,18 +112,12 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     exponents = magnitudes.amax((0, 1)).frexp().exponent
     room = (pattern.n * pattern.m).bit_length()
     bits = torch.where(infinite.any((0, 1)), top - room, top)
-    # in two steps: one factor could overflow for float64
     shift = bits - exponents.long()
     first = shift.clamp(max=1000)
-    magnitudes *= _power_of_two(first)
-    magnitudes *= _power_of_two(shift - first)
+    for part in (first, shift - first):  # one factor could overflow for float64
+        magnitudes *= ((part + 1023) << 52).view(torch.float64)  # 2 ** part, without the rounding that a power may have
     values = magnitudes.round_().int()
     return values.masked_fill_(infinite, 1 << top).masked_fill_(nan, -1)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """float64 of int64 exponents from -1022 to 1023, without the rounding that a power may have."""
-    return ((exponents + 1023) << 52).view(torch.float64)
 
 
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:

@@ -45,12 +45,9 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
         A zero has probability 0; a block with a NaN or an infinity is all NaN.
 
     Raises:
-        TypeError: If ``x`` is not of a floating dtype.
-        ValueError: If ``x`` has no axes or M does not divide ``x.shape[dim]``.
-        IndexError: If ``x`` has no axis ``dim``.
+        TypeError: If ``x`` is not of a floating dtype. Other errors are those of :func:`nm_mask`.
 
-    Example::
-
+    Example:
         >>> mvue_probabilities(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4").tolist()
         [1.0, 0.25, 0.5, 0.25]
 
@@ -91,14 +88,12 @@ def mvue(
         TypeError: As :func:`mvue_probabilities`.
         ValueError: Likewise, and if ``uniform`` has another shape, or both ``uniform`` and ``generator`` are given.
 
-    Example::
-
+    Example:
         >>> mvue(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4", uniform=torch.tensor([0.5])).tolist()
         [9.0, 0.0, 4.0, 0.0]
 
-    Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
-    arXiv:2203.10991, for 1:2 and 2:4; Madow, "On the theory of systematic sampling, II", Ann. Math. Statist. 20
-    (1949), doi:10.1214/aoms/1177729988, for sampling with given probabilities.
+    Source: Chmiel et al., ICLR 2023, arXiv:2203.10991, for 1:2 and 2:4; Madow, "On the theory of systematic sampling,
+    II", 1949, doi:10.1214/aoms/1177729988, for sampling with given probabilities.
     """
     pattern = NMPattern.parse(pattern)
     rows = _uniform(x, pattern, dim, 1, None if uniform is None else uniform.unsqueeze(0), generator)
@@ -129,8 +124,7 @@ def approx_mvue(
     Raises:
         ValueError: If the pattern is not 2:4, and as :func:`mvue`.
 
-    Example::
-
+    Example:
         >>> approx_mvue(torch.tensor([3.0, 3.0, -3.0, 3.0]), uniform=torch.tensor([[0.6], [0.2]])).tolist()
         [6.0, 0.0, -6.0, 0.0]
     """
@@ -186,9 +180,8 @@ def _map_blocks(
         on_cpu = x.device.type == "cpu"
         chunk = max(1, (_CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK) // m)
         height, width = max(1, chunk // inner), min(chunk, inner)
-        numbers = uniform.permute(0, *(axis + 1 for axis in order)).reshape(
-            len(uniform), x.numel() // (m * inner), inner
-        )
+        ordered = uniform.permute(0, *(axis + 1 for axis in order))
+        numbers = ordered.reshape(len(uniform), x.numel() // (m * inner), inner)
         readable = on_cpu and type(x) is Tensor  # a fake tensor has no values, and reading stalls an accelerator
         for part, draw, out in zip(
             dense.reshape(-1, m, inner).split(height),

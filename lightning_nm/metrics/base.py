@@ -73,14 +73,10 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
     if isinstance(layers, Tensor):
         return {"": layers}
     if not isinstance(layers, Mapping):
-        raise TypeError(
-            f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by layer name"
-        )
+        raise TypeError(f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by name")
     for name, tensor in layers.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"layer '{name}' has {tensor!r} in place of a tensor: leave out layers that are not masked now"
-            )
+            raise TypeError(f"layer '{name}' has {tensor!r} in place of a tensor: leave out layers without masks")
     return layers
 
 

@@ -30,10 +30,7 @@ class MaskHistory(RatioMetric):
         self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
-        """Add the changes of one layer with so many entries to the sums, and return its new rows, see :meth:`remember`.
-
-        They are a new tensor, since ``forward`` may restore the old ones.
-        """
+        """Add the changes of a layer of so many entries; return new rows, as ``forward`` may restore the old ones."""
         raise NotImplementedError
 
     def remember(self, packed: Tensor) -> Tensor:
@@ -51,10 +48,8 @@ class MaskHistory(RatioMetric):
         for name, mask in layers.items():
             check_masks({"mask": mask}, name)
             if name in self._memory and self._memory[name][0] != tuple(mask.shape):
-                raise ValueError(
-                    f"the mask of layer '{name}' has shape {tuple(mask.shape)}, but had {self._memory[name][0]} "
-                    "before: pass masks of different layers under different names, or call forget() before a new model"
-                )
+                shapes = f"has shape {tuple(mask.shape)}, but had {self._memory[name][0]} before"
+                raise ValueError(f"the mask of layer '{name}' {shapes}: name layers apart, or call forget()")
         for name, mask in layers.items():
             packed = pack_mask(mask)
             known = self._memory.get(name)
@@ -110,23 +105,16 @@ class MaskHistory(RatioMetric):
 class MaskFlipRate(MaskHistory):
     r"""Share of mask entries that an update changed, averaged over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
 
-    ``update(masks)`` takes the bool mask of one layer, or those of several layers by name, and compares each with the
-    last one of its name: update it once per mask update. ``compute()`` returns a float32 number, 0 if nothing was
-    compared yet; ``forward`` returns the changes since the previous update. The functional form is
-    :func:`mask_flip_rate`.
+    ``update(masks)`` compares each bool mask with the last one of its layer: update once per mask update. ``forward``
+    returns the changes since the previous update. ``reset`` clears the average and keeps the masks; :meth:`forget`
+    clears both. Source and errors are those of the functional form, :func:`mask_flip_rate`.
 
-    ``reset`` clears the average and keeps the masks; :meth:`forget` clears both.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> flip_rate = MaskFlipRate()
         >>> flip_rate.update({"encoder": torch.tensor([True, True, False, False])})
         >>> flip_rate.update({"encoder": torch.tensor([True, False, True, False])})
         >>> flip_rate.compute()
         tensor(0.5000)
-
-    Source: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, arXiv:2404.01847.
     """
 
     higher_is_better = None
@@ -144,27 +132,17 @@ class MaskOscillation(MaskHistory):
 
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
-    It is at most :class:`MaskFlipRate` over the same updates; their ratio is the share of flips that undo an earlier
-    one. The metric stores two bits per entry: the mask, and whether the entry ever flipped.
+    The metric stores two bits per entry: the mask, and whether the entry ever flipped. :class:`MaskFlipRate` describes
+    ``update``, ``forward``, ``reset`` and :meth:`forget`. Source and errors are those of the functional form,
+    :func:`mask_oscillation`.
 
-    ``update(masks)`` takes the bool mask of one layer, or those of several layers by name: update it once per mask
-    update. ``compute()`` returns a float32 number, 0 if nothing was compared yet; ``forward`` returns the flips back
-    since the previous update. The functional form is :func:`mask_oscillation`.
-
-    ``reset`` clears the average, and keeps the masks and which entries flipped; :meth:`forget` clears all.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> first, second = torch.tensor([True, False]), torch.tensor([False, True])
         >>> oscillation = MaskOscillation()
         >>> for mask in (first, second, first):
         ...     oscillation.update(mask)
         >>> oscillation.compute()
         tensor(0.5000)
-
-    Source: Nagel et al., "Overcoming Oscillations in Quantization-Aware Training", ICML 2022, arXiv:2203.11086, for
-    rounded weights; here for masks, with the plain mean instead of a moving one.
     """
 
     higher_is_better = False

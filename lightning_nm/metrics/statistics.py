@@ -25,14 +25,9 @@ from lightning_nm.pattern import NMPattern, PatternLike
 class MaskDensity(RatioMetric):
     r"""Share of the entries that a mask keeps, over layers and updates: :math:`\sum_i \#\{x_i \ne 0\} / \sum_i \#x_i`.
 
-    :class:`MaskViolations` counts the blocks that break a pattern.
+    ``update(masks)`` takes masks, or values whose nonzeros are counted. The functional form is :func:`mask_density`.
 
-    ``update(masks)`` takes masks, or values whose nonzeros are counted; a tensor or a dict by layer name. ``compute()``
-    returns a float32 number, NaN if nothing was counted. The functional form is :func:`mask_density`.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> density = MaskDensity()
         >>> density.update({"0": torch.tensor([True, False, False, True]), "1": torch.tensor([1.0, 0.0, 0.0, 0.0])})
         >>> density.compute()
@@ -51,16 +46,9 @@ class MaskDensity(RatioMetric):
 class MaskOverlap(RatioMetric):
     r"""Share of the forward masks' entries that backward masks keep: :math:`\sum_i |F_i \cap B_i| / \sum_i |F_i|`.
 
-    ``update(masks, backward_masks)`` takes bool masks: two tensors, or two dicts by layer name. ``compute()`` returns a
-    float32 number, 1 if the forward masks keep nothing. The functional form is :func:`mask_overlap`.
+    ``update(masks, backward_masks)`` takes bool masks. Errors are those of the functional form, :func:`mask_overlap`.
 
-    Raises:
-        TypeError: On update, if a mask is not a bool tensor.
-        ValueError: On update, if shapes or layer names differ.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> overlap = MaskOverlap()
         >>> overlap.update(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         >>> overlap.compute()
@@ -79,17 +67,10 @@ class MaskOverlap(RatioMetric):
 class KeptMagnitude(RatioMetric):
     r"""Share of the magnitude of all weights that their masks keep: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
 
-    ``update(weights, masks)`` takes weights of any floating dtype and bool masks: two tensors, or two dicts by layer
-    name. ``compute()`` returns a float32 number: 1 if all weights are zero, NaN until the next reset after a NaN or an
-    infinity. The functional form is :func:`kept_magnitude`.
+    ``update(weights, masks)`` takes weights of any floating dtype and bool masks. After a NaN or an infinity the result
+    is NaN until the next reset. Errors are those of the functional form, :func:`kept_magnitude`.
 
-    Raises:
-        TypeError: On update, if a mask is not a bool tensor or a weight not of a floating dtype.
-        ValueError: On update, if shapes or layer names differ.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> kept = KeptMagnitude()
         >>> kept.update(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         >>> kept.compute()
@@ -111,19 +92,11 @@ class GradientSNR(RatioMetric):
 
     .. math:: \sqrt{\sum_i \|G_i\|^2 / \sum_i \|\hat G_i - G_i\|^2}
 
-    The gradients of all layers, updates and processes count as one long vector, as in ``nm/grad_snr``.
+    All gradients count as one long vector, as in ``nm/grad_snr``. ``update(exact, estimate)`` takes gradients of any
+    floating dtype. After a NaN or an infinity the result is NaN until the next reset. Errors are those of the
+    functional form, :func:`gradient_snr`.
 
-    ``update(exact, estimate)`` takes two tensors of any floating dtype, or two dicts by layer name. ``compute()``
-    returns a float32 number: infinite without any error, NaN until the next reset after a NaN or an infinity. The
-    functional form is :func:`gradient_snr`.
-
-    Raises:
-        TypeError: On update, if a gradient is not of a floating dtype.
-        ValueError: On update, if shapes or layer names differ.
-
-    Example::
-
-        >>> import torch
+    Example:
         >>> snr = GradientSNR()
         >>> snr.update(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         >>> snr.compute()
@@ -144,24 +117,19 @@ class GradientSNR(RatioMetric):
 class MaskViolations(NMMetric):
     """Number of blocks of M that hold more than N nonzeros, over all layers and updates.
 
-    ``update(masks)`` takes masks, or values whose nonzeros are counted; a tensor or a dict by layer name. ``compute()``
-    returns an int64 number. The functional form is :func:`count_violations`. Use one metric per pattern.
-
-    Processes have equal masks, so the result is the largest of their counts. As counts add up over updates,
-    ``forward`` needs the full state and updates twice, and ``merge_state`` is refused.
+    ``update(masks)`` takes masks, or values whose nonzeros are counted. Errors are those of the functional form,
+    :func:`count_violations`. The result is int64, the largest count of the processes, whose masks are equal. As counts
+    add up over updates, ``forward`` needs the full state and updates twice, and ``merge_state`` is refused.
 
     Args:
-        pattern: Any form that :meth:`NMPattern.parse` reads.
+        pattern: Any form that :meth:`NMPattern.parse` reads; use one metric per pattern.
         dim: The axis along which the blocks lie.
         kwargs: Arguments of :class:`torchmetrics.Metric`.
 
     Raises:
-        ValueError: If the pattern cannot be read; on update, if M does not divide the size of the axis.
-        IndexError: On update, if there is no such axis.
+        ValueError: If the pattern cannot be read.
 
-    Example::
-
-        >>> import torch
+    Example:
         >>> violations = MaskViolations("2:4")
         >>> violations.update(torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]))
         >>> violations.compute()

@@ -84,7 +84,7 @@ def test_errors_name_the_values():
         mask_margin(mask.long(), mask, "2:4")
     with pytest.raises(ValueError, match=r"weight has shape \(4,\) and mask has shape \(2, 4\)"):
         mask_margin(torch.ones(4), mask, "2:4")
-    with pytest.raises(ValueError, match=r"M = 8 of 2:8 does not divide axis -1 of shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"\(2, 4\).*2:8.*M=8 does not divide size 4 of dim=-1"):
         mask_margin(torch.ones(2, 4), mask, "2:8")
-    with pytest.raises(ValueError, match="does not divide axis"):
+    with pytest.raises(ValueError, match="without axes"):
         mask_margin(torch.tensor(1.0), torch.tensor(True), "2:4")

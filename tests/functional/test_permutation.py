@@ -357,7 +357,7 @@ def test_backward_mask_and_score_check_their_input():
         backward_mask(weight, None, "2:4", torch.arange(8).flip(0), groups=2)
     with pytest.raises(ValueError, match="must name each row"):
         permutation_score(weight, None, "2:4", torch.ones(8, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"forward_mask is torch.float32 \(8, 4\): pass a boolean mask"):
+    with pytest.raises(ValueError, match=r"forward_mask is torch.float32 \(8, 4\): pass booleans"):
         backward_mask(weight, weight, "2:4")
     with pytest.raises(ValueError, match=r"shape of the weight, \(8, 4\)"):
         backward_mask(weight, torch.ones(8, 5, dtype=torch.bool), "2:4")
