@@ -159,7 +159,8 @@ class TwoFourKernel(GemmKernel):
         rows, width = matrix.shape[0], packed_width(matrix.shape[1], matrix.dtype)
         packed = self.compress(matrix)
         if packed.numel() != rows * width:
-            fault = f"a packed matrix of shape {tuple(matrix.shape)} has {packed.numel()} entries and not {rows} x {width}"
+            given = f"a packed matrix of shape {tuple(matrix.shape)}"
+            fault = f"{given} has {packed.numel()} entries and not {rows} x {width}"
             raise RuntimeError(f"{self.name}: {fault}: the library pads this shape, so keep this product dense")
         return packed.view(rows, width)
 
