@@ -50,8 +50,6 @@ class NMSparsityCallback(pl.Callback):
     A :class:`~lightning_nm.MaskMonitor` logs statistics such as ``nm/density`` and ``nm/flip_rate`` at the Trainer's
     logging interval, see docs/tensorboard.md.
 
-
-
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
