@@ -40,28 +40,19 @@ SCHEMA = 1
 class NMSparsifier(ModelStatistics):
     """Trains a model's weights under an N:M method, in any training loop.
 
+    Arguments that are not listed here are as :class:`~lightning_nm.NMSparsityCallback`'s.
+
     Args:
         model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
             that gather the weights must be in it.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: The estimator that replaces dY in the wgrad GEMM: a short name (``"mvue"``) or a
-            :class:`GradientEstimator`; ``None`` keeps dY.
-        include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
-            maskable.
-        exclude: Globs over names of modules to keep dense.
-        rules: Mappings with ``include`` and any of ``pattern``, ``method``, ``grad_estimator``, which replace the
-            arguments above; the first match wins.
-        skip_first_last: Keep the first convolution and the last linear layer dense.
-        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap, as hardware reads them.
-            ``"flat"``: along the flattened ``(in, *kernel)``, as in the papers.
+        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
         seed: Base of all random choices; equal on all ranks.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
             schedules given as shares of it.
         data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
             see the same part, as in a tensor-parallel group, must draw the same random numbers.
-        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones, in a few
-            layers at a time; 0 for none.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -129,10 +120,8 @@ class NMSparsifier(ModelStatistics):
     def attach(self, state: Mapping[str, Any] | None = None) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
-        The model is not changed before everything was checked.
-
-        Args:
-            state: A state that :meth:`load_state_dict` loads next; its schedules need no ``planned_steps``.
+        The model is not changed before everything was checked. The schedules of a ``state``, which
+        :meth:`load_state_dict` loads next, need no ``planned_steps``.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -179,8 +168,7 @@ class NMSparsifier(ModelStatistics):
     def detach(self, *, keep_parameters: bool = False) -> None:
         """Restore ordinary modules, which hold the latent weights; call :meth:`bake` first for the sparse ones.
 
-        Args:
-            keep_parameters: Keep the parameters that methods own in the optimizers, for their state dicts.
+        With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts.
         """
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
@@ -205,15 +193,11 @@ class NMSparsifier(ModelStatistics):
         self._require_attached("register")
         for layer in self.plan.layers:
             if is_sharded(layer.param) and not layer.sharded:
-                raise RuntimeError(
-                    f"the weight of layer '{layer.name}' was sharded after its masks were installed: call fully_shard "
-                    "or parallelize_module first, then attach()"
-                )
+                fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
+                raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its steps cannot be followed, so N:M "
-                "could be lost; pass the torch optimizer that it wraps"
-            )
+            name = type(optimizer).__name__
+            raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
         self._step.register(optimizer)
 
     @property
@@ -234,11 +218,7 @@ class NMSparsifier(ModelStatistics):
         This includes batches that only accumulate gradients, because estimators draw new random numbers for each. At a
         step of a layer's schedule its masks are always updated: phases begin and end for all layers together.
 
-        Returns:
-            Whether any optimizer had stepped.
-
-        Raises:
-            RuntimeError: If no optimizer is registered.
+        Returns whether any optimizer had stepped; without a registered one it raises a RuntimeError.
         """
         if not self.attached or not self._step.optimizers:
             self._require_attached("step")
@@ -328,18 +308,13 @@ class NMSparsifier(ModelStatistics):
                 continue
             latent[name] = layer.forward_weight()
             if layer.replaced_state is None or not fits(layer, saved[name], latent[name]):
-                raise ValueError(
-                    f"the masks in the checkpoint do not belong to the weights of layer '{name}': load the "
-                    "checkpoint's weights into the model before its sparsifier state; where they are averages, resume "
-                    "with the averaging callback, too"
-                )
+                fault = f"the masks in the checkpoint do not belong to the weights of layer '{name}'"
+                advice = "load its weights into the model first; if they are averages, resume with their callback, too"
+                raise ValueError(f"{fault}: {advice}")
         self.seed = state["seed"]
         for name, then, now in changed_schedules(self.plan.layers, saved, self.planned_steps):
-            warnings.warn(
-                f"this training began with {name} scheduled at steps {then}, which stays; the settings and the plan of "
-                f"now would make that {now}",
-                stacklevel=2,
-            )
+            plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
+            warnings.warn(f"this training began with {plan}", stacklevel=2)
         changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
         if changes:
             warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
@@ -362,9 +337,8 @@ def _parse_rule(rule: Mapping[str, Any], general: Rule) -> Rule:
     unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
     if unknown or "include" not in rule:
         problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-        raise ValueError(
-            f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of 'pattern', 'method', 'grad_estimator'"
-        )
+        keys = "'include' and any of 'pattern', 'method', 'grad_estimator'"
+        raise ValueError(f"rule {dict(rule)!r} has {problem}: a rule has {keys}")
     return Rule(
         as_globs(rule["include"], "include"),
         NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
@@ -381,7 +355,5 @@ def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
 def check_schema(state: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` for a state of another schema."""
     if state.get("schema") != SCHEMA:
-        raise ValueError(
-            f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: use the "
-            "version of lightning_nm that wrote it"
-        )
+        fault = f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}"
+        raise ValueError(f"{fault}: use the version of lightning_nm that wrote it")

@@ -21,10 +21,8 @@ def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     for other in callbacks[callbacks.index(callback) + 1 :]:
         if isinstance(other, WeightAveraging):
-            raise ValueError(
-                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
-                "would hold dense weights: put it before NMSparsityCallback"
-            )
+            fault = f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks"
+            raise ValueError(f"{fault}, so its checkpoints would hold dense weights: put it before NMSparsityCallback")
 
 
 @torch.no_grad()
@@ -33,9 +31,7 @@ def mask_average(
 ) -> dict[str, dict[str, Any]]:
     """Mask the state dict of an averaged model, by the layers' methods.
 
-    Returns:
-        For each key of a masked weight, the layer's name and the entries that were dropped, see
-        :func:`lightning_nm.nn.state.dropped`.
+    Returns, for each key of a masked weight, the layer's name and its :func:`~lightning_nm.nn.state.dropped` entries.
     """
     by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}
     names = {  # a module that the model holds twice has two keys

@@ -40,11 +40,9 @@ class ProcessConsistency:
             return None
         owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
         if owners and isinstance(strategy, ModelParallelStrategy):
-            raise ValueError(
-                f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}', and distributed "
-                "checkpoints save no optimizer state of parameters that are not the model's: use the ddp or nm_ddp "
-                "strategy with this method"
-            )
+            owner = f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}'"
+            fault = "distributed checkpoints save no optimizer state of parameters that are not the model's"
+            raise ValueError(f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method")
         return cls(strategy, sparsifier, every)
 
     def close(self) -> None:

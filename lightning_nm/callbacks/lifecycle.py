@@ -36,21 +36,15 @@ class Lifecycle:
 
     Checkpoints arrive by :meth:`read_checkpoint` and then :meth:`receive`. Before masks are installed,
     :meth:`begin_fit` and one of :meth:`restored` and :meth:`start_anew` set the :class:`Origin`.
-
-    Args:
-        phase: Whether masks are installed, and how far the fit is.
-        origin: Where the training state comes from.
-        batch_open: Whether a backward pass has run since the last batch ended: its random numbers are used, and the
-            optimizer may have stepped, but the masks are not updated yet. Checkpoints save it as ``open``.
-        state: The saved state that the next fit continues; ``None`` if there is none, or once it is restored.
-        steps_before: Optimizer steps of the resumed run before this callback joined it.
     """
 
     phase: Phase = Phase.IDLE
     origin: Origin = Origin.NEW
     batch_open: bool = False
-    state: dict[str, Any] | None = None
-    steps_before: int = 0
+    """Whether a backward pass has run since the last batch ended: its random numbers are used, and the optimizer may
+    have stepped, but the masks are not updated yet. Checkpoints save it as ``open``."""
+    state: dict[str, Any] | None = None  # that the next fit continues; None if there is none, or once it is restored
+    steps_before: int = 0  # optimizer steps of the resumed run before this callback joined it
     _origin_of_loaded: Origin = Origin.CHECKPOINT
 
     @property

@@ -118,10 +118,8 @@ class MaskMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
         if not self._watched:
-            raise ValueError(
-                "MaskMonitor is among the Trainer's callbacks, but there are no masks for it to watch: add an "
-                "NMSparsityCallback, one without a `monitor` of its own"
-            )
+            advice = "add an NMSparsityCallback without a `monitor` of its own"
+            raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
 
     def start(self, sparsifier: NMSparsifier, also: Sequence[str] = ()) -> None:
         """Start a fit. :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
@@ -137,9 +135,8 @@ class MaskMonitor(pl.Callback):
             raise ValueError(f"MaskMonitor: there is no statistic '{unknown[0]}' in this training, only {names}")
         for glob in self.image_layers or ():
             if not any(fnmatchcase(name, glob) for name in sparsifier.layers):
-                raise ValueError(
-                    f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {list(sparsifier.layers)}"
-                )
+                there = list(sparsifier.layers)
+                raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
         self._watched[sparsifier] = _Watched([name for name in names if self._wanted(name)])
 
     def stop(self, sparsifier: NMSparsifier) -> None:
@@ -225,11 +222,9 @@ class MaskMonitor(pl.Callback):
         self._tensorboard.write(trainer, draw)
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        drawn, globs = self._watched[sparsifier].drawn, self.image_layers
-        names = list(sparsifier.layers)
-        names = (
-            names[:1] if globs is None else [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
-        )
+        drawn, globs, names = self._watched[sparsifier].drawn, self.image_layers, list(sparsifier.layers)
+        wanted = [name for name in names if any(fnmatchcase(name, glob) for glob in globs or ())]
+        names = names[:1] if globs is None else wanted
         pictures = {name: mask_pictures(sparsifier.layers[name], drawn.get(name)) for name in names}
         drawn.update({name: kinds["forward_mask"] for name, kinds in pictures.items() if "forward_mask" in kinds})
 

@@ -117,17 +117,13 @@ class RNGState(pl.Callback):
         if state is not None:
             set_rng_state(state, devices)
             if len(state["cuda"]) != len(devices):
-                warnings.warn(
-                    f"rank {rank} has random states of {len(state['cuda'])} CUDA devices in the checkpoint and "
-                    f"{len(devices)} devices here: only those of the first {min(len(state['cuda']), len(devices))} "
-                    "continue",
-                    stacklevel=2,
-                )
+                then, now = len(state["cuda"]), len(devices)
+                found = f"{then} CUDA devices in the checkpoint and {now} devices here"
+                message = f"rank {rank} has random states of {found}: only those of the first {min(then, now)} continue"
+                warnings.warn(message, stacklevel=2)
         elif rank < len(saved):
-            warnings.warn(
-                f"the checkpoint was written without the random states of rank {rank}: they go on as they were seeded",
-                stacklevel=2,
-            )
+            lost = f"the checkpoint was written without the random states of rank {rank}"
+            warnings.warn(f"{lost}: they go on as they were seeded", stacklevel=2)
 
 
 def _devices(trainer: pl.Trainer) -> list[int]:

@@ -107,24 +107,13 @@ class NMSparsityCallback(pl.Callback):
         name: str | None = None,
         monitor: bool | MaskMonitor | None = True,
     ) -> None:
-        self.options: dict[str, Any] = {
-            "pattern": pattern,
-            "method": method,
-            "grad_estimator": grad_estimator,
-            "include": include,
-            "exclude": exclude,
-            "rules": rules,
-            "skip_first_last": skip_first_last,
-            "conv_layout": conv_layout,
-            "seed": seed,
-            "grad_snr_every": grad_snr_every,
-        }
+        self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
+        self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed}
+        self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
+        self.options |= {"grad_snr_every": grad_snr_every}
         if log_achieved_loss is not None:
-            raise ValueError(
-                f"log_achieved_loss={log_achieved_loss} is no longer an argument: `nm/predicted_loss_change` is always "
-                "logged, and the callback AchievedLoss in notebooks/03_masks_in_motion.ipynb measures the achieved "
-                "change of the loss beside it"
-            )
+            advice = "`nm/predicted_loss_change` is always logged; AchievedLoss in notebooks/03_masks_in_motion.ipynb"
+            raise ValueError(f"log_achieved_loss={log_achieved_loss} was removed: {advice} measures the achieved one")
         if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
             raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
         NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any Trainer exists
@@ -151,10 +140,9 @@ class NMSparsityCallback(pl.Callback):
         """Refuse a Trainer of the package ``pytorch_lightning``."""
         self._lifecycle.steps_before = 0
         if not isinstance(trainer, pl.Trainer):
-            raise TypeError(
-                f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
-                "import Trainer and LightningModule from `lightning.pytorch`, not from `pytorch_lightning`"
-            )
+            package = type(trainer).__module__
+            fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
+            raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
@@ -366,7 +354,6 @@ def _warn_after_first_batch(sparsifier: NMSparsifier) -> None:
         )
     if sparsifier.short_of_tokens:
         rank_zero_warn(
-            "the first batch had fewer tokens than one block of the gradient estimator, so it is padded with "
-            f"zeros and nothing is gained: {sparsifier.short_of_tokens}. Use larger batches, a smaller M for "
-            "the gradients, or a rule with `grad_estimator: null` for these layers"
+            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
+            f"{sparsifier.short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import callbacks
 
 from lightning_nm.lightning_cli import lightning_cli
 from lightning_nm.plugins import NMFSDPPrecision
@@ -27,21 +27,15 @@ _FORCED: dict[str, Any] = {
 
 # Callbacks that do not change the training and need a logger or a validation, write files or print.
 _WATCHERS = (
-    lightning_callbacks.Checkpoint,
-    lightning_callbacks.DeviceStatsMonitor,
-    lightning_callbacks.EarlyStopping,
-    lightning_callbacks.LearningRateMonitor,
-    lightning_callbacks.ModelSummary,
-    lightning_callbacks.ProgressBar,
-    lightning_callbacks.Timer,
+    *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.EarlyStopping, callbacks.LearningRateMonitor),
+    *(callbacks.ModelSummary, callbacks.ProgressBar, callbacks.Timer),
 )
 
 
 def build(configs: Sequence[str]) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
-    Args:
-        configs: YAML files as ``lightning-nm fit -c`` takes them; later ones override.
+    ``configs`` are YAML files as ``lightning-nm fit -c`` takes them; later ones override.
 
     Raises:
         ImportError: If jsonargparse is missing.

@@ -68,27 +68,21 @@ def measuring_router(seen: Observation, mode: str | None) -> Router:
     if seen.router is None:
         return Router(mode or "auto", reuse=seen.reuse)
     if mode not in (None, seen.router.kernels):
-        raise ValueError(
-            f"--kernels {mode} contradicts the precision plugin of the config, which has "
-            f"kernels={seen.router.kernels!r}: leave --kernels out, or change the config"
-        )
+        plugins = f"the kernels={seen.router.kernels!r} of the config's plugin"
+        raise ValueError(f"--kernels {mode} contradicts {plugins}: leave it out, or change the config")
     return seen.router
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.gpu is not None:
-        raise ValueError(
-            "--gpu was removed, because its times were predicted: run this command on the GPU to measure; without a "
-            "CUDA device it reports which kernels could run each product"
-        )
+        raise ValueError("--gpu was removed, because its times were predicted: run this command on the GPU to measure")
     if options.kernels is not None:
         check_mode(options.kernels)
     for name, value in (("--tokens", options.tokens), ("--kernels", options.kernels)):
         if value and not options.config:
             raise ValueError(f"{name} is about a training: give its --config")
-    for tokens in options.tokens:
-        if tokens < 1:
-            raise ValueError(f"--tokens {tokens} must be at least 1")
+    if min(options.tokens, default=1) < 1:
+        raise ValueError(f"--tokens {min(options.tokens)} must be at least 1")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,33 +14,20 @@ from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
 
 @dataclass(frozen=True)
 class KernelState:
-    """The state of a kernel on a device.
-
-    Args:
-        name: Name of the kernel.
-        works: Whether it passed its numeric probe.
-        reason: Why it did not; empty if it did.
-        remark: What users should know about the kernel on this device; usually empty.
-    """
+    """The state of a kernel on a device."""
 
     name: str
-    works: bool
-    reason: str
-    remark: str
+    works: bool  # whether it passed its numeric probe
+    reason: str  # why it did not, else empty
+    remark: str  # what users should know about it on this device, usually empty
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with its libraries and kernels.
-
-    Args:
-        environment: Device, driver and libraries.
-        capability: Compute capability, such as ``"9.0"``; None without CUDA.
-        kernels: The state of each kernel.
-    """
+    """A device with its libraries and kernels."""
 
     environment: Environment
-    capability: str | None
+    capability: str | None  # compute capability, such as "9.0"; None without CUDA
     kernels: tuple[KernelState, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,11 +37,7 @@ class Machine:
 
 
 def examine(registry: KernelRegistry | None = None, device: torch.device | None = None) -> Machine:
-    """Probe every kernel on a device.
-
-    Args:
-        registry: The kernels; those of the package by default.
-        device: By default CUDA's current device, or the CPU if there is none.
+    """Probe every kernel, by default those of the package, on a device, by default CUDA's current one, else the CPU.
 
     Example::
 

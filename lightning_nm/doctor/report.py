@@ -18,30 +18,17 @@ from lightning_nm.sparsifier import NMSparsifier
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM of a layer.
-
-    Args:
-        product: The layer, the GEMM, and the reason if it is always dense.
-        calls: Calls in an optimizer step, in all of its micro-batches.
-        kernel: The chosen kernel.
-        why: Why this kernel was chosen, or why no other one can run.
-        pack_uses: Products that share one packed operand.
-        dense_ms: Measured milliseconds of the dense product; None if unknown, as the next two.
-        sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
-        pack_ms: Milliseconds of packing its operand once.
-        could: Kernels that could run the product on a device where they work, by dtype, pattern and sizes; given only
-            where nothing is measured.
-    """
+    """One GEMM of a layer, with the chosen kernel and measured times, None where they are unknown."""
 
     product: Product
-    calls: float
+    calls: float  # in an optimizer step, in all of its micro-batches
     kernel: str
-    why: str
-    pack_uses: int
+    why: str  # why this kernel was chosen, or why no other one can run
+    pack_uses: int  # products that share one packed operand
     dense_ms: float | None = None
-    sparse_ms: float | None = None
-    pack_ms: float | None = None
-    could: tuple[str, ...] = ()
+    sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None = None  # of packing its operand once
+    could: tuple[str, ...] = ()  # where nothing is measured: kernels that fit the dtype, pattern and sizes
 
     @property
     def sparse(self) -> bool:
@@ -80,24 +67,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The products of a training step with their times.
+    """The products of a training step with their times."""
 
-    Args:
-        rows: In the order of layers, each with its forward, dgrad and wgrad.
-        kernels: The mode of the :class:`~lightning_nm.kernels.Router`; None if nothing was chosen, because there is no
-            CUDA device.
-        skipped: Why other layers are dense.
-        unseen: Masked layers without a product.
-        tokens: The assumed token count; None for the real ones.
-        step_ms: Measured milliseconds of a training step with dense products; None if not measured.
-    """
-
-    rows: tuple[Row, ...]
-    kernels: str | None
-    skipped: dict[str, str]
-    unseen: tuple[str, ...]
-    tokens: int | None = None
-    step_ms: float | None = None
+    rows: tuple[Row, ...]  # in the order of layers, each with its forward, dgrad and wgrad
+    kernels: str | None  # the router's mode; None without a CUDA device, where nothing is chosen
+    skipped: dict[str, str]  # why other layers are dense
+    unseen: tuple[str, ...]  # masked layers without a product
+    tokens: int | None = None  # the assumed token count; None for the real ones
+    step_ms: float | None = None  # measured, with dense products
 
     @property
     def timed(self) -> tuple[Row, ...]:
@@ -135,10 +112,8 @@ class Report:
             return "no product of a masked layer was seen, so there is nothing to say"
         if self.kernels is None:
             eligible = sum(row.eligible for row in self.rows)
-            return (
-                f"{eligible} of {len(self.rows)} products could run on a sparse kernel; whether they are faster is "
-                "measured on a CUDA device: run this command there"
-            )
+            could = f"{eligible} of {len(self.rows)} products could run on a sparse kernel"
+            return f"{could}; whether they are faster is measured on a CUDA device: run this command there"
         if self.kernels == "reference":
             return "mode 'reference' runs every product dense"
         if not chosen:
@@ -179,15 +154,14 @@ def report(
     """Sum up a router's decisions for the products of masked layers.
 
     A decision holds for a bucket of token counts; its times are scaled to the token counts of `counts`. The router's
-    own counts have their bucket's size, up to a quarter more than the real one. Products without a decision have no
-    times.
+    own counts have their bucket's size, up to a quarter more than the real one.
 
     Args:
         router: After some training, or after it decided for `counts`.
         sparsifiers: Those of the model, for the order of layers and the reasons for dense ones.
         steps: Optimizer steps in which the router counted its products.
         counts: Products with their calls in one step, instead of the router's own counts.
-        tokens: Noted in the report.
+        tokens: Noted in the report, as `step_ms`.
         step_ms: Measured milliseconds of a step with dense products.
 
     Raises:

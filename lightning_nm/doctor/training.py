@@ -27,21 +27,13 @@ _WARM_UP, _TIMED = 2, 5
 
 @dataclass(frozen=True)
 class Observation:
-    """The products of a training and the time of its steps.
+    """The products of a training and the time of its steps."""
 
-    Args:
-        counts: The products of a step with their calls, for the real token counts.
-        reuse: Products that share one pack of a weight.
-        sparsifiers: Those of the Trainer's callbacks.
-        router: That of the Trainer's precision plugin; None if it has none.
-        step_ms: Milliseconds of an optimizer step with dense products, without waiting for data; None if unknown.
-    """
-
-    counts: dict[Product, float]
-    reuse: int
+    counts: dict[Product, float]  # calls in a step, for the real token counts
+    reuse: int  # products that share one pack of a weight
     sparsifiers: tuple[NMSparsifier, ...]
-    router: Router | None
-    step_ms: float | None
+    router: Router | None  # that of the Trainer's precision plugin
+    step_ms: float | None  # of an optimizer step with dense products, without waiting for data
 
 
 class _Counter(Router):
@@ -146,23 +138,15 @@ def watch(
 ) -> Observation:
     """Train a few steps with dense products: one to count them, two to warm up, five to measure.
 
-    These steps train the model; they end the fit without the hooks of an epoch's end.
-
-    Args:
-        trainer: With an :class:`~lightning_nm.NMSparsityCallback`.
-        model: The model.
-        datamodule: Its data, if the model does not have them.
-        timed: Whether to measure; without it one step is trained.
+    Without ``timed`` only the first. These steps train the model; they end the fit without the hooks of an epoch's end.
 
     Raises:
-        ValueError: If no layer can be masked, there is no such callback, or no batch was trained.
+        ValueError: If the Trainer has no NMSparsityCallback, no layer can be masked, or no batch was trained.
     """
     callbacks = _nm_callbacks(trainer)
     if not callbacks:
-        raise ValueError(
-            "there is no NMSparsityCallback among the Trainer's callbacks, so there is nothing to examine: add "
-            "`class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
-        )
+        advice = "add `class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
+        raise ValueError(f"there is no NMSparsityCallback among the Trainer's callbacks: {advice}")
     for callback in callbacks:
         callback.show_tables = False
     watcher = _Watch(timed)
@@ -207,10 +191,8 @@ def judge_unmeasured(router: Router, seen: Observation, tokens: Sequence[int] = 
     Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them.
     """
     make_row = partial(static_row, router.registry, router.reuse)
-    return [
-        summarize(make_row, None, seen.sparsifiers, {_as_16_bit(product): calls for product, calls in case.items()}, n)
-        for n, case in _cases(seen, tokens)
-    ]
+    cases = [(n, {_as_16_bit(product): calls for product, calls in case.items()}) for n, case in _cases(seen, tokens)]
+    return [summarize(make_row, None, seen.sparsifiers, case, n) for n, case in cases]
 
 
 def _cases(seen: Observation, tokens: Sequence[int]) -> list[tuple[int | None, dict[Product, float]]]:

@@ -20,17 +20,7 @@ GemmName = Literal["forward", "dgrad", "wgrad"]
 class GemmKey:
     """The properties that decide which kernel is fastest: ``A [rows, depth]``, N:M along `depth`, times a dense matrix.
 
-    Args:
-        gemm: Which of the three products of a layer. The forward has ``A = W_F [out, in]``, dgrad ``A = W_B^T
-            [in, out]``, wgrad ``A = E(dY)^T [out, tokens]``.
-        rows: Rows of A.
-        depth: Columns of A, the contraction axis.
-        columns: The other size of the dense matrix: tokens for forward and dgrad, `in` for wgrad.
-        dtype: Of both operands and the result.
-        pattern: N:M pattern of A along `depth`.
-        device: The device's type and index, for example ``"cuda:0"``.
-        permuted: Whether the columns of the dense matrix must first be permuted into the order of A's columns, as
-            dgrad's output gradients for a permuted W_B.
+    The forward has ``A = W_F [out, in]``, dgrad ``A = W_B^T [in, out]``, wgrad ``A = E(dY)^T [out, tokens]``.
 
     Example::
 
@@ -40,12 +30,12 @@ class GemmKey:
 
     gemm: GemmName
     rows: int
-    depth: int
-    columns: int
-    dtype: torch.dtype
+    depth: int  # the contraction axis
+    columns: int  # the other size of the dense matrix: tokens for forward and dgrad, `in` for wgrad
+    dtype: torch.dtype  # of both operands and the result
     pattern: NMPattern
-    device: str
-    permuted: bool = False
+    device: str  # type and index, for example "cuda:0"
+    permuted: bool = False  # the dense columns must first be permuted into the order of A's, as for a permuted W_B
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted`` if it is; :func:`parse_key` reads it."""
@@ -55,17 +45,11 @@ class GemmKey:
 
 
 class Algorithm(NamedTuple):
-    """The configuration of a library's product, in cuSPARSELt's terms.
+    """The configuration of a library's product, in cuSPARSELt's terms."""
 
-    Args:
-        id: Number of the algorithm; 0 is the library's default.
-        split_k: Number of parts into which the contraction is split.
-        split_k_mode: How the parts are added, an enumeration of the library; -1 leaves that to it.
-    """
-
-    id: int = 0
-    split_k: int = 1
-    split_k_mode: int = -1
+    id: int = 0  # the library's default
+    split_k: int = 1  # parts into which the contraction is split
+    split_k_mode: int = -1  # how they are added, an enumeration of the library; -1 leaves that to it
 
     def __str__(self) -> str:
         return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
@@ -96,13 +80,7 @@ class GemmKernel:
         return ""
 
     def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """Algorithms to try for a product besides the kernel's own.
-
-        Args:
-            gemm: Which product: :meth:`matmul` for ``"wgrad"``, :meth:`linear` otherwise.
-            packed: What :meth:`pack` returned.
-            dense: The dense matrix of the product.
-        """
+        """Algorithms to try besides the kernel's own, of :meth:`matmul` for ``"wgrad"``, else of :meth:`linear`."""
         return ()
 
     def with_algorithm(self, algorithm: Algorithm) -> GemmKernel:
@@ -159,11 +137,7 @@ def uses_of_pack(gemm: GemmName, reuse: int) -> int:
 
 
 def parse_key(text: str) -> GemmKey:
-    """Read what ``str(key)`` wrote.
-
-    Raises:
-        ValueError: If the text is not a key.
-    """
+    """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
     match = re.fullmatch(r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?", text)
     dtype = getattr(torch, match[5], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
@@ -177,22 +151,14 @@ _REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on t
 
 
 def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
-    """Refuse arguments that are unknown or were removed.
-
-    Raises:
-        TypeError: Naming the replacement of a removed argument.
-    """
+    """Raise a TypeError for an argument, unknown or removed, with the replacement of a removed one."""
     for name in arguments:
         advice = f" was removed: {_REMOVED[name]}" if name in _REMOVED else " is unknown"
         raise TypeError(f"{owner}: the argument {name!r}{advice}")
 
 
 def check_mode(kernels: object) -> None:
-    """Refuse a mode that does not exist.
-
-    Raises:
-        ValueError: Naming the modes, and for a removed mode its replacement.
-    """
+    """Raise a ValueError for a mode that does not exist, with the modes."""
     if kernels in ("auto", "sparse", "reference"):
         return
     modes = "'auto' (measured), 'sparse' or 'reference'"

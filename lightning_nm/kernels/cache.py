@@ -30,25 +30,17 @@ Source = Literal["measured", "forced", "default"]
 class Environment:
     """Where decisions were measured; they are reused only in an equal environment.
 
-    Args:
-        device: Name of the device.
-        driver: Version of the driver; None without one, as the next ones.
-        torch: Version of torch.
-        cuda: Version of CUDA that torch was built for.
-        cusparselt: Version of the loaded cuSPARSELt.
-        nvmath: Version of nvmath-python.
-
     Example::
 
         >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
         'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none'
     """
 
-    device: str
+    device: str  # its name; the others are versions, None for what is missing
     driver: str | None
     torch: str
-    cuda: str | None
-    cusparselt: str | None
+    cuda: str | None  # that torch was built for
+    cusparselt: str | None  # the loaded library
     nvmath: str | None = None
 
     def __str__(self) -> str:
@@ -76,28 +68,16 @@ def environment_of(device: torch.device) -> Environment:
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel of a product and why.
-
-    Args:
-        kernel: Name of the kernel.
-        dense_ms: Milliseconds of the dense product; None if unknown, as the next two.
-        sparse_ms: Milliseconds of the best sparse product without packing, chosen or not.
-        pack_ms: Milliseconds of packing its operand once.
-        reason: Why this kernel, and why not others.
-        source: The basis of the decision.
-        terms: The settings under which it holds: the available kernels, the uses of a pack, the margin, and whether
-            products must be deterministic.
-        algorithm: The fastest algorithm of the kernel's library; None for the kernel's own.
-    """
+    """The kernel of a product and why, with measured times, None where they are unknown."""
 
     kernel: str
     dense_ms: float | None
-    sparse_ms: float | None
-    pack_ms: float | None
-    reason: str
+    sparse_ms: float | None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None  # of packing its operand once
+    reason: str  # why this kernel, and why not others
     source: Source
-    terms: str = ""
-    algorithm: Algorithm | None = None
+    terms: str = ""  # when it holds: available kernels, uses of a pack, margin, whether products must be deterministic
+    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for the kernel's own
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:

@@ -36,17 +36,11 @@ _MOST_KNOWN = 1 << 14
 
 
 class Product(NamedTuple):
-    """One GEMM of a layer.
-
-    Args:
-        layer: Name of the layer.
-        key: The product; its pattern is the layer's if no operand is N:M along the contraction axis.
-        reason: Why the product is always dense; empty if it is not.
-    """
+    """One GEMM of a layer."""
 
     layer: str
-    key: GemmKey
-    reason: str = ""
+    key: GemmKey  # its pattern is the layer's if no operand is N:M along the contraction axis
+    reason: str = ""  # why the product is always dense; empty if it is not
 
 
 class Used(NamedTuple):
@@ -86,9 +80,8 @@ class Router(HasHandle):
         kernels: The mode, as :class:`~lightning_nm.kernels.tuner.Tuner`'s.
         backends: The kernels besides the reference; ``None`` takes those of the package.
         file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none.
-        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on the packs of
-            training passes are kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and
-            16-bit dtype.
+        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
+            kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and 16-bit dtype.
         budget_s: Seconds that :meth:`tune` may take.
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.timing.DeviceTimer` by default.
 
@@ -261,11 +254,8 @@ class Router(HasHandle):
         try:
             decisions.save(self.file)
         except (OSError, ValueError) as error:  # no reason to end a training
-            warnings.warn(
-                f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._saved |= measured
 
     def active_or_none(self) -> Router | None:
@@ -309,11 +299,8 @@ class Router(HasHandle):
 
     def used(self) -> list[Used]:
         """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
-        return [
-            Used(product, kernel, uses.calls, uses.decision)
-            for (product, kernel), uses in self._uses.items()
-            if uses.calls
-        ]
+        ran = ((product, kernel, uses) for (product, kernel), uses in self._uses.items() if uses.calls)
+        return [Used(product, kernel, uses.calls, uses.decision) for product, kernel, uses in ran]
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.

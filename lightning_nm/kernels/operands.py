@@ -3,6 +3,9 @@
 Each function has two implementations: torch operations, which run everywhere and define the result, and a Triton
 kernel for CUDA tensors, used if Triton is installed. Both round the same in the same order, so the results have the
 same bits (except for signs of NaNs). ``TRITON_INTERPRET=1`` runs the Triton kernels on the CPU, slowly.
+
+Operands of another dtype than stated raise a TypeError, those of another shape, layout or device a ValueError.
+Results are contiguous and have no autograd history.
 """
 
 from __future__ import annotations
@@ -34,14 +37,7 @@ def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         weight: W ``[out, in]``, any floating dtype and strides.
         marks: Mask bits, see :mod:`lightning_nm.functional.mask_bits`, uint8 ``[out, in]``, with the strides of W.
-        dtype: Floating dtype of the result.
-
-    Returns:
-        W_F ``[out, in]``, contiguous, without autograd history.
-
-    Raises:
-        TypeError: If ``weight`` or ``dtype`` is not floating, or ``marks`` not uint8.
-        ValueError: If ``weight`` is not a matrix, or ``marks`` has another shape, device or other strides.
+        dtype: Floating dtype of the result, W_F ``[out, in]``.
 
     Example::
 
@@ -57,26 +53,12 @@ def masked_backward(
     """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
 
     Args:
-        weight: As :func:`masked_forward`'s, as the next two.
+        weight: As :func:`masked_forward`'s, as the next two; the result is W_B^T ``[in, out]``.
         marks: Mask bits.
         dtype: Dtype of the result.
         permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
             checked: on a GPU that would synchronise.
         own_backward: Whether the backward bits are the mask; without a backward mask the forward bits are.
-
-    Returns:
-        W_B^T ``[in, out]``, contiguous, without autograd history.
-
-    Raises:
-        TypeError: As :func:`masked_forward`, or if ``permutation`` is not int64.
-        ValueError: As :func:`masked_forward`, or if ``permutation`` is of another length or device.
-
-    Example::
-
-        >>> marks = torch.tensor([[2, 3]], dtype=torch.uint8)
-        >>> masked_backward(torch.tensor([[-1.0, 2.0]]), marks, torch.float32, own_backward=True)
-        tensor([[-1.],
-                [ 2.]])
     """
     return _masked(weight, marks, dtype, BACKWARD_BIT if own_backward else FORWARD_BIT, permutation, transposed=True)
 
@@ -105,20 +87,8 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
     """Permute the columns of an output gradient: ``R[t, o] = dY[t, permutation[o]]``, ``dX = R W_B[permutation]``.
 
     Args:
-        grad: dY ``[tokens, out]``, contiguous, any floating dtype.
+        grad: dY ``[tokens, out]``, contiguous, any floating dtype, as R.
         permutation: As :func:`masked_backward`'s.
-
-    Returns:
-        R ``[tokens, out]``, contiguous, without autograd history.
-
-    Raises:
-        TypeError: If ``grad`` is not floating or ``permutation`` not int64.
-        ValueError: If ``grad`` is not a contiguous matrix, or ``permutation`` is of another length or device.
-
-    Example::
-
-        >>> permuted_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1])).tolist()
-        [[3.0, 1.0, 2.0]]
 
     Source: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", ICML 2023, arXiv:2302.06058.
     """
@@ -163,12 +133,8 @@ def mvue_transposed(
             read once.
 
     Returns:
-        ``[out, tokens rounded up to a multiple of 16]``, contiguous, of the dtype of ``grad``, without autograd
-        history. Blocks with a NaN or an infinity have N NaNs. With ``gather``, a pair of it and the permuted gradient.
-
-    Raises:
-        TypeError: As :func:`permuted_columns`.
-        ValueError: As :func:`permuted_columns`, or if ``seed`` is not four int64 or M does not divide 16.
+        ``[out, tokens rounded up to a multiple of 16]`` of the dtype of ``grad``; blocks with a NaN or an infinity have
+        N NaNs. With ``gather``, a pair of it and the permuted gradient.
 
     Example::
 
@@ -213,8 +179,7 @@ def _check_matrix(name: str, matrix: Tensor) -> None:
 def _check_grad(grad: Tensor) -> None:
     _check_matrix("grad", grad)
     if not grad.is_contiguous():
-        shape, strides = tuple(grad.shape), grad.stride()
-        raise ValueError(f"grad must be contiguous; got {shape} with strides {strides}: call .contiguous()")
+        raise ValueError(f"grad must be contiguous; got {_layout(grad)}: call .contiguous()")
 
 
 def _check_weight(weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None) -> None:
@@ -226,11 +191,8 @@ def _check_weight(weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation
     strides = zip(weight.shape, weight.stride(), marks.stride(), strict=False)
     other_strides = any(size > 1 and own != other for size, own, other in strides)  # moot for a dimension of size 1
     if marks.shape != weight.shape or marks.device != weight.device or other_strides:
-        raise ValueError(
-            f"marks must have the layout of the weight, {tuple(weight.shape)} on {weight.device} with strides "
-            f"{weight.stride()}; got {tuple(marks.shape)} on {marks.device} with strides {marks.stride()}: "
-            "transpose both or neither"
-        )
+        own, other = _layout(weight), _layout(marks)
+        raise ValueError(f"marks must have the layout of the weight, {own}; got {other}: transpose both or neither")
     _check_order("permutation", permutation, weight.shape[0], weight.device)
 
 
@@ -240,10 +202,11 @@ def _check_order(name: str, order: Tensor | None, size: int, device: torch.devic
     if order.dtype != torch.int64:
         raise TypeError(f"{name} must be int64; got {order.dtype}")
     if order.shape != (size,) or order.device != device or not order.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous and hold {size} indices on {device}; got {tuple(order.shape)} on "
-            f"{order.device} with strides {order.stride()}"
-        )
+        raise ValueError(f"{name} must be contiguous and hold {size} indices on {device}; got {_layout(order)}")
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
 
 
 def in_one_pass(matrix: Tensor) -> bool:

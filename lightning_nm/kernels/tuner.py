@@ -61,8 +61,7 @@ class Tuner:
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
-        reuse: Products that use one pack of a weight: the micro-batches of an optimizer step. Output gradients are
-            packed for each product.
+        reuse: Products that use one pack of a weight; output gradients are packed for each product.
 
     Raises:
         ValueError: If the mode is unknown or `reuse` is less than 1.
@@ -84,8 +83,7 @@ class Tuner:
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
 
-        In ``"auto"`` an unknown product is measured, which must not happen while a CUDA graph is captured: call
-        :meth:`tune` beforehand.
+        In ``"auto"`` an unknown product is measured: call :meth:`tune` before a CUDA graph is captured.
         """
         bucket = bucketed(key)
         if not self._known(bucket):
@@ -300,10 +298,7 @@ def _generator(key: GemmKey) -> torch.Generator:
 
 
 def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
-    """A random N:M ``A [rows, depth]`` with the strides of the layer's W or dY: transposed except in the forward.
-
-    A block that the depth cuts off is N:M as well.
-    """
+    """A random N:M ``A [rows, depth]`` with the strides of the layer's W or dY: transposed except in the forward."""
     padded = key.depth + -key.depth % key.pattern.m
     matrix = torch.randn(key.rows, padded, dtype=key.dtype, device=key.device, generator=generator)
     matrix = nm_prune(matrix, key.pattern)[:, : key.depth]

@@ -73,11 +73,10 @@ class KernelRouting:
             return
         if not any(isinstance(module, Adapter) for model in self._models for module in model.modules()):
             names = ", ".join(sorted(type(model).__name__ for model in self._models))
-            raise RuntimeError(
-                f"{type(self).__name__} routes the products of N:M layers, but {names} has none: add "
-                "NMSparsityCallback to the Trainer's callbacks (an NMSparsifier with Fabric), or take Lightning's own "
-                f"{type(self).__name__.removeprefix('NM')}"
-            )
+            own = type(self).__name__
+            fault = f"{own} routes the products of N:M layers, but {names} has none"
+            advice = "add NMSparsityCallback to the Trainer (an NMSparsifier with Fabric), or take Lightning's own"
+            raise RuntimeError(f"{fault}: {advice} {own.removeprefix('NM')}")
         self._checked = True
 
     @contextmanager

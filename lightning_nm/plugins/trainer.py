@@ -19,16 +19,11 @@ class _TrainerRouting(KernelRouting):
     keeps_packs = True
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning's conversion; the micro-batches of a step share packs.
-
-        Raises:
-            TypeError: If this is not a LightningModule in a Trainer.
-        """
+        """Lightning's conversion, for a LightningModule in a Trainer; the micro-batches of a step share packs."""
         if not isinstance(module, pl.LightningModule) or module.fabric is not None:
-            raise TypeError(
-                f"lightning_nm.{type(self).__name__} is for lightning.pytorch.Trainer: Fabric takes "
-                f"lightning_nm.plugins.fabric.{type(self).__name__}"
-            )
+            own = type(self).__name__
+            advice = f"Fabric takes lightning_nm.plugins.fabric.{own}"
+            raise TypeError(f"lightning_nm.{own} is for lightning.pytorch.Trainer: {advice}")
         trainer = module.trainer
         self._models.clear()
         self._models.add(module)
@@ -47,11 +42,7 @@ class _TrainerRouting(KernelRouting):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Lightning's context.
-
-        Raises:
-            RuntimeError: If the model has no masked layer.
-        """
+        """Lightning's context, if the model has a masked layer."""
         self._require_masked()
         with super().train_step_context():  # type: ignore[misc]
             yield

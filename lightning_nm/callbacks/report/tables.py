@@ -85,10 +85,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
         if masked.get("flops", masked["parameters"]) < 0.5:
-            console.print(
-                "[yellow]warning:[/] less than half of the model is masked, so little can be gained; "
-                "see the last column for the reasons"
-            )
+            why = "less than half of the model is masked, so little can be gained; the last column gives the reasons"
+            console.print(f"[yellow]warning:[/] {why}")
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 
@@ -172,16 +170,13 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
     if router.unavailable_reason:
-        console.print(
-            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {router.unavailable_reason}"
-        )
+        why = f"every product was dense, no sparse kernel works here: {router.unavailable_reason}"
+        console.print(f"[yellow]warning:[/] {why}")
         return
     console.print(_kernel_table(router))
     share, basis = router.sparse_share()
     console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
     if not share:
         later = "; later calls are not counted" if router.all_dense else ""
-        console.print(
-            "[yellow]warning:[/] no product ran on a sparse kernel, so this precision plugin gained nothing; the last "
-            f"column gives the reasons{later}"
-        )
+        why = f"this precision plugin gained nothing; the last column gives the reasons{later}"
+        console.print(f"[yellow]warning:[/] no product ran on a sparse kernel, so {why}")

@@ -29,11 +29,7 @@ def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
 
     Every aligned group of four may hold two nonzeros. A group meets at most two blocks of 1:M, with one nonzero each.
     Two blocks of 2:M may give it more than two, unless 4 divides M, so that no group lies across them. Three entries
-    of a block may lie in one group.
-
-    Args:
-        pattern: As :meth:`NMPattern.parse` takes it.
-        depth: Size of the axis along which the blocks lie, if known: 4 must divide it.
+    of a block may lie in one group. Where ``depth``, the size of the blocks' axis, is known, 4 must divide it.
 
     Example::
 
@@ -44,10 +40,8 @@ def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
     """
     pattern = NMPattern.parse(pattern)
     if pattern.n > 2 or (pattern.n == 2 and pattern.m % 4):
-        return (
-            f"{pattern} may put more than two nonzeros into a group of four, and the hardware knows 2:4 alone: "
-            "patterns 1:M and 2:M with 4 dividing M fit"
-        )
+        fault = f"{pattern} may put more than two nonzeros into a group of four, and the hardware knows 2:4 alone"
+        return f"{fault}: patterns 1:M and 2:M with 4 dividing M fit"
     if depth is not None and depth % 4:
         return f"an axis of {depth} is not made of groups of four, as 2:4 hardware needs it"
     return ""
@@ -56,8 +50,7 @@ def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
 def two_four_violation(nonzero: Tensor) -> str:
     """Return where a matrix is not 2:4; empty if each group of four along its last axis holds at most two nonzeros.
 
-    Args:
-        nonzero: A bool tensor ``[rows, depth]``, 4 dividing `depth`. The call synchronises with its device.
+    ``nonzero`` is a bool tensor ``[rows, depth]``, 4 dividing `depth`. The call synchronises with its device.
 
     Example::
 
@@ -80,11 +73,6 @@ def packed_width(depth: int, dtype: torch.dtype) -> int:
     """Columns of a packed matrix: half of the values, then 4 bits for each group of four, in words of the dtype.
 
     ``depth / 2 + ceil(depth / 8 / itemsize)``: 9/16 of `depth` for 16-bit types.
-
-    Example::
-
-        >>> packed_width(512, torch.bfloat16)
-        288
     """
     return depth // 2 + -(-(depth // 8) // dtype.itemsize)
 
@@ -114,11 +102,7 @@ class TwoFourKernel(GemmKernel):
         return "" if self.device_probe is None else self.device_probe.reason(device)
 
     def multiple(self, device: torch.device) -> int:
-        """Divisor of rows and depth of A on a device.
-
-        Raises:
-            RuntimeError: If the kernel did not pass the probe of this device.
-        """
+        """Divisor of rows and depth of A on a device; a RuntimeError if the kernel did not pass its probe there."""
         return SPARSE_MULTIPLE if self.device_probe is None else self.device_probe.multiple(device)
 
     def compress(self, matrix: Tensor) -> Tensor:
@@ -168,27 +152,20 @@ class TwoFourKernel(GemmKernel):
         self._check("the matrix to pack", matrix)
         multiple = self.multiple(matrix.device)
         if matrix.shape[0] % multiple:
-            raise ValueError(
-                f"{self.name}: a matrix of shape {tuple(matrix.shape)} cannot be packed, its rows are not a multiple "
-                f"of {multiple}: keep this product dense, as `supports` says"
-            )
+            fault = f"a matrix of shape {tuple(matrix.shape)} has rows that are not a multiple of {multiple}"
+            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
         if missing := -matrix.shape[1] % multiple:
             matrix = pad(matrix, (0, missing))
         rows, width = matrix.shape[0], packed_width(matrix.shape[1], matrix.dtype)
         packed = self.compress(matrix)
         if packed.numel() != rows * width:
-            raise RuntimeError(
-                f"{self.name}: a packed matrix of shape {tuple(matrix.shape)} has {packed.numel()} entries and not "
-                f"{rows} x {width}: the library pads this shape, so keep this product dense"
-            )
+            given = f"a packed matrix of shape {tuple(matrix.shape)}"
+            fault = f"{given} has {packed.numel()} entries and not {rows} x {width}"
+            raise RuntimeError(f"{self.name}: {fault}: the library pads this shape, so keep this product dense")
         return packed.view(rows, width)
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias``, as :meth:`GemmKernel.linear`.
-
-        Raises:
-            ValueError: If an operand is not contiguous, aligned, and of the packed matrix's dtype, device and sizes.
-        """
+        """``x A^T + bias``, as :meth:`GemmKernel.linear`; a ValueError for an operand that does not fit the pack."""
         self._check("x", x, packed)
         self._check_packed(packed, x.shape[1], "x", x)
         if bias is not None:
@@ -199,19 +176,13 @@ class TwoFourKernel(GemmKernel):
         return self.sparse_linear(packed, x, bias)[:tokens]
 
     def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``, as :meth:`GemmKernel.matmul`; B gets zero rows where A's depth was padded.
-
-        Raises:
-            ValueError: As :meth:`linear`.
-        """
+        """``A B``, as :meth:`GemmKernel.matmul`; B is padded as A's depth was. Raises as :meth:`linear`."""
         self._check("B", matrix, packed)
         missing = -len(matrix) % self.multiple(matrix.device)
         self._check_packed(packed, len(matrix) + missing, "B", matrix)
         if matrix.shape[1] % DENSE_MULTIPLE:
-            raise ValueError(
-                f"{self.name}: B of shape {tuple(matrix.shape)} has columns that are not a multiple of "
-                f"{DENSE_MULTIPLE}: keep this product dense, as `supports` says"
-            )
+            fault = f"B of shape {tuple(matrix.shape)} has columns that are not a multiple of {DENSE_MULTIPLE}"
+            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
         return self.sparse_matmul(packed, pad(matrix, (0, 0, 0, missing)) if missing else matrix)
 
     def _check(self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()) -> None:
@@ -220,10 +191,8 @@ class TwoFourKernel(GemmKernel):
         if tensor.dtype not in self.dtypes:
             fault = f"is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}"
         elif like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
-            fault = (
-                f"is {tensor.dtype} on {tensor.device}, but the packed matrix is {like.dtype} on {like.device}: bring "
-                "both to one dtype and device"
-            )
+            given, packed = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+            fault = f"is {given}, but the packed matrix is {packed}: bring both to one dtype and device"
         elif (shape and size != shape) or (not shape and len(size) != 2) or not tensor.numel():
             wanted = f"of shape {tuple(shape)}" if shape else "a matrix that is not empty"
             fault = f"must be {wanted}, not of shape {size}"
@@ -239,7 +208,5 @@ class TwoFourKernel(GemmKernel):
         """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
         self._check("the packed matrix", packed)
         if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(depth, packed.dtype):
-            raise ValueError(
-                f"{self.name}: {name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape "
-                f"{tuple(packed.shape)}: pass what `pack` returned for a matrix of that depth"
-            )
+            fault = f"{name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape {tuple(packed.shape)}"
+            raise ValueError(f"{self.name}: {fault}: pass what `pack` returned for a matrix of that depth")
