@@ -17,7 +17,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_es
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.selection import Plan, Rule, as_globs, select
+from lightning_nm.nn.selection import Rule, Selection, as_globs, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
     changed_settings,
@@ -105,7 +105,7 @@ class NMSparsifier(ModelStatistics):
         self.planned_steps = planned_steps
         self.data_rank = data_rank
         self.grad_snr_every = grad_snr_every
-        self.plan = Plan()
+        self.selection = Selection()
         self.attached = False
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
@@ -115,7 +115,7 @@ class NMSparsifier(ModelStatistics):
     @property
     def skipped(self) -> dict[str, str]:
         """Why each other weight is dense, by layer name."""
-        return self.plan.skipped
+        return self.selection.skipped
 
     def attach(self, state: Mapping[str, Any] | None = None) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
@@ -132,7 +132,7 @@ class NMSparsifier(ModelStatistics):
         if state:
             check_schema(state)
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
-        self.plan = select(
+        self.selection = select(
             self.model,
             self.rules,
             self.exclude,
@@ -141,8 +141,8 @@ class NMSparsifier(ModelStatistics):
             seed=self.seed,
         )
         saved = _by_plain_name(state["layers"]) if state else {}
-        plan_schedules(self.plan.layers, saved, self.planned_steps)
-        for layer in self.plan.layers:
+        plan_schedules(self.selection.layers, saved, self.planned_steps)
+        for layer in self.selection.layers:
             state_of_layer = saved.get(layer.name)
             if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
                 layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
@@ -151,10 +151,10 @@ class NMSparsifier(ModelStatistics):
                     layer.method.init_masks(layer)
             layer.noise.follow_data(self.data_rank)
             layer.draw_noise()
-        self._step = TrainingStep(self.plan.layers, self.grad_snr_every, self.clock)
+        self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
-        install(self.model, self.plan.layers)
-        self._comparison = RankComparison(self.plan.layers)
+        install(self.model, self.selection.layers)
+        self._comparison = RankComparison(self.selection.layers)
         self._counter = MacsCounter(self.model)
         self.macs = self._counter.macs
         self.attached = True
@@ -173,13 +173,13 @@ class NMSparsifier(ModelStatistics):
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
-            uninstall(self.model, self.plan.layers)
+            uninstall(self.model, self.selection.layers)
             self.attached = False
 
     @torch.no_grad()
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
-        for layer in self.plan.layers:
+        for layer in self.selection.layers:
             layer.local_weight.copy_(layer.local_forward_weight())
 
     def register(self, optimizer: Optimizer) -> None:
@@ -191,7 +191,7 @@ class NMSparsifier(ModelStatistics):
             RuntimeError: If the weights were sharded after :meth:`attach`.
         """
         self._require_attached("register")
-        for layer in self.plan.layers:
+        for layer in self.selection.layers:
             if is_sharded(layer.param) and not layer.sharded:
                 fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
                 raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")
@@ -246,7 +246,7 @@ class NMSparsifier(ModelStatistics):
         Call it before unscaling, in all processes of the group.
         """
         self._require_attached("reduce_gradients")
-        reduce_gradients(self.plan.layers, group)
+        reduce_gradients(self.selection.layers, group)
 
     def _close_counter(self) -> None:
         if self._counter is not None:
@@ -263,13 +263,15 @@ class NMSparsifier(ModelStatistics):
         if not self.macs:
             return []
         hidden = self._counter.hidden() if self._counter else set()
-        return [layer.name for layer in self.plan.layers if layer.name not in self.macs and layer.module not in hidden]
+        return [
+            layer.name for layer in self.selection.layers if layer.name not in self.macs and layer.module not in hidden
+        ]
 
     @property
     def short_of_tokens(self) -> dict[str, str]:
         """Layers whose first batch had fewer tokens than a block of the estimator, with both numbers."""
         found = {}
-        for layer in self.plan.layers:
+        for layer in self.selection.layers:
             pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
             tokens = self._counter.least.get(layer.name, 0) // layer.param.numel() if self._counter else 0
             if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
@@ -287,7 +289,7 @@ class NMSparsifier(ModelStatistics):
             "seed": self.seed,
             "clock": self.clock,
             "stepped": self._step.stepped,
-            "layers": {layer.name: layer_state(layer) for layer in self.plan.layers},
+            "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
             "macs": dict(self.macs),
         }
 
@@ -312,7 +314,7 @@ class NMSparsifier(ModelStatistics):
                 advice = "load its weights into the model first; if they are averages, resume with their callback, too"
                 raise ValueError(f"{fault}: {advice}")
         self.seed = state["seed"]
-        for name, then, now in changed_schedules(self.plan.layers, saved, self.planned_steps):
+        for name, then, now in changed_schedules(self.selection.layers, saved, self.planned_steps):
             plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
             warnings.warn(f"this training began with {plan}", stacklevel=2)
         changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}

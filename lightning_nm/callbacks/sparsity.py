@@ -203,7 +203,7 @@ class NMSparsityCallback(pl.Callback):
 
         Sharded weights keep them until the next fit, because removing them takes all processes.
         """
-        layers = [] if self.sparsifier is None else self.sparsifier.plan.layers
+        layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
         if any(layer.sharded for layer in layers) and self._has_trained(layers):
             self._lifecycle.phase = Phase.INTERRUPTED
         else:
@@ -221,7 +221,7 @@ class NMSparsityCallback(pl.Callback):
         if self._consistency is not None:
             self._consistency.close()
             self._consistency = None
-        if not self._has_trained(sparsifier.plan.layers):
+        if not self._has_trained(sparsifier.selection.layers):
             self._lifecycle.end(None)
             sparsifier.detach()  # the model keeps its dense weights
             return
@@ -240,7 +240,7 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.step()
         self._lifecycle.batch_open = False
         if not self._lifecycle.is_new:
-            for phase in finished_phases(sparsifier.plan.layers):
+            for phase in finished_phases(sparsifier.selection.layers):
                 rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")

@@ -40,7 +40,7 @@ class Rule:
 
 
 @dataclass
-class Plan:
+class Selection:
     """The outcome of a selection: layers, reasons of skipped ones, and the size of every weight of a known kind."""
 
     layers: list[NMLayer] = field(default_factory=list)
@@ -65,7 +65,7 @@ def select(
     skip_first_last: bool = True,
     conv_layout: str = "channels",
     seed: int = 0,
-) -> Plan:
+) -> Selection:
     """Choose the weights to mask; the first rule that matches a layer decides.
 
     A glob without wildcards names a layer: it must be maskable, and ``skip_first_last`` does not hold it back.
@@ -83,10 +83,10 @@ def select(
         ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
             a NaN, or a layer is masked already. The message names the layer.
     """
-    plan = Plan()
+    selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
-    candidates = list(_candidates(model, plan, conv_layout))
-    _check_globs(model, rules, exclude, candidates, plan)
+    candidates = list(_candidates(model, selection, conv_layout))
+    _check_globs(model, rules, exclude, candidates, selection)
     ends = _first_and_last(candidates) if skip_first_last else {}
     owners: dict[int, list[str]] = {}
     for module_name, module in model.named_modules():
@@ -96,7 +96,7 @@ def select(
 
     wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
-        plan.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
+        selection.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
         names = (candidate.module_name, candidate.name)
         rule = next((rule for rule in rules if rule.matches(*names)), None)
         is_named = not named.isdisjoint(names)
@@ -134,7 +134,7 @@ def select(
             if is_named and rule is not None:
                 way = "; a rule with `method: dense` gives it N:M gradients alone" if rule.estimator is not None else ""
                 raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}")
-            plan.skipped[candidate.name] = reason
+            selection.skipped[candidate.name] = reason
             continue
         weight = getattr(candidate.module, candidate.spec.parameter)
         if gather(torch.isnan(weight.detach()).any()):
@@ -152,14 +152,14 @@ def select(
             dgrad_reason=reasons[1],
             tensor_parallel=bool(cuts),
         )
-        plan.layers.append(NMLayer(spec, seed=seed, wrappers=around))
-    if not plan.layers:
-        raise ValueError("no layer can be masked. " + _advice(plan))
-    return plan
+        selection.layers.append(NMLayer(spec, seed=seed, wrappers=around))
+    if not selection.layers:
+        raise ValueError("no layer can be masked. " + _advice(selection))
+    return selection
 
 
-def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Candidate]:
-    """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the plan."""
+def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[_Candidate]:
+    """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
     wrapped: tuple[str, ...] = ()
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
@@ -170,7 +170,7 @@ def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Can
         found = find_adapter(kind)
         if found is None:
             if any(p is not None and p.dim() >= 2 for p in module.parameters(recurse=False)):
-                plan.skipped[name] = f"no adapter for {kind.__name__}"
+                selection.skipped[name] = f"no adapter for {kind.__name__}"
             continue
         adapter, handled = found
         reason = ""
@@ -183,7 +183,7 @@ def _candidates(model: nn.Module, plan: Plan, conv_layout: str) -> Iterator[_Can
         elif parametrize.is_parametrized(module):
             reason = "parametrized: its weight is computed, not stored"
         if reason:
-            plan.skipped[name] = reason
+            selection.skipped[name] = reason
             readers.update({f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children})
             continue
         for spec in adapter.specs(module, conv_layout):
@@ -251,7 +251,11 @@ def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:
 
 
 def _check_globs(
-    model: nn.Module, rules: Sequence[Rule], exclude: Sequence[str], candidates: Sequence[_Candidate], plan: Plan
+    model: nn.Module,
+    rules: Sequence[Rule],
+    exclude: Sequence[str],
+    candidates: Sequence[_Candidate],
+    selection: Selection,
 ) -> None:
     names = [name for candidate in candidates for name in (candidate.module_name, candidate.name)]
     modules = {plain_name(name): module for name, module in model.named_modules()}
@@ -261,8 +265,8 @@ def _check_globs(
             continue
         if option == "exclude" and any(fnmatchcase(name, glob) for name in modules):
             continue
-        if glob in plan.skipped:
-            raise ValueError(f"layer '{glob}' is named by `{option}` but cannot be masked: {plan.skipped[glob]}")
+        if glob in selection.skipped:
+            raise ValueError(f"layer '{glob}' is named by `{option}` but cannot be masked: {selection.skipped[glob]}")
         if glob in modules and any(name.startswith(f"{glob}.") for name in names):
             raise ValueError(
                 f"`{option}` names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
@@ -277,11 +281,11 @@ def _closest(glob: str, names: Sequence[str]) -> str:
     return f"layers are named like {', '.join(map(repr, close))}" if close else "the model has no maskable layer"
 
 
-def _advice(plan: Plan) -> str:
-    if not plan.skipped:
+def _advice(selection: Selection) -> str:
+    if not selection.skipped:
         return "The model has no linear, convolution or attention layer."
     # A shape that does not fit is the reason that a user can least guess.
-    telling = sorted(plan.skipped.items(), key=lambda item: "%" not in item[1])
+    telling = sorted(selection.skipped.items(), key=lambda item: "%" not in item[1])
     reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
     return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
 

@@ -20,7 +20,7 @@ from lightning_nm.functional.statistics import (
     magnitude_sum,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Plan
+from lightning_nm.nn.selection import Selection
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
@@ -30,7 +30,7 @@ class ModelStatistics:
     """Statistics of a masked model: a base class of :class:`~lightning_nm.NMSparsifier`, which sets the attributes."""
 
     model: nn.Module
-    plan: Plan
+    selection: Selection
     attached: bool
     macs: dict[str, int]
     """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
@@ -38,7 +38,7 @@ class ModelStatistics:
     @property
     def layers(self) -> dict[str, NMLayer]:
         """The masked layers by name."""
-        return {layer.name: layer for layer in self.plan.layers}
+        return {layer.name: layer for layer in self.selection.layers}
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
@@ -51,7 +51,7 @@ class ModelStatistics:
         """
         layers = [
             layer
-            for layer in self.plan.layers
+            for layer in self.selection.layers
             if (layer.estimator is not None and layer.param.requires_grad if gradients else layer.maskable)
         ]
         total = sum(p.numel() for p in self.model.parameters())
@@ -73,7 +73,7 @@ class ModelStatistics:
         return self._flops_ratios({name: layer.mean_densities() for name, layer in self.layers.items()})
 
     def _flops_ratios(self, densities: Mapping[str, Mapping[FlopsKind, GemmDensity]]) -> dict[str, float]:
-        costs = self.macs if any(self.macs.values()) else self.plan.sizes
+        costs = self.macs if any(self.macs.values()) else self.selection.sizes
         dense = dict.fromkeys(get_args(FlopsKind), GemmDensity())
         return {
             kind: train_flops_ratio((float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items())
@@ -99,30 +99,30 @@ class ModelStatistics:
                 **_gradient_statistics([layer]),
                 **layer.method.statistics([layer]),
             }
-            for layer in self.plan.layers
+            for layer in self.selection.layers
         }
 
     def stats(self) -> dict[str, float]:
         """Return the same over all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio."""
         self._require_attached("stats")
         by_class: dict[type[Method], list[NMLayer]] = {}
-        for layer in self.plan.layers:
+        for layer in self.selection.layers:
             by_class.setdefault(type(layer.method), []).append(layer)
-        stats = {**_mask_statistics(self.plan.layers), **_gradient_statistics(self.plan.layers)}
+        stats = {**_mask_statistics(self.selection.layers), **_gradient_statistics(self.selection.layers)}
         for layers in by_class.values():
             stats.update(layers[0].method.statistics(layers))
         return {**stats, "train_flops_ratio": self.flops_ratios()["eligible"]}
 
     def mean_flip_rate(self) -> float:
         """Return the ``flip_rate`` of :meth:`stats` averaged over all steps so far."""
-        flips = [int(layer.masks.total_flips) for layer in self.plan.layers if layer.masks.total_flips is not None]
-        return sum(flips) / sum(layer.param.numel() * max(layer.step, 1) for layer in self.plan.layers)
+        flips = [int(layer.masks.total_flips) for layer in self.selection.layers if layer.masks.total_flips is not None]
+        return sum(flips) / sum(layer.param.numel() * max(layer.step, 1) for layer in self.selection.layers)
 
     def violations(self) -> int:
         """Count the blocks of forward weights that hold more than N nonzeros; 0 unless a method is wrong."""
         return sum(
             int(count_violations(layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1))
-            for layer in self.plan.layers
+            for layer in self.selection.layers
             if layer.forward_mask is not None
         )
 
