@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import train
-from benchmarks.train import TINY, Run
+from benchmarks import train, train_model
+from benchmarks.train import Run
+from benchmarks.train_model import TINY
 from lightning_nm.kernels import SimulatedSparseKernel
 
 # torch.compile asks for the gradient of tensors that are no leaves, and hides the warning.
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 CPU = torch.device("cpu")
 EAGER = TINY._replace(backend="eager", depth=1)
-TEXT = train.random_text(16, 64)
+TEXT = train_model.random_text(16, 64)
 
 
 def trained(variant):
@@ -74,7 +75,7 @@ def test_runs_are_compared_within_what_all_have(found):
 
 def test_batches_are_windows_of_the_text_and_the_same_in_each_run():
     text = torch.arange(200, dtype=torch.uint8)
-    first, second = (train.Batches(text, TINY, CPU) for _ in range(2))
+    first, second = (train_model.Batches(text, TINY, CPU) for _ in range(2))
     for index in (0, 1, 5000):
         inputs, targets = first[index]
         assert inputs.shape == targets.shape == (TINY.batch, TINY.context)
@@ -92,9 +93,9 @@ def test_without_help_topics_there_is_a_text_with_a_structure(monkeypatch):
             raise ModuleNotFoundError(name)
         return wanted(name, *args, **kwargs)
 
-    assert train.help_topics()[1] == "help topics"
+    assert train_model.help_topics()[1] == "help topics"
     monkeypatch.setattr(builtins, "__import__", missing)
-    text, source = train.help_topics()
+    text, source = train_model.help_topics()
     assert source == "random text"
     chains = text.view(512, 1024).tolist()
     successors = {byte: set() for byte in range(256)}

@@ -39,7 +39,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import Setting
-from benchmarks.train import GPT, TINY, Batches, Size, clean, help_topics, make_trainer, parse, quiet
+from benchmarks.train import clean, make_trainer, parse, quiet
+from benchmarks.train_model import GPT, TINY, Batches, Size, help_topics
 from lightning_nm import MVUE, NMMixedPrecision, NMSparsityCallback
 from lightning_nm.doctor import Report as Doctors
 from lightning_nm.doctor.training import judge, watch

@@ -18,11 +18,10 @@ class ResumableDataModule(LightningDataModule):
     makes when training resumes. Lightning does so, too, but up to 2.6.6 it does not load the state if
     `configure_optimizers` has asked for `trainer.estimated_stepping_batches` (Lightning#20550).
 
-    A resume is exact at the end of an epoch, after any batch, at a validation inside an epoch and inside an
-    accumulation window, with worker processes and with `limit_train_batches`. The random state of dropout and the
-    gradients of an unfinished window need `ExactResume`. Not exact is a run with `max_steps` that resumes from a
-    checkpoint saved in `on_train_epoch_end`, because Lightning 2.6.6 then counts batches of that epoch twice: save by
-    `every_n_train_steps` or at the end of validation, or use only `max_epochs`.
+    A resume is exact after any batch, at a validation and at the end of an epoch, with worker processes and with
+    `limit_train_batches`. The random state of dropout and the gradients of an unfinished accumulation window need
+    `ExactResume`. Not exact is a run with `max_steps` that resumes from a checkpoint saved in `on_train_epoch_end`:
+    Lightning 2.6.6 then counts batches twice. Save by `every_n_train_steps` or at the end of validation instead.
 
     Args:
         batch_size: Samples in a batch, on each process.
@@ -35,8 +34,7 @@ class ResumableDataModule(LightningDataModule):
 
     def __init__(self, batch_size: int, seed: int = 0, num_workers: int = 0) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_positive(batch_size=batch_size)
         if num_workers < 0:
             raise ValueError(f"num_workers must not be negative, got {num_workers}")
         self.batch_size = batch_size
@@ -92,6 +90,13 @@ class ResumableDataModule(LightningDataModule):
         """Keep the position for the next training loader. Ignored in testing and prediction."""
         if self.trainer is None or self.trainer.state.fn == "fit":
             self._resume = state_dict
+
+
+def check_positive(**values: int | None) -> None:
+    """Raise `ValueError` for a value below 1; None is none."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _as_is(batch: Any) -> Any:

@@ -28,10 +28,7 @@ class ExactResume(RNGState):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse gradient accumulation in several processes."""
         if stage == "fit" and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
-            raise ValueError(
-                "ExactResume saves the gradients of an unfinished window in one process only: use RNGState, and save "
-                "where a window ends"
-            )
+            raise ValueError("ExactResume keeps gradients of one process: use RNGState, and save where windows end")
         self._gradients = {}
         super().setup(trainer, pl_module, stage)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_nm.demo.datamodule import ResumableDataModule
+from lightning_nm.demo.datamodule import ResumableDataModule, check_positive
 from lightning_nm.demo.images import ImageArrays
 
 _TRAINING_IMAGES = 60_000
@@ -64,15 +64,11 @@ class FashionMNIST(ResumableDataModule):
             self.test_set = self._dataset(*self._read("t10k"))
 
     def _resolve_train_size(self, available: int) -> int:
-        for name, size in (("train_size", self.train_size), ("val_size", self.val_size)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        check_positive(train_size=self.train_size, val_size=self.val_size)
         train_size = max(1, available - self.val_size) if self.train_size is None else self.train_size
         if train_size + self.val_size > available:
-            raise ValueError(
-                f"train_size={train_size} and val_size={self.val_size} need {train_size + self.val_size} images,"
-                f" but the training file has {available}"
-            )
+            wanted = f"train_size={train_size} and val_size={self.val_size} need {train_size + self.val_size} images"
+            raise ValueError(f"{wanted}, but the training file has {available}")
         return train_size
 
     def _read(self, part: str) -> tuple[Tensor, Tensor]:
@@ -85,9 +81,8 @@ class FashionMNIST(ResumableDataModule):
             if path.is_file():
                 return path
         raise FileNotFoundError(
-            f"no {name}.gz in {folder}. On Debian or Ubuntu, `apt-get install dataset-fashion-mnist` puts the data in"
-            " /usr/share/datasets/fashion-mnist; elsewhere, put the four IDX files of Fashion-MNIST in a folder and"
-            " pass it as data_dir."
+            f"no {name}.gz in {folder}: pass the folder of Fashion-MNIST's four IDX files as data_dir, or run"
+            " `apt-get install dataset-fashion-mnist`, which puts them in /usr/share/datasets/fashion-mnist"
         )
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> ImageArrays:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction
+from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction, check_positive
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -58,10 +58,7 @@ class HelpTopics(ResumableDataModule):
     ) -> None:
         super().__init__(batch_size, seed, num_workers)
         check_fraction("val_fraction", val_fraction)
-        if context < 1:
-            raise ValueError(f"context must be at least 1, got {context}")
-        if train_size is not None and train_size < 1:
-            raise ValueError(f"train_size must be at least 1, got {train_size}")
+        check_positive(context=context, train_size=train_size)
         self.context = context
         self.val_fraction = val_fraction
         self.train_size = train_size
@@ -74,9 +71,8 @@ class HelpTopics(ResumableDataModule):
         text = torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
         cut = round(len(text) * (1 - self.val_fraction))
         train = Windows(text[:cut], self.context)
-        if self.train_size is not None:
-            if self.train_size > len(train):
-                raise ValueError(f"train_size={self.train_size}, but the text has {len(train)} training windows")
-            train.windows = train.windows[: self.train_size]
+        if self.train_size is not None and self.train_size > len(train):
+            raise ValueError(f"train_size={self.train_size}, but the text has {len(train)} training windows")
+        train.windows = train.windows[: self.train_size]
         self.train_set = train
         self.val_set = self.test_set = Windows(text[cut:], self.context)

@@ -17,11 +17,9 @@ class ResumableSampler(DistributedSampler[int]):
 
     A pass starts at the first index, or after `load_state_dict` at the saved position, which `set_epoch` with another
     epoch drops. `position` counts the *consumed* samples: worker processes draw indices ahead of time, so the consumer
-    of the batches must call `advance`, as `ResumableLoader` does.
-
-    It is a `DistributedSampler` so that Lightning keeps it under DDP instead of wrapping it, which would hide
-    `set_epoch`. Each rank sees every `num_replicas`-th index; the order is padded from its own start so that all ranks
-    get equally many.
+    of the batches must call `advance`, as `ResumableLoader` does. Each rank sees every `num_replicas`-th index; the
+    order is padded from its own start so that all ranks get equally many. As it is a `DistributedSampler`, Lightning
+    keeps it under DDP instead of wrapping it, which would hide `set_epoch`.
 
     Args:
         data: The dataset, or the number of samples in it.
@@ -54,17 +52,14 @@ class ResumableSampler(DistributedSampler[int]):
 
     def order(self) -> torch.Tensor:
         """The indices that this rank sees in the current epoch, int64 `[len(self)]`."""
-        if self.shuffle:
-            order = torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))
-        else:
-            order = torch.arange(self.size)
-        wanted = torch.arange(self.rank, self.total_size, self.num_replicas)
-        return order[wanted % self.size]
+        wanted = torch.arange(self.rank, self.total_size, self.num_replicas) % self.size
+        if not self.shuffle:
+            return wanted
+        return torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))[wanted]
 
     def __iter__(self) -> Iterator[int]:
-        start, self._start = self._start, 0
-        self.position = start
-        return iter(self.order()[start:].tolist())
+        self.position, self._start = self._start, 0
+        return iter(self.order()[self.position :].tolist())
 
     def advance(self, samples: int) -> None:
         """Count `samples` more samples as consumed."""
@@ -88,14 +83,13 @@ class ResumableSampler(DistributedSampler[int]):
 class ResumableLoader(DataLoader[T]):
     """A `DataLoader` over a `ResumableSampler` with `state_dict` and `load_state_dict`. Create it with `over`.
 
-    Lightning saves the state of such a loader in its checkpoints, and loads it when it resumes inside an epoch.
+    Lightning saves the state of such a loader in its checkpoints, and loads it when it resumes inside an epoch. The
+    length is that of a whole epoch, also when a pass starts in the middle.
 
     - Batches are counted when they are returned, so worker processes that prefetch do not matter.
     - Iteration starts at the first `next`, since Lightning calls `iter` before it sets the epoch.
     - Worker seeds come from the loader's own generator, so a new pass does not change the global random state.
     - If the dataset has `set_epoch`, it is called before each pass.
-
-    The length is that of a whole epoch, also when a pass starts in the middle.
 
     Example:
         >>> loader = ResumableLoader.over(range(10), batch_size=4, seed=0)
@@ -117,10 +111,7 @@ class ResumableLoader(DataLoader[T]):
         rank: int = 0,
         **kwargs: Any,
     ) -> "ResumableLoader[Any]":
-        """Build the loader and its sampler from arguments of :class:`ResumableSampler` and of `DataLoader`.
-
-        `dataset` is sized and map-style. The last batch of an epoch may be smaller than `batch_size`.
-        """
+        """Build the loader and its sampler for a sized map-style dataset; an epoch's last batch may be smaller."""
         return cls(
             cast("Dataset[Any]", dataset),
             batch_size=batch_size,
@@ -154,8 +145,7 @@ class ResumableLoader(DataLoader[T]):
         """Start the next pass at the saved position.
 
         Raises:
-            ValueError: If the state is of the middle of an epoch, and the seed, dataset size, batch size or number of
-                replicas has changed.
+            ValueError: In the middle of an epoch, if seed, dataset size, batch size or number of replicas has changed.
         """
         sampler = self.sampler
         if not state or not isinstance(sampler, ResumableSampler):
@@ -165,8 +155,6 @@ class ResumableLoader(DataLoader[T]):
         changed = [k for k in ("seed", "size", "batch_size", "num_replicas") if state[k] != now[k]]
         if state["position"] and not ended and changed:
             what = ", ".join(f"{k} was {state[k]} and is {now[k]}" for k in changed)
-            raise ValueError(
-                f"cannot resume in the middle of epoch {state['epoch']}: {what}. Use the same data settings, or"
-                " start from a checkpoint made at the end of an epoch."
-            )
+            middle = f"cannot resume in the middle of epoch {state['epoch']}: {what}"
+            raise ValueError(f"{middle}. Use the same data settings, or a checkpoint made at the end of an epoch.")
         sampler.load_state_dict({**state, "position": len(sampler)} if ended else state)

@@ -28,9 +28,7 @@ def resolve_estimator(estimator: EstimatorName | GradientEstimator | Any | None)
         return estimator
     if isinstance(estimator, str):
         if estimator not in _BY_NAME:
-            raise ValueError(
-                f"grad_estimator {estimator!r} does not exist: use one of {', '.join(map(repr, _BY_NAME))}, an object "
-                "or None"
-            )
+            names = ", ".join(map(repr, _BY_NAME))
+            raise ValueError(f"grad_estimator {estimator!r} does not exist: use one of {names}, an object or None")
         return _BY_NAME[estimator]()
     raise TypeError(f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}")

@@ -30,8 +30,7 @@ class MVUE(BlockEstimator):
             which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
         dense_end: How long wgrad is dense again before training ends, likewise. The weights stay N:M.
 
-    Example::
-
+    Example:
         >>> MVUE("1:2", dense_end=0.1).schedule(planned_steps=1000)
         (0, 900)
     """

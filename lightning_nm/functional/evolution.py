@@ -56,13 +56,9 @@ def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-    """The index, one int64 tensor per axis, of entries of blocks in the tensor that :func:`as_blocks` cut.
+    """The index, one int64 tensor per axis, of entries of blocks in what :func:`as_blocks` cut, ``[out, in, *taps]``.
 
-    Args:
-        shape: ``[out, in, *taps]``.
-        m: Entries of a block.
-        blocks: Numbers of blocks, int64.
-        entries: Entry within each block, int64 of the same shape.
+    ``blocks`` are numbers of blocks, ``entries`` the entry within each of them, both int64 of one shape.
     """
     per_row = shape[1] // m
     outer = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
@@ -81,12 +77,7 @@ def swap_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float
 
 
 def best_swaps(
-    weight: Tensor,
-    grad: Tensor,
-    mask: Tensor,
-    step: Tensor | float,
-    score: Score = "virtual",
-    max_swaps: int = 1,
+    weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, score: Score = "virtual", max_swaps: int = 1
 ) -> Swaps:
     r"""The exchanges of a kept and a pruned entry that raise a block's score most, and what they do to the loss.
 

@@ -70,17 +70,7 @@ def _check_packed(packed: Tensor) -> None:
 
 
 def count_bits(packed: Tensor) -> Tensor:
-    """Count the bits that are set; ``count_bits(a ^ b)`` entries of two packed masks differ.
-
-    Args:
-        packed: A uint8 tensor of any shape, on any device.
-
-    Returns:
-        An int64 tensor without axes, on that device.
-
-    Raises:
-        TypeError: If ``packed`` is not a uint8 tensor.
-    """
+    """Count the bits set in a uint8 tensor, int64 without axes; ``count_bits(a ^ b)`` entries of two masks differ."""
     _check_packed(packed)
     pairs = packed - ((packed >> 1) & 0x55)  # each pair of bits holds its own count, then each four, then each byte
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)

@@ -74,12 +74,9 @@ def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | No
     counters = (count + 3) // 4
     if torch.compiler.is_compiling() or words.device.type != "cpu":
         return _uniform(torch.arange(counters, device=words.device), words).flatten()[:count]
-    numbers = torch.empty(counters, 4)
-    start = 0
-    for part in numbers.split(_CHUNK * torch.get_num_threads()):
-        stop = start + len(part)
-        part.copy_(_uniform(torch.arange(start, stop), words))
-        start = stop
+    numbers, step = torch.empty(counters, 4), _CHUNK * torch.get_num_threads()
+    for start, part in zip(range(0, counters, step), numbers.split(step), strict=False):
+        part.copy_(_uniform(torch.arange(start, start + len(part)), words))
     return numbers.flatten()[:count]
 
 

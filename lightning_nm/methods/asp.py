@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm, magnitude_mask
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -30,18 +30,15 @@ class ASP(MaskMethod):
 
     short_name = "asp"
     restores_masks = True
-
     latent = False
 
     def __init__(self, start: int = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
         if start < 0:
             raise ValueError(f"start={start} must be an optimizer step, 0 or later")
-        if init not in ("magnitude", "zeros"):
-            raise ValueError(f"init={init!r} is unknown: use 'magnitude' or 'zeros'")
+        check_option("init", init, "magnitude", "zeros")
         if init == "zeros" and start > 0:
             raise ValueError(f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}")
-        self.start = start
-        self.init = init
+        self.start, self.init = start, init
 
     def init_masks(self, layer: NMLayer) -> None:
         """Prune now if the run starts pruned."""
@@ -61,10 +58,8 @@ class ASP(MaskMethod):
         if self.init == "zeros":
             weight = layer.weight.detach()
             if not is_nm(layer.rows(weight), layer.pattern, dim=1):
-                raise ValueError(
-                    f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask; "
-                    "use init='magnitude' or load the sparse weights first"
-                )
+                dense = f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask"
+                raise ValueError(f"{dense}: use init='magnitude', or load the sparse weights first")
             mask = weight != 0
         else:
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))

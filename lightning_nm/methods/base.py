@@ -42,6 +42,12 @@ def _function(hook: Any) -> Any:
     return getattr(hook, "__func__", hook)
 
 
+def check_option(name: str, value: str, *options: str) -> None:
+    """Raise ``ValueError`` for an unknown option."""
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+
+
 class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 
@@ -199,7 +205,6 @@ class Dense(Method):
     """No masks: the baseline of comparisons, by the same code."""
 
     short_name = "dense"
-
     headline = "grad_snr"
     selects_entries = True
 

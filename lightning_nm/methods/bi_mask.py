@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
+from lightning_nm.functional.permutation import Criterion, Search
+from lightning_nm.methods.base import check_option
 from lightning_nm.methods.ste import SRSTE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
@@ -43,7 +45,6 @@ class BiMask(SRSTE):
 
     short_name = "bi-mask"
     restores_masks = True
-
     sparse_dgrad = True
     headline = "overlap"
 
@@ -51,8 +52,8 @@ class BiMask(SRSTE):
         self,
         permute_every: int = 100,
         candidates: int = 100,
-        search: Literal["swap", "random"] = "swap",
-        criterion: Literal["retained", "eligible", "l1"] = "retained",
+        search: Search = "swap",
+        criterion: Criterion = "retained",
         decay: float = 2e-4,
         dense_start: Moment = 0,
         dense_end: Moment = 0,
@@ -61,14 +62,11 @@ class BiMask(SRSTE):
         for name, value in (("permute_every", permute_every), ("candidates", candidates)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if search not in ("swap", "random"):
-            raise ValueError(f"search={search!r} is unknown: use 'swap' or 'random'")
-        if criterion not in ("retained", "eligible", "l1"):
-            raise ValueError(f"criterion={criterion!r} is unknown: use 'retained', 'eligible' or 'l1'")
-        self.permute_every = permute_every
-        self.candidates = candidates
-        self.search = search
-        self.criterion = criterion
+        check_option("search", search, *get_args(Search))
+        check_option("criterion", criterion, *get_args(Criterion))
+        self.permute_every, self.candidates = permute_every, candidates
+        self.search: Search = search
+        self.criterion: Criterion = criterion
 
     def init_masks(self, layer: NMLayer) -> None:
         """Search the first permutation and select both masks, unless training starts dense."""
@@ -83,10 +81,7 @@ class BiMask(SRSTE):
         backward = None
         if not layer.dgrad_reason:
             backward = self.select_backward(layer, rows, forward, search=layer.crossed(self.permute_every))
-        layer.set_masks(
-            None if forward is None else layer.unrows(forward),
-            None if backward is None else layer.unrows(backward),
-        )
+        layer.set_masks(*(None if mask is None else layer.unrows(mask) for mask in (forward, backward)))
 
     def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
         """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.

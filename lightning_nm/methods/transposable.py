@@ -30,7 +30,6 @@ class TransposableMask(SRSTE):
     """
 
     short_name = "transposable"
-
     transposable = True  # and not `sparse_dgrad`: without a forward mask there is none for dgrad
 
     def __init__(

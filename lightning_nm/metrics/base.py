@@ -27,11 +27,7 @@ class NMMetric(Metric):
     plot_upper_bound: float | None = 1.0
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> tuple[Any, Any]:
-        """Plot one value, or several in the order of time, ``compute()`` by default; into ``ax`` or a new figure.
-
-        Returns:
-            The figure, ``None`` if `ax` was given, and the axes.
-        """
+        """Plot values in the order of time, ``compute()`` by default; return the figure, None with ``ax``, and axes."""
         return self._plot(val, ax)
 
 
@@ -65,11 +61,7 @@ class RatioMetric(NMMetric):
 
 
 def by_name(layers: Layers) -> Mapping[str, Tensor]:
-    """Return layers by name; a lone tensor has the empty name.
-
-    Raises:
-        TypeError: If the argument is neither a tensor nor a mapping of tensors.
-    """
+    """Return layers by name; a lone tensor has the empty name. Refuse all else by a TypeError."""
     if isinstance(layers, Tensor):
         return {"": layers}
     if not isinstance(layers, Mapping):
@@ -81,12 +73,7 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
 
 
 def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield the two tensors of each layer, and its name.
-
-    Raises:
-        TypeError: If an argument is neither a tensor nor a mapping of tensors.
-        ValueError: If they name different layers.
-    """
+    """Yield the two tensors of each layer, and its name. Refuse different layers by a ValueError."""
     first, second = by_name(one), by_name(other)
     if first.keys() != second.keys():
         lone = ", ".join(repr(name) for name in first.keys() ^ second.keys())

@@ -38,12 +38,7 @@ class MaskHistory(RatioMetric):
         return packed.unsqueeze(0)
 
     def update(self, masks: Layers) -> None:
-        """Compare masks with the last ones of the same names, and store them.
-
-        Raises:
-            TypeError: If a mask is not a bool tensor.
-            ValueError: If a mask has another shape than the last one of its name.
-        """
+        """Compare bool masks with the last ones of the same names and shapes, and store them."""
         layers = by_name(masks)
         for name, mask in layers.items():
             check_masks({"mask": mask}, name)

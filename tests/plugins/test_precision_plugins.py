@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
@@ -22,7 +21,6 @@ from lightning_nm import (
     NMHalfPrecision,
     NMMixedPrecision,
     NMPrecision,
-    NMSparsifier,
     NMSparsityCallback,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
@@ -91,6 +89,10 @@ def fit(tmp_path, plugins, callbacks=None, model=None, **options):
     model = model or mlp()
     trainer.fit(model, Blobs())
     return trainer, model
+
+
+def tabled(tables):
+    return NMSparsityCallback("2:4", skip_first_last=False, include="net.[02]", show_tables=tables)
 
 
 def kernels_of(router):
@@ -384,116 +386,3 @@ def test_where_no_product_is_faster_sparse_the_router_goes_inactive(tmp_path, ca
 
 
 # ----------------------------------------------------------------------------------------------------- Fabric
-
-
-@pytest.mark.parametrize(
-    ("cls", "args", "dtype"),
-    [
-        (fabric_plugins.NMPrecision, (), torch.float32),
-        (fabric_plugins.NMMixedPrecision, ("bf16-mixed",), torch.bfloat16),
-        (fabric_plugins.NMHalfPrecision, ("bf16-true",), torch.bfloat16),
-    ],
-)
-def test_fabric(cls, args, dtype):
-    made = plugin(cls, *args)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[made])
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    optimizer = torch.optim.SGD(module.parameters(), 0.05)
-    model, optimizer = fabric.setup(module, optimizer)
-    sparsifier = NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False).attach()
-    sparsifier.register(optimizer.optimizer)
-    x = torch.randn(16, 32)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = (model(x).float() - x).square().mean()
-        fabric.backward(loss, model=model)
-        sparsifier.before_step(optimizer.optimizer)
-        optimizer.step()
-        sparsifier.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    assert {used.product.key.dtype for used in made.router.used()} == {dtype}
-    assert {used.kernel for used in made.router.used()} == {"simulated"}
-
-
-def test_fabric_without_masked_layers():
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin(fabric_plugins.NMPrecision)])
-    model = fabric.setup(nn.Linear(32, 64))
-    loss = model(torch.randn(8, 32)).sum()
-    with pytest.raises(RuntimeError, match="Linear has none"):
-        fabric.backward(loss)
-
-
-def test_fabric_with_two_models_of_which_one_is_masked():
-    made = plugin(fabric_plugins.NMPrecision)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[made])
-    masked, plain = nn.Linear(32, 64), nn.Linear(64, 8)
-    NMSparsifier(masked, "2:4", skip_first_last=False).attach()
-    first, second = fabric.setup(masked), fabric.setup(plain)
-    fabric.backward(second(first(torch.randn(8, 32))).sum())
-    calls = len(made.router.used())
-    fabric.setup(nn.Linear(2, 2))
-    assert len(made.router.used()) == calls > 0
-
-
-def test_a_backward_pass_that_fails_in_fabric_leaves_no_router_active():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("out of luck")
-
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin(fabric_plugins.NMPrecision)])
-    module = nn.Linear(32, 64)
-    NMSparsifier(module, "2:4", skip_first_last=False).attach()
-    model = fabric.setup(module)
-    loss = Fails.apply(model(torch.randn(8, 32))).sum()
-    with pytest.raises(RuntimeError, match="out of luck"):
-        fabric.backward(loss)
-    assert router_module.active() is None
-
-
-def test_the_trainers_plugin_in_fabric_says_where_fabrics_is():
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin()])
-    with pytest.raises(TypeError, match=r"lightning_nm.plugins.fabric"):
-        fabric.setup(nn.Linear(32, 64))
-
-
-def test_the_table_after_a_fit(tmp_path, capsys):
-    made = plugin()
-    made.router.reset()
-    for tables in (True, False):
-        fit(tmp_path, [made], callbacks=[tabled(tables)], max_epochs=1)
-        out = capsys.readouterr().out
-        assert ("N:M kernels" in out) == tables
-    fit(tmp_path, [plugin(kernels="auto")], callbacks=[tabled(True)], max_epochs=1, limit_train_batches=1)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "share of the masked layers' GEMM time on sparse kernels" in out
-    dense = NMPrecision(kernels="sparse", backends=[FakeKernel(supports=lambda key: "never " + "and never " * 3)])
-    fit(tmp_path, [dense], callbacks=[tabled(True)], max_epochs=1)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "no product ran on a sparse kernel" in out
-    assert "as above" in out
-    assert "0.0% (by dense multiply-adds)" in out
-
-
-def tabled(tables):
-    return NMSparsityCallback("2:4", skip_first_last=False, include="net.[02]", show_tables=tables)
-
-
-def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
-    made = NMPrecision(decisions=str(tmp_path / "kernels.json"))
-    fit(tmp_path, [made], callbacks=[tabled(True)], max_epochs=1)
-    assert made.router.active_or_none() is None
-    assert not made.router.used()
-    out = " ".join(capsys.readouterr().out.split())
-    assert "every product was dense, no sparse kernel works here: cusparselt-direct: cuSPARSELt needs a CUDA" in out
-    assert not (tmp_path / "kernels.json").exists()
-    none = NMPrecision(backends=[])
-    fit(tmp_path, [none], max_epochs=1)
-    assert none.router.unavailable_reason == "there is no sparse kernel"

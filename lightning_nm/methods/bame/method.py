@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import (
+    Score,
+    Selection,
     Swaps,
     as_blocks,
     best_swaps,
@@ -23,7 +25,7 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.methods.bame.exchange import Exchange, PendingExchange, exchange_entries
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, step_size
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
@@ -43,11 +45,10 @@ class BAME(MaskMethod):
     adaptations only kept entries receive a gradient. Every ``every`` steps from ``start`` to ``stop`` a step's dense
     gradient G shows, for each block, which kept entry to exchange for which pruned one (loss-aware mask adaption), and
     the most promising blocks that did not go back and forth too often adapt (oscillation-aware block freezing). The
-    step itself is made with the old mask; the exchanges follow it. A regrown entry starts at zero. After ``stop`` the
-    mask is frozen.
+    exchanges follow the step. A regrown entry starts at zero. After ``stop`` the mask is frozen.
 
-    The paper's exact score was not public when this was written. What is built here follows its abstract and its
-    reviews, with :math:`\eta` the effective step size read from the optimizer:
+    The paper's exact score was not public when this was written. This follows its abstract and its reviews, with
+    :math:`\eta` the effective step size read from the optimizer:
 
     * an entry's score under ``"virtual"`` is :math:`|m W - \eta G|`, its magnitude one dense step ahead; under
       ``"taylor-abs"`` :math:`|G W|` for kept entries, :math:`\eta G^2` for pruned ones;
@@ -74,19 +75,16 @@ class BAME(MaskMethod):
             :class:`BiMask` does.
 
     Raises:
-        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, if a share
-            was given but the number of steps is not known, or for an optimizer whose state cannot be matched to
-            entries of the weight.
+        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a share is
+            given but no number of steps, or the optimizer's state cannot be matched to entries of the weight.
 
-    Example::
-
+    Example:
         >>> BAME(stop=0.5, every=50).schedule(planned_steps=1000)
         (0, 500)
     """
 
     short_name = "bame"
     restores_masks = True
-
     latent = False
     paper_counts_masked = True
     fixed = ("dgrad",)
@@ -97,8 +95,8 @@ class BAME(MaskMethod):
         start: Moment = 0,
         stop: Moment = 0.66,
         every: int = 100,
-        score: Literal["virtual", "taylor-abs"] = "virtual",
-        selection: Literal["ratio", "quantile"] = "ratio",
+        score: Score = "virtual",
+        selection: Selection = "ratio",
         budget: float = 0.3,
         max_swaps_per_block: int = 1,
         rank_by: Literal["score", "loss"] = "score",
@@ -114,25 +112,16 @@ class BAME(MaskMethod):
                 raise ValueError(f"{name}={number} must be an integer of at least 1")
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
-        for name, option, known in (
-            ("score", score, ("virtual", "taylor-abs")),
-            ("selection", selection, ("ratio", "quantile")),
-            ("rank_by", rank_by, ("score", "loss")),
-            ("oscillation", oscillation, ("return", "flip")),
-            ("dgrad", dgrad, ("masked", "bi-mask")),
-        ):
-            if option not in known:
-                raise ValueError(f"{name}={option!r} is unknown: use {known[0]!r} or {known[1]!r}")
-        self.start = start
-        self.stop = stop
-        self.every = every
-        self.score: Literal["virtual", "taylor-abs"] = score
-        self.selection: Literal["ratio", "quantile"] = selection
-        self.budget = budget
-        self.max_swaps_per_block = max_swaps_per_block
-        self.rank_by = rank_by
-        self.oscillation = oscillation
-        self.dgrad = dgrad
+        check_option("score", score, *get_args(Score))
+        check_option("selection", selection, *get_args(Selection))
+        check_option("rank_by", rank_by, "score", "loss")
+        check_option("oscillation", oscillation, "return", "flip")
+        check_option("dgrad", dgrad, "masked", "bi-mask")
+        self.start, self.stop, self.every = start, stop, every
+        self.score: Score = score
+        self.selection: Selection = selection
+        self.budget, self.max_swaps_per_block = budget, max_swaps_per_block
+        self.rank_by, self.oscillation, self.dgrad = rank_by, oscillation, dgrad
         self._bi_mask = BiMask() if dgrad == "bi-mask" else None
 
     @property
@@ -151,21 +140,13 @@ class BAME(MaskMethod):
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
         start, stop = self.schedule(planned_steps)
         if stop < start:
-            raise ValueError(
-                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start}, which is step {start}"
-            )
+            raise ValueError(f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})")
         last = max(stop - 1, start) if planned_steps is None else min(max(stop - 1, start), planned_steps - 1)
         if last < start:
-            warnings.warn(
-                f"BAME never adapts: it starts at step {start} of {planned_steps}, so the first mask stays",
-                stacklevel=2,
-            )
+            warnings.warn(f"BAME never adapts: it starts at step {start} of {planned_steps}", stacklevel=2)
         elif start < last < start + self.every:
-            warnings.warn(
-                f"BAME adapts once and never again: every={self.every} steps do not fit between step {start} and step "
-                f"{last}; use a smaller `every`",
-                stacklevel=2,
-            )
+            room = f"every={self.every} steps do not fit between step {start} and step {last}"
+            warnings.warn(f"BAME adapts once and never again: {room}; use a smaller `every`", stacklevel=2)
 
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window adapts: it is its turn, or an earlier one could not."""
@@ -244,9 +225,8 @@ class BAME(MaskMethod):
             layer.progress.release_dense_gradient()
         elif layer.dense_gradient and layer.param.grad is not None and not pending.ready:
             raise RuntimeError(
-                f"the optimizer made a step without before_step() for layer '{layer.name}', so its mask cannot adapt: "
-                "call sparsifier.before_step(optimizer) before optimizer.step(); with Lightning, step the optimizer "
-                "that self.optimizers() returns, so that its hooks run"
+                f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: call "
+                "sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of self.optimizers()"
             )
         layer.pending = PendingExchange(exchange=pending.exchange if pending.ready else None)
 

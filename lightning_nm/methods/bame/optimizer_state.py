@@ -90,11 +90,7 @@ def _rectification(beta: float, step: float) -> float | None:
 
 
 def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's tensors that hold one number for each entry of the weight, with their names.
-
-    Raises:
-        ValueError: If the optimizer keeps other state, naming it and the layer.
-    """
+    """The names and tensors with one number for each entry of the weight; a ValueError names any other state."""
     for key, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
             yield key, value
