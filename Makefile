@@ -12,7 +12,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 # The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo test slow test-all test-other-arithmetic interpreter lint types notebooks benchmarks clean
+.PHONY: demo test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -34,7 +34,12 @@ test-all: .venv/.dev
 test-other-arithmetic: .venv/.dev
 	$(OTHER_ARITHMETIC) $(PYTEST)
 
-## Run the Triton kernels in Triton's interpreter, then compile them for an H100; needs no GPU.
+## Run the test suite on the lowest versions that pyproject.toml allows, in .venv-lowest (6 GB: PyPI's torch has CUDA).
+test-lowest: BIN := .venv-lowest/bin
+test-lowest: .venv-lowest/.dev
+	$(PYTEST)
+
+## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
@@ -71,10 +76,15 @@ benchmarks: .venv/.dev
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+.venv-lowest/.dev: constraints-lowest.txt pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[dev]'
+	@touch $@
+
 # A CUDA build of torch installs its own Triton, which is kept.
 .venv/.interpreter: .venv/.dev
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps $(INTERPRETED_TRITON)
 	@touch $@
 
 clean:
-	rm -rf .venv runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
