@@ -147,7 +147,7 @@ def test_help_is_complete(capsys):
     ):
         assert f".{option}" in text
     assert "sr-ste" in text
-    assert "Globs over module names to mask" in text
+    assert "Globs over names of modules to mask" in text
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out

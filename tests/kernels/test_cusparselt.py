@@ -197,7 +197,7 @@ def test_other_dtypes_are_refused(kernel, dtype):
 
 @pytest.mark.parametrize(
     ("matrix", "message"),
-    [((24, 64), "rows are not a multiple of 16"), ((64,), "a matrix that is not empty"), ((0, 64), "not empty")],
+    [((24, 64), "rows that are not a multiple of 16"), ((64,), "a matrix that is not empty"), ((0, 64), "not empty")],
 )
 def test_shapes_to_pack(kernel, matrix, message):
     with pytest.raises(ValueError, match=message):
