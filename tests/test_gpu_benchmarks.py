@@ -253,6 +253,7 @@ def test_what_is_asked_apart_can_travel(check):
     assert again[1] == DRY
 
 
+@pytest.mark.slow
 def test_what_the_server_imports_touches_no_gpu():
     code = f"""
 import torch
@@ -266,6 +267,7 @@ for name in {PRELOADED}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_messages_arrive_from_a_process_however_it_ends():
     assert list(messages(child_functions.counts, 3, seconds=60)) == [0, 1, 2]
     for function, error, match in (

@@ -209,6 +209,7 @@ def test_the_plugins_mode_holds():
     assert measuring_router(bare, "sparse").kernels == "sparse"
 
 
+@pytest.mark.slow
 def test_stdout_of_a_process_is_the_document(tmp_path):
     command = [sys.executable, "-m", "lightning_nm", "doctor", "--json", "-c", write(tmp_path, SMALL)]
     root = Path(__file__).parent.parent.parent

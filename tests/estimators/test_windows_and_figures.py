@@ -276,6 +276,7 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_not_observed_and_compiles_once():
     from torch._dynamo.testing import CompileCounterWithBackend
 

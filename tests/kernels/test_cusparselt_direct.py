@@ -226,6 +226,7 @@ class TestPlans:
         assert not there & set(fake.alive)
         assert here <= set(fake.alive)
 
+    @pytest.mark.slow
     def test_nothing_is_destroyed_at_exit(self):
         code = """
 from tests.fake_cusparselt import *

@@ -112,6 +112,7 @@ class TestMachines:
         assert "13.0 is not one" in CuSparseLtDirectKernel().probe(torch.device("cuda:0"))
         assert CuSparseLtDirectKernel().probe(CPU) == CuSparseLtKernel().probe(CPU)
 
+    @pytest.mark.slow
     def test_importing_the_package_does_not_import_nvmath(self):
         code = "import sys, lightning_nm.kernels; print([name for name in sys.modules if name.startswith('nvmath')])"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,14 @@ from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulate
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-@pytest.mark.parametrize("estimator", [None, "mvue"])
-@pytest.mark.parametrize("method", ["bi-mask", "scaled-mask"])
+@pytest.mark.parametrize(
+    ("method", "estimator"),
+    [
+        ("bi-mask", "mvue"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bi-mask", None), ("scaled-mask", "mvue")]),
+        pytest.param("scaled-mask", None, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_code_calls_the_same_kernels(method, estimator):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).double()  # no rounding moves a draw
