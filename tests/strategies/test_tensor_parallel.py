@@ -133,7 +133,9 @@ def cut(hidden):
     local = None if rows is None else rows[up.permutation].chunk(2)[dist.get_rank()]
     found = {
         "skipped": sparsifier.skipped,
-        "gemms": {name: [[gemm.treatment, gemm.reason] for gemm in layer.gemms()] for name, layer in sparsifier.layers.items()},
+        "gemms": {
+            name: [[gemm.treatment, gemm.reason] for gemm in layer.gemms()] for name, layer in sparsifier.layers.items()
+        },
         "whole": local is not None and bool(is_nm(local, NMPattern(2, 4), dim=0)),
         "own rows": local is not None and up.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
     }
