@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import Operators, Setting
 from lightning_nm.functional import nm_mask
 from lightning_nm.kernels.backends.two_four import packed_width
 from lightning_nm.kernels.timing import DeviceTimer
-from lightning_nm.kernels.tuner import TOLERANCE
+from lightning_nm.kernels.trial import TOLERANCE
 
 REPEATS = 5
 

@@ -24,7 +24,8 @@ from lightning_nm.kernels import GemmKernel, GemmKey
 from lightning_nm.kernels.api import multiply_adds
 from lightning_nm.kernels.cache import Decisions, environment_of
 from lightning_nm.kernels.timing import DeviceTimer
-from lightning_nm.kernels.tuner import Tuner, dense_ms, sparse_ms, speedup
+from lightning_nm.kernels.trial import dense_ms, sparse_ms
+from lightning_nm.kernels.tuner import Tuner, speedup
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)

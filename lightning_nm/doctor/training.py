@@ -15,7 +15,7 @@ import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.doctor.report import Report, report, static_row, summarize
-from lightning_nm.kernels import GemmKernel, GemmKey, tuner
+from lightning_nm.kernels import GemmKernel, GemmKey, trial
 from lightning_nm.kernels.api import bucketed
 from lightning_nm.kernels.cache import Decision
 from lightning_nm.kernels.dispatch import Product, Router, activate, routing
@@ -223,7 +223,7 @@ def _timed(router: Router, key: GemmKey, decision: Decision) -> Decision:
     if kernel is None:
         return decision
     try:
-        sparse_ms, pack_ms = tuner.sparse_ms(kernel, key, router.timer)
-        return replace(decision, dense_ms=tuner.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
+        sparse_ms, pack_ms = trial.sparse_ms(kernel, key, router.timer)
+        return replace(decision, dense_ms=trial.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
     except Exception as error:
         return replace(decision, reason=f"{decision.reason}; not measured: {error}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,18 @@ from lightning_nm.pattern import NMPattern
 
 GemmName = Literal["forward", "dgrad", "wgrad"]
 
+Sparsity = Literal["n:m", "masked", "outputs"]
+"""What is sparse in a product. ``"n:m"``: A is N:M along the contraction axis, perhaps permuted. ``"masked"``: A is
+zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, and the result is needed at the entries of
+a mask alone."""
+
 
 @dataclass(frozen=True)
 class GemmKey:
     """The properties that decide which kernel is fastest: ``A [rows, depth]``, N:M along `depth`, times a dense matrix.
 
-    The forward has ``A = W_F [out, in]``, dgrad ``A = W_B^T [in, out]``, wgrad ``A = E(dY)^T [out, tokens]``.
+    The forward has ``A = W_F [out, in]``, dgrad ``A = W_B^T [in, out]``, wgrad ``A = E(dY)^T [out, tokens]``. Where A
+    is not N:M along `depth`, `sparsity` says what is sparse.
 
     Example::
 
@@ -35,13 +41,42 @@ class GemmKey:
     dtype: torch.dtype  # of both operands and the result
     pattern: NMPattern
     device: str  # type and index, for example "cuda:0"
-    permuted: bool = False  # the dense columns must first be permuted into the order of A's, as for a permuted W_B
+    permuted: bool = False  # A is N:M if its depth is permuted, as for a permuted W_B
+    sparsity: Sparsity = "n:m"
 
     def __str__(self) -> str:
-        """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted`` if it is; :func:`parse_key` reads it."""
+        """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``masked`` or ``outputs`` if it is."""
         dtype = str(self.dtype).removeprefix("torch.")
-        permuted = " permuted" * self.permuted
-        return f"{self.gemm} {self.rows}x{self.depth}x{self.columns} {dtype} {self.pattern} {self.device}{permuted}"
+        marks = " permuted" * self.permuted + f" {self.sparsity}" * (self.sparsity != "n:m")
+        return f"{self.gemm} {self.rows}x{self.depth}x{self.columns} {dtype} {self.pattern} {self.device}{marks}"
+
+
+class MaskedMatrix(NamedTuple):
+    """A matrix ``A [rows, depth]`` as a weight and its mask, from which a kernel makes its packed form.
+
+    Args:
+        values: ``[rows, depth]``, any strides and floating dtype; values outside of the mask are not used.
+        bits: uint8 of that shape; `bit` is set at entries of the mask.
+        bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_bits`.
+        pattern: The N:M pattern of the mask; ``None`` if it has none.
+        dtype: Of the products.
+        order: int64 ``[depth]``: the mask is N:M along the depth in this order.
+        dense: Makes the contiguous masked matrix in `dtype`, its depth in that order.
+    """
+
+    values: Tensor
+    bits: Tensor
+    bit: int
+    pattern: NMPattern | None
+    dtype: torch.dtype
+    order: Tensor | None
+    dense: Callable[[], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and depth."""
+        rows, depth = self.bits.shape
+        return rows, depth
 
 
 class Algorithm(NamedTuple):
@@ -62,6 +97,10 @@ class GemmKernel:
     """
 
     name = "reference"
+    takes: frozenset[Sparsity] = frozenset({"n:m"})
+    """What may be sparse in its products."""
+    ordered = True
+    """Whether it takes a permuted matrix, and its dense columns, in the permuted order."""
 
     def probe(self, device: torch.device) -> str:
         """Why this kernel does not work on a device; empty if a numeric check on the device passed."""
@@ -87,20 +126,36 @@ class GemmKernel:
         """This kernel with another algorithm; packed operands are the same."""
         return self
 
-    def pack(self, matrix: Tensor) -> Tensor:
+    def pack(self, matrix: Tensor) -> Any:
         """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
         return matrix
 
-    def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def layout(self, matrix: MaskedMatrix) -> Any:
+        """Of the packed form what depends on the mask alone: it is kept until the masks move."""
+        return None
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Any:
+        """Pack a weight and its mask, whose :meth:`layout` this is."""
+        return self.pack(matrix.dense())
+
+    def linear(self, packed: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
         return torch.nn.functional.linear(x, packed, bias)
 
-    def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+    def matmul(self, packed: Any, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous.
 
         A may have more columns than B has rows: zeros that pad the tokens.
         """
-        return packed[:, : len(matrix)] @ matrix
+        found: Tensor = packed[:, : len(matrix)] @ matrix
+        return found
+
+    def sampled(self, layout: Any, grad: Tensor, x: Tensor) -> Tensor:
+        """``grad^T x`` at the entries of a mask with this layout, zero or anything elsewhere.
+
+        ``grad [tokens, rows]``, ``x [tokens, columns]``, result ``[rows, columns]``, all contiguous.
+        """
+        return grad.t() @ x
 
 
 def token_bucket(tokens: int) -> int:
@@ -138,13 +193,16 @@ def uses_of_pack(gemm: GemmName, reuse: int) -> int:
 
 def parse_key(text: str) -> GemmKey:
     """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    match = re.fullmatch(r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?", text)
+    match = re.fullmatch(
+        r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?( masked| outputs)?", text
+    )
     dtype = getattr(torch, match[5], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
         raise ValueError(f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'")
     rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
     gemm: GemmName = match[1]  # type: ignore[assignment]
-    return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(match[6]), match[7], match[8] is not None)
+    pattern, sparsity = NMPattern.parse(match[6]), (match[9] or " n:m")[1:]
+    return GemmKey(gemm, rows, depth, columns, dtype, pattern, match[7], match[8] is not None, sparsity)  # type: ignore[arg-type]
 
 
 _REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on the device, not predicted: leave it out"}

@@ -19,6 +19,7 @@ from torch.utils import collect_env
 
 from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
 from lightning_nm.kernels.backends.cusparselt import library_version
+from lightning_nm.kernels.cpu.library import LEVELS, cpu_name, level, unavailable
 
 SCHEMA = 1
 
@@ -48,7 +49,12 @@ class Environment:
 
 
 def environment_of(device: torch.device) -> Environment:
-    """Describe a device of this machine; one without CUDA is named by its type."""
+    """Describe a device of this machine; a CPU by its model, instruction set and number of threads."""
+    if device.type == "cpu":
+        instructions = "without kernels" if unavailable() else LEVELS[level()]
+        return Environment(
+            f"{cpu_name()} {instructions} {torch.get_num_threads()} threads", None, torch.__version__, None, None
+        )
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
     cusparselt = library_version()

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
+    Sparsity,
     bucketed,
     check_mode,
     multiply_adds,
@@ -138,8 +138,9 @@ class Router(HasHandle):
         self._recorded: dict[Product, None] = {}
         self._known: dict[Product, _Settled] = {}
         self._fastest: dict[Hashable, int] = {}
+        self._takes: dict[str, frozenset[Sparsity]] = {}
         self._uses: dict[tuple[Product, str], _Uses] = {}
-        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Tensor]]] = WeakKeyDictionary()
+        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: decisions and packs belong to this process and its device."""
@@ -258,6 +259,12 @@ class Router(HasHandle):
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._saved |= measured
 
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """What may be sparse in products on a device for a kernel to take them."""
+        if device not in self._takes:
+            self._takes[device] = self.registry.takes(device)
+        return self._takes[device]
+
     def active_or_none(self) -> Router | None:
         """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.
 
@@ -267,7 +274,7 @@ class Router(HasHandle):
 
     # ----------------------------------------------------------------------------------------------- products
 
-    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
         """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
         if self.reuse == 1 or _capturing():  # a replayed graph would use the pack of the capture
             return make()
@@ -275,6 +282,16 @@ class Router(HasHandle):
         kept = packs.get(name)
         if kept is None or kept[0] != stamp:
             packs.pop(name, None)  # its memory is free for the next
+            packs[name] = kept = (stamp, make())
+        return kept[1]
+
+    def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what a packed operand has of a mask; it is kept while `stamp`, the state of the masks, is the same."""
+        if _capturing():
+            return make()
+        packs = self._packs.setdefault(owner, {})
+        kept = packs.get(name)
+        if kept is None or kept[0] != stamp:
             packs[name] = kept = (stamp, make())
         return kept[1]
 

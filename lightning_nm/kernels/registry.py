@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.api import GemmKernel, GemmKey, Sparsity
 from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 
 
 class KernelRegistry:
@@ -20,8 +21,8 @@ class KernelRegistry:
     An exception that a kernel raises counts as a reason against it. Each kernel is probed once per device.
 
     Args:
-        backends: The kernels besides the reference, each with its own name; ``None`` takes ``cusparselt-direct`` and
-            ``cusparselt``.
+        backends: The kernels besides the reference, each with its own name; ``None`` takes those of the package:
+            ``cusparselt-direct`` and ``cusparselt`` for GPUs, ``cpu-permute`` and ``cpu-csr`` for CPUs.
 
     Raises:
         ValueError: If two kernels have one name, or something is not a kernel.
@@ -40,7 +41,7 @@ class KernelRegistry:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
         if backends is None:
-            backends = [CuSparseLtDirectKernel(), CuSparseLtKernel()]
+            backends = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CpuPermuteKernel(), CpuCsrKernel()]
         if isinstance(backends, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in backends):
             raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
         for kernel in (self.reference, *backends):
@@ -75,6 +76,10 @@ class KernelRegistry:
         if (kernel.name, device) not in self._probes:
             self._probes[kernel.name, device] = reason_or_error(partial(kernel.probe, torch.device(device)))
         return self._probes[kernel.name, device]
+
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """What may be sparse in the products of the kernels that work on a device."""
+        return frozenset().union(*(kernel.takes for kernel in self.backends if not self.probe(kernel, device)))
 
     def unavailable_reason(self, device: str) -> str:
         """Why no sparse kernel works on a device; empty if one does."""

@@ -18,11 +18,15 @@ class Timer(Protocol):
         """Return the seconds of one call on the device, with the time on the host."""
 
 
+_LONG_ENOUGH = 0.01
+"""Seconds of a sample on the host, at which a tick of the clock and the loop no longer count."""
+
+
 class DeviceTimer:
     """Median over samples of back-to-back calls, after a warm-up.
 
     On CUDA a sample is the time between two events on the current stream, so the slower of device and host decides.
-    Elsewhere :func:`time.perf_counter` is read.
+    Elsewhere :func:`time.perf_counter` is read, around fewer calls if they are long.
 
     Args:
         warmup: Calls that are not measured.
@@ -39,12 +43,14 @@ class DeviceTimer:
         """Return the seconds of one call."""
         for _ in range(self.warmup):
             function()
-        sample = self._cuda_sample if device.type == "cuda" else self._host_sample
-        return median(sample(function, device) for _ in range(self.samples)) / self.calls
+        if device.type == "cuda":
+            return median(self._cuda_sample(function, device) for _ in range(self.samples)) / self.calls
+        calls = min(max(round(_LONG_ENOUGH / max(self._host_sample(function, 1), 1e-9)), 1), self.calls)
+        return median(self._host_sample(function, calls) for _ in range(self.samples)) / calls
 
-    def _host_sample(self, function: Callable[[], object], device: torch.device) -> float:
+    def _host_sample(self, function: Callable[[], object], calls: int) -> float:
         start = perf_counter()
-        for _ in range(self.calls):
+        for _ in range(calls):
             function()
         return perf_counter() - start
 

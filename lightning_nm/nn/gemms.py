@@ -12,9 +12,10 @@ from lightning_nm.pattern import NMPattern
 if TYPE_CHECKING:
     from lightning_nm.nn.layer import NMLayer
 
-GemmKind = Literal["n:m", "masked", "dense", "none"]
+GemmKind = Literal["n:m", "masked", "outputs", "dense", "none"]
 """``"n:m"``: an operand is N:M along the contraction axis. ``"masked"``: an operand has zeros, but not along that axis.
-``"none"``: the wgrad of a frozen weight, which neither this training nor the dense one runs; it counts as dense."""
+``"outputs"``: the result is needed at kept entries alone. ``"none"``: the wgrad of a frozen weight, which neither this
+training nor the dense one runs; it counts as dense."""
 
 
 class Gemm(NamedTuple):
@@ -44,8 +45,10 @@ class Gemm(NamedTuple):
 
     @property
     def treatment(self) -> str:
-        """The kind for tables: the pattern, ``"masked"``, ``"dense"`` or ``"none"``."""
-        return str(self.pattern) if self.pattern is not None else self.kind
+        """The kind for tables: the pattern, ``"masked"``, ``"none"``, or else ``"dense"``."""
+        if self.pattern is not None:
+            return str(self.pattern)
+        return "dense" if self.kind == "outputs" else self.kind
 
 
 class Gemms(NamedTuple):
@@ -101,13 +104,13 @@ def _wgrad(layer: NMLayer) -> Gemm:
     if method.uses_masks and layer.masks.has_forward and not method.gradient_at_pruned(layer):
         density = method.current_pattern(layer).density
         paper = density if method.paper_counts_masked else 1.0
-        dense = Gemm(reason="dW at kept entries alone", arithmetic=density, paper=paper)
+        dense = Gemm("outputs", reason="dW at kept entries alone", arithmetic=density, paper=paper)
     if estimator is None:
         return dense
     if not layer.progress.estimating:
         return dense._replace(reason="; ".join(filter(None, ("dense phase", dense.reason))))
     pattern = estimator.pattern_of(layer)
-    gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
+    gemm = Gemm(dense.kind) if pattern is None else Gemm.sparse(pattern)
     return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
 
 

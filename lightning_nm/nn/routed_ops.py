@@ -15,28 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, token_bucket
+from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, MaskedMatrix, Sparsity, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
 from lightning_nm.kernels.operands import in_one_pass, masked_backward, masked_forward, permuted_columns
-from lightning_nm.nn.gemms import LAYER_GEMMS
+from lightning_nm.nn.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.layer import NMLayer
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 
-def _product(layer: NMLayer, gemm: GemmName, x: Tensor, out: int, width: int) -> Product:
+_SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
+
+
+def _product(layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, out: int, width: int) -> Product:
     """One of the layer's products as it would run now on the batch ``x [tokens, width]``."""
-    how, masks, spec = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec
-    reason = ""
-    if how.pattern is None:
-        reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
-    permuted = gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
     size = _size(gemm, len(x), out, width)
-    return Product(
-        spec.name, GemmKey(gemm, *size, x.dtype, how.pattern or spec.pattern, str(x.device), permuted), reason
-    )
+    sparsity = _SPARSITY.get(how.kind)
+    if sparsity is None or sparsity not in router.takes(device):
+        reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
+        return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
+    pattern = how.pattern or spec.method.current_pattern(layer)
+    permuted = gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity))
 
 
 def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
@@ -96,7 +100,7 @@ def forward_gemm(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     gemms = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = [_product(nm, gemm, x, out, x.shape[1]) for gemm in gemms]
+    product, *later = [_product(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
     route.record([product, *later])
     kernel = route.kernel(product)
 
@@ -104,11 +108,7 @@ def forward_gemm(
         return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        def operand() -> Tensor:
-            return packable_forward(nm, weight, x.dtype)
-
-        # Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
-        packed = _pack(nm, route, kernel, product, weight, operand) if trains else kernel.pack(operand())
+        packed = _pack(nm, route, kernel, product, weight, _forward_operand(nm, weight, product.key), keep=trains)
         return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
 
     return _run(route, kernel, product, sparse, dense)
@@ -155,8 +155,8 @@ def backward_gemms(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     sizes = grad.shape[1], x.shape[1]
-    dgrad = _product(nm, "dgrad", x, *sizes) if needs_input else None
-    wgrad = _product(nm, "wgrad", x, *sizes) if needs_weight else None
+    dgrad = _product(nm, route, "dgrad", x, *sizes) if needs_input else None
+    wgrad = _product(nm, route, "wgrad", x, *sizes) if needs_weight else None
     route.tune_if_single()
     dgrad_kernel = None if dgrad is None else route.kernel(dgrad)
     wgrad_kernel = None if wgrad is None else route.kernel(wgrad)
@@ -164,7 +164,7 @@ def backward_gemms(
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
         grad.new_empty(0) if dgrad is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
-        grad.new_empty(0) if wgrad is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, x),
+        grad.new_empty(0) if wgrad is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, weight, x),
     )
 
 
@@ -242,15 +242,30 @@ def _dgrad(
         return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
-        packed = _pack(layer, router, kernel, product, weight, lambda: packable_backward(layer, weight, grad.dtype))
-        order = layer.masks.permutation if product.key.permuted else None
+        packed = _pack(layer, router, kernel, product, weight, _backward_operand(layer, weight, product.key))
+        order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
     return _run(router, kernel, product, sparse, dense)
 
 
-def _wgrad(layer: NMLayer, router: Router, kernel: Any, product: Product, gradient: _Gradient, x: Tensor) -> Tensor:
+def _wgrad(
+    layer: NMLayer,
+    router: Router,
+    kernel: Any,
+    product: Product,
+    gradient: _Gradient,
+    weight: Tensor,
+    x: Tensor,
+) -> Tensor:
     grad, seed = gradient.grad, gradient.seed
+    if product.key.sparsity == "outputs":
+
+        def at_kept_entries() -> Tensor:
+            layout = _layout(layer, router, kernel, product, _forward_operand(layer, weight, product.key))
+            return kernel.sampled(layout, grad, _plain(x))
+
+        return _run(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
     if seed is None:
         return grad.t() @ x
     if layer.observation.active:
@@ -321,18 +336,64 @@ def _run(
     return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
 
+def _forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
+    """W_F ``[out, in]`` for kernels."""
+    method, bits = layer.spec.method, layer.masks.bits
+    values = weight if method.masks_entries else method.forward_weight(layer, weight)
+    return _operand(layer, values, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
+
+
+def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
+    """W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
+    method, masks = layer.spec.method, layer.masks
+    values = weight if method.masks_entries else method.backward_weight(layer, weight)
+    bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
+    found = _operand(layer, values, masks.bits, bit, key, order, lambda: packable_backward(layer, weight, key.dtype))
+    return found._replace(values=found.values.t(), bits=found.bits.t())
+
+
+def _operand(
+    layer: NMLayer,
+    values: Tensor,
+    bits: Tensor | None,
+    bit: int,
+    key: GemmKey,
+    order: Tensor | None,
+    dense: Callable[[], Tensor],
+) -> MaskedMatrix:
+    assert bits is not None  # a product without masks has no sparse operand
+    return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
+
+
+def _layout(layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: MaskedMatrix) -> Any:
+    """What a packed operand has of the masks, which is kept while they stand still."""
+    masks = [tensor for tensor in (layer.masks.bits, layer.masks.permutation) if tensor is not None]
+    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in masks])
+    stamp: Hashable = (versions, layer.masks.has_backward, matrix.pattern)
+    side = "dgrad" if product.key.gemm == "dgrad" else "forward"
+    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix))
+
+
 def _pack(
     layer: NMLayer,
     router: Router,
     kernel: GemmKernel,
     product: Product,
     weight: Tensor,
-    operand: Callable[[], Tensor],
-) -> Tensor:
-    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does."""
+    matrix: MaskedMatrix,
+    *,
+    keep: bool = True,
+) -> Any:
+    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
+
+    Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
+    """
+    layout = _layout(layer, router, kernel, product, matrix)
+    if not keep:
+        return kernel.pack_masked(matrix, layout)
     versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
     name = (kernel.name, product.key.gemm, product.key.dtype)
-    return router.packed(layer, name, stamp, lambda: kernel.pack(operand()))
+    return router.packed(layer, name, stamp, lambda: kernel.pack_masked(matrix, layout))

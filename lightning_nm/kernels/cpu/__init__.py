@@ -1,0 +1,6 @@
+"""Kernels for CPUs: a small C library, the layouts of its sparse matrices, and the kernels that the router takes."""
+
+from lightning_nm.kernels.cpu.kernels import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
+
+__all__ = ["CpuCsrKernel", "CpuPermuteKernel", "CsrLayout", "PermuteLayout"]

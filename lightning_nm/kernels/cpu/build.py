@@ -1,0 +1,74 @@
+"""Compile the library of CPU kernels with the C compiler of the machine. Imports neither torch nor this package."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = Path(__file__).parent / "libnm.so"
+LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]}
+"""Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone."""
+
+
+def compiler() -> list[str]:
+    """The command of the C compiler: ``$CC``, ``cc``, ``gcc`` or ``clang``; empty if there is none."""
+    for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command
+    return []
+
+
+def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
+    """Compile the library; return why there is none, or an empty string.
+
+    Args:
+        target: The file to write; it is replaced at once, so that a process that has loaded the old one keeps it.
+        flags: Further flags, such as ``-fsanitize=address``.
+    """
+    if sys.platform not in ("linux", "darwin"):
+        return f"there is no library for {sys.platform}"
+    command = compiler()
+    if not command:
+        return "no C compiler was found: install one (gcc or clang), then install lightning-nm again"
+    common = [*command, "-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default", *flags]
+    levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for name, level, extra in [
+            ("library", None, []),
+            ("layout", None, []),
+            *(("kernels", level, extra) for level, extra in levels.items()),
+        ]:
+            objects.append(f"{folder}/{name}{'' if level is None else level}.o")
+            define = [] if level is None else [f"-DNM_LEVEL={level}"]
+            failed = _run([*common, *extra, *define, "-c", str(SOURCES / f"{name}.c"), "-o", objects[-1]])
+            if failed:
+                return failed
+        made = Path(folder) / target.name
+        if failed := _run([*command, "-shared", *flags, *objects, "-o", str(made)]):
+            return failed
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copy(made, new)
+        new.replace(target)
+    return ""
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    return f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[:2000]}"
+
+
+if __name__ == "__main__":
+    reason = compile_library()
+    print(reason or LIBRARY)
+    sys.exit(bool(reason))

@@ -1,0 +1,529 @@
+/* The products, for one instruction set: NM_LEVEL 0 is what every CPU of the architecture has, 1 is AVX2 with FMA, 2 is
+ * AVX-512. Vectors are GCC's and clang's; only permutations and transposes are written with intrinsics. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "nm.h"
+
+#if NM_LEVEL > 0
+#include <immintrin.h>
+#endif
+
+#if NM_LEVEL == 2
+#define LANES 16
+#define KERNELS nm_avx512
+#elif NM_LEVEL == 1
+#define LANES 8
+#define KERNELS nm_avx2
+#else
+#define LANES 4
+#define KERNELS nm_baseline
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec load(const float *p) { return *(const loose *)p; }
+INLINE void store(float *p, vec v) { *(loose *)p = v; }
+INLINE vec fill(float v) { return v - (vec){0}; }
+
+static float *scratch(int64_t floats) { return aligned_alloc(64, (size_t)nm_ceil(floats + 16, 16) * 64); }
+
+/* ------------------------------------------------------------------------------------------------------- dtypes */
+
+INLINE float widen(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint16_t narrow(float value) { /* to nearest even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+
+INLINE int64_t width(int32_t dtype) { return dtype == NM_BFLOAT16 ? 2 : 4; }
+
+static void read_floats(float *to, const void *from, int32_t dtype, int64_t first, int64_t count) {
+    if (dtype == NM_FLOAT32) {
+        memcpy(to, (const float *)from + first, (size_t)count * 4);
+    } else {
+        const uint16_t *halves = (const uint16_t *)from + first;
+        for (int64_t i = 0; i < count; i++) to[i] = widen(halves[i]);
+    }
+}
+
+static void write_floats(void *to, int32_t dtype, int64_t first, const float *from, int64_t count) {
+    if (dtype == NM_FLOAT32) {
+        memcpy((float *)to + first, from, (size_t)count * 4);
+    } else {
+        uint16_t *halves = (uint16_t *)to + first;
+        for (int64_t i = 0; i < count; i++) halves[i] = narrow(from[i]);
+    }
+}
+
+/* ----------------------------------------------------------------------------------------- the permute layout */
+
+#if NM_LEVEL > 0
+#if NM_LEVEL == 2
+#define TOKENS 8
+#define UNITS 6 /* (block, slot) pairs whose sums permute_sampled holds in registers */
+typedef __m512i lane_index;
+INLINE lane_index load_index(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vec permute(lane_index i, vec v) { return (vec)_mm512_permutexvar_ps(i, (__m512)v); }
+#else
+#define TOKENS 4
+#define UNITS 3
+typedef __m256i lane_index;
+INLINE lane_index load_index(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE vec permute(lane_index i, vec v) { return (vec)_mm256_permutevar8x32_ps((__m256)v, i); }
+#endif
+#define TILE (2 * LANES)
+#define SAMPLED_TOKENS 64
+#define SAMPLED_TILES 8
+
+typedef struct {
+    nm_operands *o;
+    const nm_permute *a;
+    int64_t parts, tokens;
+} permute_job;
+
+/* Copy `count` rows of x [.., depth] from row `first` into [block][into][LANES], with zeros to fill it up. */
+static void gather_blocks(float *to, const nm_operands *o, int64_t first, int64_t count, int64_t into) {
+    int64_t blocks = nm_ceil(o->depth, LANES), whole = o->depth / LANES;
+    for (int64_t t = 0; t < into; t++) {
+        float *row = to + t * LANES;
+        if (t >= count) {
+            for (int64_t b = 0; b < blocks; b++) store(row + b * into * LANES, fill(0));
+            continue;
+        }
+        int64_t at = (first + t) * o->depth;
+        if (o->dtype == NM_FLOAT32)
+            for (int64_t b = 0; b < whole; b++)
+                store(row + b * into * LANES, load((const float *)o->x + at + b * LANES));
+        else
+            for (int64_t b = 0; b < whole; b++)
+                read_floats(row + b * into * LANES, o->x, o->dtype, at + b * LANES, LANES);
+        if (whole < blocks) {
+            store(row + whole * into * LANES, fill(0));
+            read_floats(row + whole * into * LANES, o->x, o->dtype, at + whole * LANES, o->depth - whole * LANES);
+        }
+    }
+}
+
+/* One tile of rows for `count` tokens, of which `valid` exist. */
+INLINE void permute_tile(const int count, int64_t valid, const nm_operands *o, const nm_permute *a, int64_t tile,
+                         int64_t first, const float *x) {
+    int64_t blocks = nm_ceil(o->depth, LANES), row = tile * TILE, rows = nm_min(TILE, o->rows - row);
+    const uint8_t *index = a->index + tile * blocks * a->slots * TILE;
+    const float *values = a->values + tile * blocks * a->slots * TILE;
+    float bias[TILE] = {0};
+    if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
+    vec low[TOKENS], high[TOKENS];
+    for (int t = 0; t < count; t++) low[t] = load(bias), high[t] = load(bias + LANES);
+    for (int64_t b = 0; b < blocks; b++, x += count * LANES) {
+        vec inputs[TOKENS];
+        for (int t = 0; t < count; t++) inputs[t] = load(x + t * LANES);
+        for (int64_t s = 0; s < a->slots; s++, index += TILE, values += TILE) {
+            lane_index i = load_index(index), j = load_index(index + LANES);
+            vec v = load(values), w = load(values + LANES);
+            for (int t = 0; t < count; t++) {
+                low[t] += v * permute(i, inputs[t]);
+                high[t] += w * permute(j, inputs[t]);
+            }
+        }
+    }
+    for (int t = 0; t < count && t < valid; t++) {
+        int64_t at = (first + t) * o->rows + row;
+        if (o->dtype == NM_FLOAT32 && rows == TILE) {
+            store((float *)o->y + at, low[t]);
+            store((float *)o->y + at + LANES, high[t]);
+        } else {
+            float out[TILE];
+            store(out, low[t]);
+            store(out + LANES, high[t]);
+            write_floats(o->y, o->dtype, at, out, rows);
+        }
+    }
+}
+
+static void permute_linear_task(int64_t begin, int64_t end, void *context) {
+    const permute_job *job = context;
+    nm_operands *o = job->o;
+    int64_t blocks = nm_ceil(o->depth, LANES), tiles = nm_ceil(o->rows, TILE), filled = -1;
+    float *x = scratch(blocks * TOKENS * LANES);
+    if (!x) {
+        o->failed = 1;
+        return;
+    }
+    for (int64_t item = begin; item < end; item++) {
+        int64_t first = item / job->parts * TOKENS, part = item % job->parts;
+        int64_t valid = nm_min(TOKENS, o->tokens - first);
+        int64_t count = valid > 4 ? 8 : valid > 2 ? 4 : valid;
+        if (filled != first) gather_blocks(x, o, first, valid, count);
+        filled = first;
+        for (int64_t tile = tiles * part / job->parts; tile < tiles * (part + 1) / job->parts; tile++) {
+            if (count == 1)
+                permute_tile(1, valid, o, job->a, tile, first, x);
+            else if (count == 2)
+                permute_tile(2, valid, o, job->a, tile, first, x);
+            else if (count == 4)
+                permute_tile(4, valid, o, job->a, tile, first, x);
+#if TOKENS > 4
+            else
+                permute_tile(8, valid, o, job->a, tile, first, x);
+#endif
+        }
+    }
+    free(x);
+}
+
+static void permute_linear(nm_operands *o, const nm_permute *a) {
+    int64_t groups = nm_ceil(o->tokens, TOKENS), tiles = nm_ceil(o->rows, TILE);
+    int64_t parts = groups >= 8 * o->threads ? 1 : nm_min(tiles, nm_ceil(4 * o->threads, groups));
+    permute_job job = {o, a, o->threads > 1 ? parts : 1, 0};
+    nm_run(o, groups * job.parts, permute_linear_task, &job);
+}
+
+/* The sums of `units` (block, slot) pairs of one tile over one group of tokens. x is [block][tokens][LANES], grad
+ * [tokens][TILE]. */
+INLINE void sampled_units(const int units, const nm_permute *a, int64_t unit, const uint8_t *index, const float *x,
+                          const float *grad, float *sums) {
+    lane_index i[UNITS], j[UNITS];
+    vec low[UNITS], high[UNITS];
+    const float *inputs[UNITS];
+    for (int u = 0; u < units; u++) {
+        i[u] = load_index(index + (unit + u) * TILE), j[u] = load_index(index + (unit + u) * TILE + LANES);
+        low[u] = load(sums + (unit + u) * TILE), high[u] = load(sums + (unit + u) * TILE + LANES);
+        inputs[u] = x + (unit + u) / a->slots * SAMPLED_TOKENS * LANES;
+    }
+    for (int64_t t = 0; t < SAMPLED_TOKENS; t++) {
+        vec d = load(grad + t * TILE), e = load(grad + t * TILE + LANES);
+        for (int u = 0; u < units; u++) {
+            vec v = load(inputs[u] + t * LANES);
+            low[u] += d * permute(i[u], v);
+            high[u] += e * permute(j[u], v);
+        }
+    }
+    for (int u = 0; u < units; u++) {
+        store(sums + (unit + u) * TILE, low[u]);
+        store(sums + (unit + u) * TILE + LANES, high[u]);
+    }
+}
+
+static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
+    const permute_job *job = context;
+    nm_operands *o = job->o;
+    const nm_permute *a = job->a;
+    int64_t blocks = nm_ceil(o->depth, LANES), units = blocks * a->slots;
+    float *x = scratch(blocks * SAMPLED_TOKENS * LANES);
+    float *grad = scratch(SAMPLED_TILES * SAMPLED_TOKENS * TILE);
+    float *sums = scratch((end - begin) * units * TILE);
+    float *row = scratch(o->depth);
+    if (x && grad && sums && row) {
+        memset(sums, 0, (size_t)((end - begin) * units * TILE) * 4);
+        for (int64_t first = 0; first < o->tokens; first += SAMPLED_TOKENS) {
+            int64_t count = nm_min(SAMPLED_TOKENS, o->tokens - first);
+            gather_blocks(x, o, first, count, SAMPLED_TOKENS);
+            for (int64_t group = begin; group < end; group += SAMPLED_TILES) {
+                int64_t tiles = nm_min(SAMPLED_TILES, end - group);
+                memset(grad, 0, (size_t)(tiles * SAMPLED_TOKENS * TILE) * 4);
+                for (int64_t tile = 0; tile < tiles; tile++)
+                    for (int64_t t = 0; t < count; t++)
+                        read_floats(grad + (tile * SAMPLED_TOKENS + t) * TILE, o->grad, o->dtype,
+                                    (first + t) * o->rows + (group + tile) * TILE,
+                                    nm_min(TILE, o->rows - (group + tile) * TILE));
+                for (int64_t unit = 0; unit < units; unit += UNITS) {
+                    int64_t left = nm_min(UNITS, units - unit);
+                    for (int64_t tile = 0; tile < tiles; tile++) {
+                        const uint8_t *index = a->index + (group + tile) * units * TILE;
+                        float *into = sums + (group + tile - begin) * units * TILE;
+                        const float *d = grad + tile * SAMPLED_TOKENS * TILE;
+                        if (left == UNITS)
+                            sampled_units(UNITS, a, unit, index, x, d, into);
+                        else
+                            for (int64_t u = unit; u < units; u++) sampled_units(1, a, u, index, x, d, into);
+                    }
+                }
+            }
+        }
+        for (int64_t r = begin * TILE; r < nm_min(end * TILE, o->rows); r++) {
+            const uint8_t *index = a->index + r / TILE * units * TILE + r % TILE;
+            const float *from = sums + (r / TILE - begin) * units * TILE + r % TILE;
+            memset(row, 0, (size_t)o->depth * 4);
+            for (int64_t u = 0; u < units; u++) {
+                int64_t at = index[u * TILE];
+                if (!(at & NM_EMPTY)) row[u / a->slots * LANES + at] = from[u * TILE];
+            }
+            write_floats(o->y, o->dtype, r * o->depth, row, o->depth);
+        }
+    } else {
+        o->failed = 1;
+    }
+    free(x);
+    free(grad);
+    free(sums);
+    free(row);
+}
+
+static void permute_sampled(nm_operands *o, const nm_permute *a) {
+    permute_job job = {o, a, 0, 0};
+    nm_run(o, nm_ceil(o->rows, TILE), permute_sampled_task, &job);
+}
+#endif
+
+/* --------------------------------------------------------------------------------------------- the csr layout */
+
+/* to [16][into] = the transpose of from [16][ld]. */
+#if NM_LEVEL == 2
+INLINE void transpose16(const float *from, int64_t ld, float *to, int64_t into) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(from + i * ld);
+    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int h = 0; h < 2; h++) {
+            __m512d a = _mm512_castps_pd(t[i + h]), b = _mm512_castps_pd(t[i + 2 + h]);
+            r[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            r[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    /* r[4 g + c] has in its quarter q column 4 q + c of the rows 4 g .. 4 g + 3 */
+    for (int c = 0; c < 4; c++) {
+        __m512 a = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+        __m512 d = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+        _mm512_storeu_ps(to + c * into, _mm512_shuffle_f32x4(a, d, 0x88));
+        _mm512_storeu_ps(to + (8 + c) * into, _mm512_shuffle_f32x4(a, d, 0xdd));
+        _mm512_storeu_ps(to + (4 + c) * into, _mm512_shuffle_f32x4(b, e, 0x88));
+        _mm512_storeu_ps(to + (12 + c) * into, _mm512_shuffle_f32x4(b, e, 0xdd));
+    }
+}
+#elif NM_LEVEL == 1
+INLINE void transpose8(const float *from, int64_t ld, float *to, int64_t into) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(from + i * ld);
+    for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int h = 0; h < 2; h++) {
+            r[i + 2 * h] = _mm256_shuffle_ps(t[i + h], t[i + 2 + h], 0x44);
+            r[i + 2 * h + 1] = _mm256_shuffle_ps(t[i + h], t[i + 2 + h], 0xee);
+        }
+    for (int c = 0; c < 4; c++) {
+        _mm256_storeu_ps(to + c * into, _mm256_permute2f128_ps(r[c], r[4 + c], 0x20));
+        _mm256_storeu_ps(to + (4 + c) * into, _mm256_permute2f128_ps(r[c], r[4 + c], 0x31));
+    }
+}
+INLINE void transpose16(const float *from, int64_t ld, float *to, int64_t into) {
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 16; j += 8) transpose8(from + i * ld + j, ld, to + j * into + i, into);
+}
+#else
+INLINE void transpose16(const float *from, int64_t ld, float *to, int64_t into) {
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < 16; i++) to[j * into + i] = from[i * ld + j];
+}
+#endif
+
+/* panel [columns][NM_PANEL] = the transpose of the rows first .. first + count of a matrix [.., ld], its columns from
+ * `column` on; zeros where there is no row. */
+static void transposed_panel(float *panel, const void *matrix, int32_t dtype, int64_t ld, int64_t first, int64_t count,
+                             int64_t column, int64_t columns) {
+    float block[16 * 16];
+    for (int64_t t = 0; t < NM_PANEL; t += 16) {
+        int64_t rows = nm_min(16, count - t);
+        for (int64_t k = 0; k < columns; k += 16) {
+            int64_t wide = nm_min(16, columns - k), at = (first + t) * ld + column + k;
+            if (rows == 16 && wide == 16 && dtype == NM_FLOAT32) {
+                transpose16((const float *)matrix + at, ld, panel + k * NM_PANEL + t, NM_PANEL);
+                continue;
+            }
+            if (rows < 16 || wide < 16) memset(block, 0, sizeof block);
+            for (int64_t i = 0; i < rows; i++) read_floats(block + i * 16, matrix, dtype, at + i * ld, wide);
+            if (wide == 16) {
+                transpose16(block, 16, panel + k * NM_PANEL + t, NM_PANEL);
+            } else {
+                for (int64_t j = 0; j < wide; j++)
+                    for (int64_t i = 0; i < 16; i++) panel[(k + j) * NM_PANEL + t + i] = block[i * 16 + j];
+            }
+        }
+    }
+}
+
+/* panel [depth][NM_PANEL] = the columns first .. first + count of x [depth, tokens]. */
+static void straight_panel(float *panel, const nm_operands *o, int64_t first, int64_t count) {
+    for (int64_t k = 0; k < o->depth; k++) {
+        if (count < NM_PANEL) memset(panel + k * NM_PANEL, 0, NM_PANEL * 4);
+        read_floats(panel + k * NM_PANEL, o->x, o->dtype, k * o->tokens + first, count);
+    }
+}
+
+/* y [NM_PANEL] of one row, or of two. */
+#define GROUP (LANES < 8 ? 8 : NM_PANEL / LANES) /* vectors that are summed at a time */
+
+INLINE void csr_row(const nm_csr *a, int64_t row, const float *panel, float *y) {
+    for (int part = 0; part < NM_PANEL; part += GROUP * LANES) {
+        vec sums[GROUP];
+        for (int v = 0; v < GROUP; v++) sums[v] = fill(0);
+        for (int32_t e = a->start[row]; e < a->start[row + 1]; e++) {
+            const float *x = panel + a->offset[e] + part;
+            vec w = fill(a->values[e]);
+            for (int v = 0; v < GROUP; v++) sums[v] += w * load(x + v * LANES);
+        }
+        for (int v = 0; v < GROUP; v++) store(y + part + v * LANES, sums[v]);
+    }
+}
+
+#if NM_LEVEL == 2
+/* Two rows at once: four sums alone would wait for each other. The order of each sum is that of csr_row. */
+INLINE void csr_two_rows(const nm_csr *a, int64_t row, const float *panel, float *y) {
+    int32_t e = a->start[row], f = a->start[row + 1], last = a->start[row + 1], end = a->start[row + 2];
+    vec sums[2][GROUP];
+    for (int v = 0; v < GROUP; v++) sums[0][v] = sums[1][v] = fill(0);
+    for (; e < last && f < end; e++, f++) {
+        const float *x = panel + a->offset[e], *z = panel + a->offset[f];
+        vec w = fill(a->values[e]), u = fill(a->values[f]);
+        for (int v = 0; v < GROUP; v++) sums[0][v] += w * load(x + v * LANES), sums[1][v] += u * load(z + v * LANES);
+    }
+    for (; e < last; e++)
+        for (int v = 0; v < GROUP; v++) sums[0][v] += fill(a->values[e]) * load(panel + a->offset[e] + v * LANES);
+    for (; f < end; f++)
+        for (int v = 0; v < GROUP; v++) sums[1][v] += fill(a->values[f]) * load(panel + a->offset[f] + v * LANES);
+    for (int v = 0; v < GROUP; v++) store(y + v * LANES, sums[0][v]), store(y + NM_PANEL + v * LANES, sums[1][v]);
+}
+#endif
+
+/* y [rows][NM_PANEL] of the rows first .. first + rows. */
+static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, const float *panel, float *y) {
+    int64_t r = 0;
+#if NM_LEVEL == 2
+    for (; r + 2 <= rows; r += 2) csr_two_rows(a, first + r, panel, y + r * NM_PANEL);
+#endif
+    for (; r < rows; r++) csr_row(a, first + r, panel, y + r * NM_PANEL);
+}
+
+typedef struct {
+    nm_operands *o;
+    const nm_csr *a;
+    int64_t parts;
+    int transposed;
+} csr_job;
+
+/* Write y [16][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
+static void write_transposed(nm_operands *o, const float *y, int64_t row, int64_t rows, int64_t first, int64_t count) {
+    float block[16 * 16], bias[16] = {0};
+    if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
+    for (int64_t t = 0; t < count; t += 16) {
+        transpose16(y + t, NM_PANEL, block, 16);
+        for (int64_t i = 0; i < nm_min(16, count - t); i++) {
+            if (o->bias)
+                for (int64_t j = 0; j < 16; j++) block[i * 16 + j] += bias[j];
+            write_floats(o->y, o->dtype, (first + t + i) * o->rows + row, block + i * 16, rows);
+        }
+    }
+}
+
+static void csr_task(int64_t begin, int64_t end, void *context) {
+    const csr_job *job = context;
+    nm_operands *o = job->o;
+    int64_t filled = -1;
+    float *panel = scratch(o->depth * NM_PANEL), y[16 * NM_PANEL] __attribute__((aligned(64)));
+    if (!panel) {
+        o->failed = 1;
+        return;
+    }
+    int64_t groups = nm_ceil(o->rows, 16);
+    for (int64_t item = begin; item < end; item++) {
+        int64_t first = item / job->parts * NM_PANEL, part = item % job->parts;
+        int64_t count = nm_min(NM_PANEL, o->tokens - first);
+        if (filled != first) {
+            if (job->transposed)
+                transposed_panel(panel, o->x, o->dtype, o->depth, first, count, 0, o->depth);
+            else
+                straight_panel(panel, o, first, count);
+        }
+        filled = first;
+        for (int64_t g = groups * part / job->parts; g < groups * (part + 1) / job->parts; g++) {
+            int64_t row = g * 16, rows = nm_min(16, o->rows - row);
+            csr_rows(job->a, row, rows, panel, y);
+            if (job->transposed)
+                write_transposed(o, y, row, rows, first, count);
+            else
+                for (int64_t r = 0; r < rows; r++)
+                    write_floats(o->y, o->dtype, (row + r) * o->tokens + first, y + r * NM_PANEL, count);
+        }
+    }
+    free(panel);
+}
+
+static void csr_product(nm_operands *o, const nm_csr *a, int transposed) {
+    int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, 16);
+    int64_t parts = o->threads > 1 && panels % o->threads ? nm_min(groups, o->threads) : 1;
+    csr_job job = {o, a, parts, transposed};
+    nm_run(o, panels * parts, csr_task, &job);
+}
+
+static void csr_linear(nm_operands *o, const nm_csr *a) { csr_product(o, a, 1); }
+static void csr_matmul(nm_operands *o, const nm_csr *a) { csr_product(o, a, 0); }
+
+INLINE float total(vec v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+/* Rows begin * 16 .. end * 16 of the gradient at kept entries; here a panel has tokens as lanes on both sides. */
+static void csr_sampled_task(int64_t begin, int64_t end, void *context) {
+    const csr_job *job = context;
+    nm_operands *o = job->o;
+    const nm_csr *a = job->a;
+    int64_t first_row = begin * 16, rows = nm_min(end * 16, o->rows) - first_row;
+    int32_t base = a->start[first_row], entries = a->start[first_row + rows] - base;
+    float *panel = scratch(o->depth * NM_PANEL), *grad = scratch(rows * NM_PANEL), *sums = scratch(entries);
+    float *line = scratch(o->depth);
+    if (panel && grad && sums && line) {
+        memset(sums, 0, (size_t)entries * 4);
+        for (int64_t first = 0; first < o->tokens; first += NM_PANEL) {
+            int64_t count = nm_min(NM_PANEL, o->tokens - first);
+            transposed_panel(panel, o->x, o->dtype, o->depth, first, count, 0, o->depth);
+            transposed_panel(grad, o->grad, o->dtype, o->rows, first, count, first_row, rows);
+            for (int64_t r = 0; r < rows; r++)
+                for (int32_t e = a->start[first_row + r]; e < a->start[first_row + r + 1]; e++) {
+                    const float *x = panel + a->offset[e], *d = grad + r * NM_PANEL;
+                    vec sum = load(x) * load(d);
+                    for (int v = LANES; v < NM_PANEL; v += LANES) sum += load(x + v) * load(d + v);
+                    sums[e - base] += total(sum);
+                }
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            memset(line, 0, (size_t)o->depth * 4);
+            for (int32_t e = a->start[first_row + r]; e < a->start[first_row + r + 1]; e++)
+                line[a->offset[e] / NM_PANEL] = sums[e - base];
+            write_floats(o->y, o->dtype, (first_row + r) * o->depth, line, o->depth);
+        }
+    } else {
+        o->failed = 1;
+    }
+    free(panel);
+    free(grad);
+    free(sums);
+    free(line);
+}
+
+static void csr_sampled(nm_operands *o, const nm_csr *a) {
+    csr_job job = {o, a, 1, 0};
+    nm_run(o, nm_ceil(o->rows, 16), csr_sampled_task, &job);
+}
+
+const nm_kernels KERNELS = {
+#if NM_LEVEL > 0
+    .lanes = LANES,
+    .permute_linear = permute_linear,
+    .permute_sampled = permute_sampled,
+#endif
+    .csr_linear = csr_linear,
+    .csr_matmul = csr_matmul,
+    .csr_sampled = csr_sampled,
+};

@@ -1,0 +1,181 @@
+/* Layouts from masks, and the values of a layout from a weight.
+ *
+ * A mask is one bit of the bytes bits[r * row_stride + d * depth_stride], r < rows, d < depth, one of the strides 1. A
+ * weight has the same strides. `order`, if it is not NULL, has the position in memory for every d. */
+#include <string.h>
+
+#include "nm.h"
+
+typedef struct {
+    const uint8_t *bits;
+    int32_t bit;
+    int64_t rows, depth, row_stride, depth_stride;
+    const int64_t *order; /* [depth] or NULL */
+} nm_mask;
+
+static inline int64_t place(const nm_mask *m, int64_t depth) { return m->order ? m->order[depth] : depth; }
+
+/* A word of eight bytes, of each only the lowest bit, set where the mask is. */
+static inline uint64_t eight(const nm_mask *m, const uint8_t *bytes, int64_t left) {
+    uint64_t word = 0;
+    if (left >= 8)
+        memcpy(&word, bytes, 8);
+    else
+        memcpy(&word, bytes, (size_t)left);
+    return word >> m->bit & 0x0101010101010101u;
+}
+
+/* For each set bit of `line`: `at` is its position. */
+#define EACH_SET(mask, line, size, at)                                                  \
+    for (int64_t base_ = 0; base_ < (size); base_ += 8)                                 \
+        for (uint64_t word_ = eight(mask, (line) + base_, (size) - base_); word_; word_ &= word_ - 1) \
+            for (int64_t at = base_ + (__builtin_ctzll(word_) >> 3), once_ = 1; once_; once_ = 0)
+
+/* Write the index of a permute layout for tiles of 2 * lanes rows, blocks of `lanes` and `slots`.
+ * Returns 0, or -1 where a block has more nonzeros than slots. */
+int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, uint8_t *index) {
+    int64_t tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes), tiles = nm_ceil(m->rows, tile);
+    int64_t unit = slots * tile;
+    memset(index, NM_EMPTY, (size_t)(tiles * blocks * unit));
+    if (m->depth_stride == 1 && !m->order) {
+        for (int64_t r = 0; r < m->rows; r++) {
+            uint8_t *at_row = index + r / tile * blocks * unit + r % tile;
+            const uint8_t *line = m->bits + r * m->row_stride;
+            int64_t block = -1, slot = 0;
+            EACH_SET(m, line, m->depth, d) {
+                slot = d / lanes == block ? slot + 1 : 0;
+                block = d / lanes;
+                if (slot == slots) return -1;
+                at_row[block * unit + slot * tile] = (uint8_t)(d % lanes);
+            }
+        }
+        return 0;
+    }
+    if (m->row_stride != 1) return -2;
+    for (int64_t d = 0; d < m->depth; d++) {
+        const uint8_t *line = m->bits + place(m, d) * m->depth_stride;
+        EACH_SET(m, line, m->rows, r) {
+            uint8_t *at = index + (r / tile * blocks + d / lanes) * unit + r % tile;
+            int64_t slot = 0;
+            while (slot < slots && at[slot * tile] != NM_EMPTY) slot++;
+            if (slot == slots) return -1;
+            at[slot * tile] = (uint8_t)(d % lanes);
+        }
+    }
+    return 0;
+}
+
+/* Whether an index may be read by the kernels: every entry is empty or below `lanes`. */
+int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t lanes) {
+    uint8_t wrong = 0;
+    for (int64_t i = 0; i < size; i++) wrong |= index[i] != NM_EMPTY && index[i] >= lanes;
+    return !wrong;
+}
+
+static inline float read_value(const void *weight, int32_t dtype, int64_t at) {
+    if (dtype == NM_FLOAT32) return ((const float *)weight)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)weight)[at] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* To nearest even in bfloat16, as a cast of the weight rounds; NaN stays NaN. */
+static inline float rounded(float value, int32_t round) {
+    if (!round || value != value) return value;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* The values of a permute layout; `round` rounds them to bfloat16. */
+void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, const uint8_t *index, const void *weight,
+                       int32_t dtype, int32_t round, float *values) {
+    int64_t tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes), tiles = nm_ceil(m->rows, tile);
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t rows = nm_min(tile, m->rows - t * tile), start = t * blocks * slots * tile;
+        const uint8_t *from = index + start;
+        float *to = values + start;
+        if (rows < tile) memset(to, 0, (size_t)(blocks * slots * tile) * 4);
+        if (m->row_stride == 1) {
+            for (int64_t u = 0; u < blocks * slots; u++)
+                for (int64_t r = 0; r < rows; r++) {
+                    int64_t i = from[u * tile + r];
+                    int64_t at = i & NM_EMPTY ? 0 : place(m, u / slots * lanes + i) * m->depth_stride + t * tile + r;
+                    to[u * tile + r] = i & NM_EMPTY ? 0 : rounded(read_value(weight, dtype, at), round);
+                }
+        } else {
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t row = (t * tile + r) * m->row_stride;
+                for (int64_t b = 0; b < blocks; b++)
+                    for (int64_t s = 0; s < slots; s++) {
+                        int64_t u = (b * slots + s) * tile + r, i = from[u];
+                        int64_t at = i & NM_EMPTY ? 0 : row + place(m, b * lanes + i) * m->depth_stride;
+                        to[u] = i & NM_EMPTY ? 0 : rounded(read_value(weight, dtype, at), round);
+                    }
+            }
+        }
+    }
+}
+
+/* Count the entries of each row into start [rows + 1]; returns their number, or -1 if it is 2^31 or more. */
+int64_t nm_csr_start(const nm_mask *m, int32_t *start) {
+    memset(start, 0, (size_t)(m->rows + 1) * 4);
+    int64_t entries = 0;
+    if (m->row_stride == 1) {
+        for (int64_t d = 0; d < m->depth; d++) {
+            const uint8_t *line = m->bits + d * m->depth_stride;
+            EACH_SET(m, line, m->rows, r) start[r + 1]++, entries++;
+        }
+    } else {
+        if (m->depth_stride != 1) return -2;
+        for (int64_t r = 0; r < m->rows; r++) {
+            const uint8_t *line = m->bits + r * m->row_stride;
+            EACH_SET(m, line, m->depth, d) {
+                (void)d;
+                start[r + 1]++, entries++;
+            }
+        }
+    }
+    if (entries > INT32_MAX) return -1;
+    for (int64_t r = 0; r < m->rows; r++) start[r + 1] += start[r];
+    return entries;
+}
+
+/* Fill a csr layout: offsets, and for the entries in the order of memory their place in memory and in the layout.
+ * `next` [rows] is used up. */
+void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
+                 int32_t *slot) {
+    memcpy(next, start, (size_t)m->rows * 4);
+    int64_t entry = 0;
+    int transposed = m->row_stride == 1;
+    int64_t lines = transposed ? m->depth : m->rows, size = transposed ? m->rows : m->depth;
+    int64_t stride = transposed ? m->depth_stride : m->row_stride;
+    for (int64_t i = 0; i < lines; i++) {
+        const uint8_t *line = m->bits + i * stride;
+        EACH_SET(m, line, size, j) {
+            int64_t row = transposed ? j : i, depth = transposed ? i : j;
+            offset[next[row]] = (int32_t)(depth * NM_PANEL);
+            source[entry] = (int32_t)(i * stride + j);
+            slot[entry++] = next[row]++;
+        }
+    }
+}
+
+/* Whether a csr layout may be read by the kernels. */
+int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, int64_t entries, int64_t depth) {
+    if (start[0] != 0 || start[rows] != entries) return 0;
+    for (int64_t r = 0; r < rows; r++)
+        if (start[r] > start[r + 1]) return 0;
+    for (int64_t e = 0; e < entries; e++)
+        if (offset[e] < 0 || offset[e] % NM_PANEL || offset[e] / NM_PANEL >= depth) return 0;
+    return 1;
+}
+
+/* The values of a csr layout. */
+void nm_csr_values(const int32_t *source, const int32_t *slot, int64_t entries, const void *weight, int32_t dtype,
+                   int32_t round, float *values) {
+    for (int64_t e = 0; e < entries; e++) values[slot[e]] = rounded(read_value(weight, dtype, source[e]), round);
+}

@@ -1,0 +1,48 @@
+/* The instruction sets of this CPU, and the functions that Python calls. */
+#include <stddef.h>
+
+#include "nm.h"
+
+int32_t nm_abi(void) { return NM_ABI; }
+
+/* 0 baseline, 1 AVX2 with FMA, 2 AVX-512: the best level that CPU, operating system and this library have. */
+int32_t nm_best_level(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return 2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+    return 0;
+}
+
+static const nm_kernels *kernels_of(int32_t level) {
+#if defined(__x86_64__)
+    if (level == 2) return &nm_avx512;
+    if (level == 1) return &nm_avx2;
+#endif
+    return level == 0 ? &nm_baseline : NULL;
+}
+
+int64_t nm_lanes(int32_t level) { return kernels_of(level)->lanes; }
+
+enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
+
+/* Returns 0, 1 where memory was short, 2 where there is no such kernel. */
+int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a) {
+    const nm_kernels *kernels = kernels_of(level);
+    void (*kernel)(nm_operands *, const nm_permute *) =
+        product == NM_LINEAR ? kernels->permute_linear : product == NM_SAMPLED ? kernels->permute_sampled : NULL;
+    if (!kernel) return 2;
+    o->failed = 0;
+    kernel(o, a);
+    return o->failed;
+}
+
+int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a) {
+    const nm_kernels *kernels = kernels_of(level);
+    o->failed = 0;
+    (product == NM_LINEAR ? kernels->csr_linear : product == NM_MATMUL ? kernels->csr_matmul : kernels->csr_sampled)(o, a);
+    return o->failed;
+}

@@ -1,0 +1,76 @@
+/* Products with an N:M sparse matrix A [rows, depth] on CPUs: what the files of this library share.
+ *
+ * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. layout.c turns masks
+ * into layouts, and weights into the values of a layout. library.c detects the CPU and exports the functions.
+ *
+ * Two layouts:
+ *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
+ *            outputs: one permutation picks the input of each output. Rows are cut into tiles of 2 * lanes, the depth
+ *            into blocks of `lanes`; index[tile][block][slot][2 * lanes] has in its low bits the input within the
+ *            block, and NM_EMPTY where an output has no such nonzero. Values have the same order.
+ *   csr      For any matrix. Row r has the entries start[r] .. start[r + 1]; an entry multiplies 64 consecutive values
+ *            of a panel [depth][64] that begin at offset[entry].
+ *
+ * Every output is summed in an order that depends on neither the number of threads nor the other outputs. */
+#ifndef NM_H
+#define NM_H
+#include <stdint.h>
+
+enum { NM_ABI = 1 };
+enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
+enum { NM_EMPTY = 0x80 };
+enum { NM_PANEL = 64 }; /* lanes of a panel */
+
+typedef void (*nm_task)(int64_t begin, int64_t end, void *context);
+/* torch_parallel_for of torch's stable C interface; NULL runs on the calling thread. */
+typedef int32_t (*nm_parallel)(int64_t begin, int64_t end, int64_t grain, nm_task task, void *context);
+
+/* The dense operands of a product; `dtype` is that of x, bias, grad and y. */
+typedef struct {
+    nm_parallel parallel;
+    int64_t threads;
+    int64_t rows, depth;
+    int64_t tokens; /* rows of x and grad; columns of x and y in csr_matmul */
+    int32_t dtype;
+    int32_t failed; /* set where memory was short */
+    const void *x;
+    const void *bias; /* [rows] or NULL */
+    const void *grad; /* [tokens, rows] */
+    void *y;
+} nm_operands;
+
+typedef struct {
+    const uint8_t *index;
+    const float *values;
+    int64_t slots;
+} nm_permute;
+
+typedef struct {
+    const int32_t *start, *offset;
+    const float *values;
+} nm_csr;
+
+typedef struct {
+    int64_t lanes; /* of the permute layout; 0 where the instruction set has no permutation */
+    /* y [tokens, rows] = x [tokens, depth] A^T + bias */
+    void (*permute_linear)(nm_operands *, const nm_permute *);
+    void (*csr_linear)(nm_operands *, const nm_csr *);
+    /* y [rows, tokens] = A x, x [depth, tokens] */
+    void (*csr_matmul)(nm_operands *, const nm_csr *);
+    /* y [rows, depth] = grad^T x at the entries of the layout, zero elsewhere; x [tokens, depth] */
+    void (*permute_sampled)(nm_operands *, const nm_permute *);
+    void (*csr_sampled)(nm_operands *, const nm_csr *);
+} nm_kernels;
+
+extern const nm_kernels nm_baseline, nm_avx2, nm_avx512;
+
+static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
+static inline int64_t nm_min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline void nm_run(const nm_operands *o, int64_t items, nm_task task, void *context) {
+    if (o->parallel && o->threads > 1 && items > 1)
+        o->parallel(0, items, 1, task, context);
+    else if (items > 0)
+        task(0, items, context);
+}
+#endif

@@ -1,0 +1,197 @@
+"""Kernels for CPUs: products with packed N:M and masked matrices, and gradients at kept entries alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import nm_mask
+from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu.library import DTYPES, LINEAR, MATMUL, SAMPLED
+from lightning_nm.pattern import NMPattern
+
+
+class Packed(NamedTuple):
+    """A sparse matrix: where its entries are, and their values."""
+
+    layout: PermuteLayout | CsrLayout
+    values: Tensor
+
+
+class _CpuKernel(GemmKernel):
+    """What both kernels share: the device, the dtypes, the self-check."""
+
+    def probe(self, device: torch.device) -> str:
+        """Why the kernel does not work: another device, no library, or a small product that is wrong."""
+        if device.type != "cpu":
+            return f"it is for CPUs, not {device.type}"
+        return library.unavailable() or self._missing() or self._self_check()
+
+    def _missing(self) -> str:
+        """What the instruction set lacks."""
+        return ""
+
+    def supports(self, key: GemmKey) -> str:
+        """Why a product cannot run: the probe's reason, or :meth:`static_reason`."""
+        return self.probe(torch.device(key.device)) if key.device != "cpu" else self.static_reason(key)
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Why no CPU runs a product: its dtype, what is sparse in it, or its sizes."""
+        if key.dtype not in DTYPES:
+            return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
+        if key.sparsity not in self.takes:
+            return f"it does not take a product that is sparse in its {key.sparsity}"
+        if 0 in (key.rows, key.depth, key.columns):
+            return f"the product {key} is empty"
+        return ""
+
+    def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
+        rows, depth = packed.layout.rows, packed.layout.depth
+        _check(x, (len(x), depth))
+        if bias is not None:
+            _check(bias, (rows,), x.dtype)
+        y = x.new_empty(len(x), rows)
+        dense = library.operands(rows, depth, len(x), x, y, bias)
+        library.run(self._function(), LINEAR, dense, packed.layout.operand(packed.values))
+        return y
+
+    def sampled(self, layout: PermuteLayout | CsrLayout, grad: Tensor, x: Tensor) -> Tensor:
+        """``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
+        _check(x, (len(grad), layout.depth))
+        _check(grad, (len(grad), layout.rows), x.dtype)
+        y = x.new_empty(layout.rows, layout.depth)
+        dense = library.operands(layout.rows, layout.depth, len(x), x, y, grad=grad)
+        library.run(self._function(), SAMPLED, dense, layout.operand())
+        return y
+
+    def _function(self) -> object:
+        raise NotImplementedError
+
+    def _self_check(self) -> str:
+        """Compare small products with float64 ones."""
+        generator = torch.Generator().manual_seed(0)
+        for dtype in DTYPES:
+            pattern = NMPattern(1, 8)
+            weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 48), (11, 48)))
+            grad = torch.randn(11, 40, generator=generator).to(dtype)
+            mask = nm_mask(weight.abs(), pattern)
+            matrix = MaskedMatrix(
+                weight,
+                mask.view(torch.uint8),
+                FORWARD_BIT,
+                pattern,
+                dtype,
+                None,
+                lambda: weight,  # noqa: B023
+            )
+            layout = self.layout(matrix)
+            packed = self.pack_masked(matrix, layout)
+            masked = torch.where(mask, weight, 0).double()
+            for what, found, expected in (
+                ("linear", self.linear(packed, x), x.double() @ masked.t()),
+                ("sampled", self.sampled(layout, grad, x), torch.where(mask, grad.double().t() @ x.double(), 0)),
+            ):
+                error = float((found.double() - expected).norm() / expected.norm())
+                if not error < 4 * torch.finfo(dtype).eps:
+                    return f"its {what} product in {dtype} is wrong by {error:.2g} on this CPU"
+        return ""
+
+
+class CpuPermuteKernel(_CpuKernel):
+    """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
+
+    A register holds 8 (AVX2) or 16 (AVX-512) inputs of one token; its lanes are outputs. Inputs and outputs stay
+    row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16 operands are summed in float32 and
+    rounded once, to nearest even. The results have the same bits for every number of threads.
+    """
+
+    name = "cpu-permute"
+    takes = frozenset({"n:m", "outputs"})
+
+    def _missing(self) -> str:
+        return "" if library.load().nm_lanes(library.level()) else "the baseline instruction set has no permutation"
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Also a pattern whose blocks do not fit registers, and a wgrad whose operand is N:M along the tokens."""
+        if reason := super().static_reason(key):
+            return reason
+        if key.gemm == "wgrad" and key.sparsity == "n:m":
+            return "it permutes inputs of a token, not tokens"
+        lanes = library.load().nm_lanes(library.level())
+        if lanes % key.pattern.m and key.pattern.m % lanes:
+            return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
+        return ""
+
+    def _function(self) -> object:
+        return library.load().nm_permute_product
+
+    def layout(self, matrix: MaskedMatrix) -> PermuteLayout:
+        """Lay out a mask."""
+        if matrix.pattern is None:
+            raise ValueError(f"{self.name} takes a mask of a pattern")
+        return PermuteLayout.of(matrix, matrix.pattern)
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: PermuteLayout) -> Packed:
+        """Read the values at the entries of the layout."""
+        return Packed(layout, layout.values(matrix))
+
+    def pack(self, matrix: Tensor) -> Packed:
+        """Not offered: an index needs a mask."""
+        raise NotImplementedError(f"{self.name} packs masked weights alone, see pack_masked")
+
+
+class CpuCsrKernel(_CpuKernel):
+    """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
+
+    It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens.
+    """
+
+    name = "cpu-csr"
+    takes = frozenset({"n:m", "masked", "outputs"})
+    ordered = False
+
+    def _function(self) -> object:
+        return library.load().nm_csr_product
+
+    def layout(self, matrix: MaskedMatrix) -> CsrLayout:
+        """Lay out a mask."""
+        return CsrLayout.of(matrix)
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
+        """Read the values at the entries of the layout."""
+        return Packed(layout, layout.values(matrix))
+
+    def pack(self, matrix: Tensor) -> Packed:
+        """Pack the nonzeros of a contiguous matrix."""
+        found = MaskedMatrix(
+            matrix, matrix.ne(0).view(torch.uint8), FORWARD_BIT, None, matrix.dtype, None, lambda: matrix
+        )
+        return self.pack_masked(found, self.layout(found))
+
+    def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
+        rows, columns = packed.layout.rows, matrix.shape[1]
+        _check(matrix, (len(matrix), columns))
+        if len(matrix) > packed.layout.depth:
+            raise ValueError(f"a matrix of {len(matrix)} rows does not fit {packed.layout.depth} columns")
+        y = matrix.new_empty(rows, columns)
+        dense = library.operands(rows, len(matrix), columns, matrix, y)
+        library.run(self._function(), MATMUL, dense, packed.layout.operand(packed.values))
+        return y
+
+
+def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Refuse what the library would misread."""
+    if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
+        raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
+    if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
+            f"contiguous, of shape {shape}, on the CPU"
+        )

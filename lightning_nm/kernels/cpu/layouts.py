@@ -1,0 +1,175 @@
+"""Layouts of sparse matrices for the CPU kernels, and the values of a layout.
+
+A layout is where a mask is; it is made when masks move. Values are read from the weight, in one pass over kept entries,
+whenever the weight changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.api import MaskedMatrix
+from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL, CsrOperand, Mask, PermuteOperand, level, load
+from lightning_nm.pattern import NMPattern
+
+
+class PermuteLayout(NamedTuple):
+    """A matrix that is N:M along its depth: for each tile of rows, block of the depth and slot the input of each row.
+
+    ``inputs`` is uint8 ``[tiles, blocks, slots, 2 lanes]``: the input within the block of `lanes`, or 128 where a row
+    has no nonzero.
+    """
+
+    inputs: Tensor
+    rows: int
+    depth: int
+
+    @property
+    def lanes(self) -> int:
+        """Values in a register."""
+        return self.inputs.shape[3] // 2
+
+    @property
+    def slots(self) -> int:
+        """Nonzeros of a row in one block, at most."""
+        return self.inputs.shape[2]
+
+    @staticmethod
+    def most_slots(pattern: NMPattern, lanes: int) -> int:
+        """Nonzeros that a row of a pattern may have in an aligned block of `lanes`."""
+        if lanes % pattern.m == 0:
+            return pattern.n * (lanes // pattern.m)
+        return min(pattern.n, lanes) if pattern.m % lanes == 0 else lanes
+
+    @classmethod
+    def of(cls, matrix: MaskedMatrix, pattern: NMPattern) -> PermuteLayout:
+        """Lay out the mask of a matrix.
+
+        Raises:
+            ValueError: If the mask is not of the pattern.
+        """
+        library = load()
+        lanes = library.nm_lanes(level())
+        rows, depth = matrix.shape
+        slots = cls.most_slots(pattern, lanes)
+        inputs = torch.empty(-(-rows // (2 * lanes)), -(-depth // lanes), slots, 2 * lanes, dtype=torch.uint8)
+        mask, _ = _mask(matrix)
+        if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, inputs.data_ptr()):
+            raise ValueError(f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis")
+        return cls(inputs, rows, depth)
+
+    def check(self) -> None:
+        """Refuse a layout that the kernels would read beyond its block.
+
+        Raises:
+            ValueError: If an index is not within its block.
+        """
+        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.lanes):
+            raise ValueError(f"an index of the layout is neither below {self.lanes} nor {EMPTY}: make it from a mask")
+
+    def values(self, matrix: MaskedMatrix) -> Tensor:
+        """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
+        values = torch.empty(self.inputs.shape, dtype=torch.float32)
+        mask, weight = _mask(matrix)
+        load().nm_permute_values(
+            ctypes.byref(mask),
+            self.lanes,
+            self.slots,
+            self.inputs.data_ptr(),
+            weight.data_ptr(),
+            DTYPES[weight.dtype],
+            matrix.dtype == torch.bfloat16,
+            values.data_ptr(),
+        )
+        return values
+
+    def operand(self, values: Tensor | None = None) -> PermuteOperand:
+        """The matrix as the library takes it."""
+        return PermuteOperand(self.inputs.data_ptr(), None if values is None else values.data_ptr(), self.slots)
+
+
+class CsrLayout(NamedTuple):
+    """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
+
+    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
+    memory.
+    """
+
+    start: Tensor
+    offset: Tensor
+    source: Tensor
+    slot: Tensor
+    rows: int
+    depth: int
+
+    @classmethod
+    def of(cls, matrix: MaskedMatrix) -> CsrLayout:
+        """Lay out the mask of a matrix.
+
+        Raises:
+            ValueError: If it has 2^31 entries or more.
+        """
+        library = load()
+        rows, depth = matrix.shape
+        if max(rows * depth, depth * PANEL) >= 2**31:
+            raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
+        mask, _ = _mask(matrix)
+        start = torch.empty(rows + 1, dtype=torch.int32)
+        entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
+        following, offset = torch.empty(rows, dtype=torch.int32), torch.empty(entries, dtype=torch.int32)
+        source, slot = torch.empty_like(offset), torch.empty_like(offset)
+        tensors = (start, following, offset, source, slot)
+        library.nm_csr_fill(ctypes.byref(mask), *(tensor.data_ptr() for tensor in tensors))
+        return cls(start, offset, source, slot, rows, depth)
+
+    def check(self) -> None:
+        """Refuse a layout that the kernels would read beyond its matrix.
+
+        Raises:
+            ValueError: If an entry is not within the matrix.
+        """
+        sizes = (self.rows, self.offset.data_ptr(), self.offset.numel(), self.depth)
+        if not load().nm_csr_valid(self.start.data_ptr(), *sizes):
+            raise ValueError(f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask")
+
+    def values(self, matrix: MaskedMatrix) -> Tensor:
+        """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
+        values = torch.empty(self.offset.shape, dtype=torch.float32)
+        _, weight = _mask(matrix)
+        load().nm_csr_values(
+            self.source.data_ptr(),
+            self.slot.data_ptr(),
+            self.slot.numel(),
+            weight.data_ptr(),
+            DTYPES[weight.dtype],
+            matrix.dtype == torch.bfloat16,
+            values.data_ptr(),
+        )
+        return values
+
+    def operand(self, values: Tensor | None = None) -> CsrOperand:
+        """The matrix as the library takes it."""
+        return CsrOperand(self.start.data_ptr(), self.offset.data_ptr(), None if values is None else values.data_ptr())
+
+
+def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
+    """The mask as the library takes it, and the weight with the strides that the mask has."""
+    bits, order = matrix.bits, matrix.order
+    weight = matrix.values.detach()
+    if 1 not in bits.stride():
+        raise ValueError(f"a mask with strides {bits.stride()} has no contiguous axis")
+    if weight.dtype not in DTYPES:
+        weight = weight.float()
+    if weight.stride() != bits.stride():
+        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=weight.dtype).copy_(weight)
+    rows, depth = bits.shape
+    row_stride, depth_stride = bits.stride()
+    if order is not None and row_stride != 1:
+        raise ValueError("only a transposed matrix can be permuted along its depth")
+    bit = matrix.bit.bit_length() - 1
+    pointer = None if order is None else order.data_ptr()
+    return Mask(bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, pointer), weight

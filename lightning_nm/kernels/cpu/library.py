@@ -1,0 +1,184 @@
+"""The compiled library of CPU kernels: finding, checking and calling it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.cpu.build import LIBRARY
+
+ABI = 1
+LEVELS = ("baseline", "avx2", "avx512")
+"""Instruction sets by number; each includes those before it."""
+LINEAR, MATMUL, SAMPLED = range(3)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+EMPTY = 0x80
+PANEL = 64
+
+
+class Operands(ctypes.Structure):
+    """``nm_operands`` of the library."""
+
+    _fields_ = [
+        ("parallel", c_void_p),
+        ("threads", c_int64),
+        ("rows", c_int64),
+        ("depth", c_int64),
+        ("tokens", c_int64),
+        ("dtype", c_int32),
+        ("failed", c_int32),
+        ("x", c_void_p),
+        ("bias", c_void_p),
+        ("grad", c_void_p),
+        ("y", c_void_p),
+    ]
+
+
+class PermuteOperand(ctypes.Structure):
+    """``nm_permute`` of the library."""
+
+    _fields_ = [("index", c_void_p), ("values", c_void_p), ("slots", c_int64)]
+
+
+class CsrOperand(ctypes.Structure):
+    """``nm_csr`` of the library."""
+
+    _fields_ = [("start", c_void_p), ("offset", c_void_p), ("values", c_void_p)]
+
+
+class Mask(ctypes.Structure):
+    """``nm_mask`` of the library."""
+
+    _fields_ = [
+        ("bits", c_void_p),
+        ("bit", c_int32),
+        ("rows", c_int64),
+        ("depth", c_int64),
+        ("row_stride", c_int64),
+        ("depth_stride", c_int64),
+        ("order", c_void_p),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "nm_abi": (c_int32, []),
+    "nm_best_level": (c_int32, []),
+    "nm_lanes": (c_int64, [c_int32]),
+    "nm_permute_layout": (c_int32, [POINTER(Mask), c_int64, c_int64, c_void_p]),
+    "nm_permute_valid": (c_int32, [c_void_p, c_int64, c_int64]),
+    "nm_permute_values": (
+        None,
+        [POINTER(Mask), c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32, c_void_p],
+    ),
+    "nm_csr_start": (c_int64, [POINTER(Mask), c_void_p]),
+    "nm_csr_fill": (None, [POINTER(Mask), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "nm_csr_valid": (c_int32, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "nm_csr_values": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p]),
+    "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
+    "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
+}
+
+
+@functools.cache
+def load() -> Any:
+    """Load the library.
+
+    Raises:
+        RuntimeError: If it is missing, damaged or of another version, with the way out.
+    """
+    advice = "install lightning-nm again with a C compiler (gcc or clang) on the PATH"
+    if not LIBRARY.exists():
+        raise RuntimeError(f"the library of CPU kernels was not built: {advice}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}") from error
+    if library.nm_abi() != ABI:
+        raise RuntimeError(f"the library of CPU kernels is of version {library.nm_abi()}, not {ABI}: {advice}")
+    return library
+
+
+@functools.cache
+def level() -> int:
+    """The instruction set to use: the best of this CPU, or the one that ``LIGHTNING_NM_ISA`` names.
+
+    Raises:
+        RuntimeError: If there is no library, or the variable names an unknown level or one that the CPU lacks.
+    """
+    best = load().nm_best_level()
+    asked = os.environ.get("LIGHTNING_NM_ISA")
+    if not asked:
+        return int(best)
+    known = ", ".join(LEVELS[: best + 1])
+    if asked not in LEVELS[: best + 1]:
+        fault = "is unknown" if asked not in LEVELS else "is not an instruction set of this CPU"
+        raise RuntimeError(f"LIGHTNING_NM_ISA={asked!r} {fault}: use one of {known}, or unset it")
+    return LEVELS.index(asked)
+
+
+@functools.cache
+def parallel() -> int | None:
+    """Address of torch's function that runs a loop on its threads; ``None`` before torch 2.10, which has none."""
+    try:
+        found = ctypes.CDLL(None).torch_parallel_for  # torch's libraries are loaded, but perhaps not for all
+    except (AttributeError, OSError):
+        path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+        try:
+            found = ctypes.CDLL(path).torch_parallel_for
+        except (AttributeError, OSError):
+            return None
+    return ctypes.cast(found, c_void_p).value
+
+
+def unavailable() -> str:
+    """Why there are no kernels on this machine; empty if there are."""
+    try:
+        level()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def cpu_name() -> str:
+    """The model of the CPU as the system reports it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def operands(
+    rows: int, depth: int, tokens: int, x: Tensor, y: Tensor, bias: Tensor | None = None, grad: Tensor | None = None
+) -> Operands:
+    """The dense operands of a product, as the library takes them; the tensors must outlive the call."""
+    threads = torch.get_num_threads() if parallel() is not None else 1
+    found = Operands(parallel(), threads, rows, depth, tokens, DTYPES[x.dtype], 0, x.data_ptr())
+    found.bias = None if bias is None else bias.data_ptr()
+    found.grad = None if grad is None else grad.data_ptr()
+    found.y = y.data_ptr()
+    return found
+
+
+def run(function: Any, product: int, dense: Operands, sparse: Any) -> None:
+    """Call a product.
+
+    Raises:
+        MemoryError: If the library was short of memory for its panels.
+        RuntimeError: If the instruction set has no such kernel.
+    """
+    status = function(level(), product, ctypes.byref(dense), ctypes.byref(sparse))
+    if status == 1:
+        raise MemoryError("there is no memory for the panels of a CPU kernel")
+    if status:
+        raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
