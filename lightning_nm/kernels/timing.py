@@ -18,8 +18,11 @@ class Timer(Protocol):
         """Return the seconds of one call on the device, with the time on the host."""
 
 
-_LONG_ENOUGH = 0.01
+_ENOUGH = 0.01
 """Seconds of a sample on the host, at which a tick of the clock and the loop no longer count."""
+
+_LONG = 0.05
+"""Seconds of a call on the host of which few are enough."""
 
 
 class DeviceTimer:
@@ -41,12 +44,20 @@ class DeviceTimer:
 
     def time(self, function: Callable[[], object], device: torch.device) -> float:
         """Return the seconds of one call."""
+        if device.type != "cuda":
+            return self._host_time(function)
         for _ in range(self.warmup):
             function()
-        if device.type == "cuda":
-            return median(self._cuda_sample(function, device) for _ in range(self.samples)) / self.calls
-        calls = min(max(round(_LONG_ENOUGH / max(self._host_sample(function, 1), 1e-9)), 1), self.calls)
-        return median(self._host_sample(function, calls) for _ in range(self.samples)) / calls
+        return median(self._cuda_sample(function, device) for _ in range(self.samples)) / self.calls
+
+    def _host_time(self, function: Callable[[], object]) -> float:
+        """The same on the host, with fewer calls if they are long."""
+        first = max(self._host_sample(function, 1), 1e-9)
+        for _ in range(self.warmup - 1 if first < _LONG else 0):
+            function()
+        calls = min(max(round(_ENOUGH / first), 1), self.calls)
+        samples = self.samples if first < _LONG else min(self.samples, 3)
+        return median(self._host_sample(function, calls) for _ in range(samples)) / calls
 
     def _host_sample(self, function: Callable[[], object], calls: int) -> float:
         start = perf_counter()

@@ -49,18 +49,24 @@ INLINE uint16_t narrow(float value) { /* to nearest even; NaN stays NaN */
 
 INLINE int64_t width(int32_t dtype) { return dtype == NM_BFLOAT16 ? 2 : 4; }
 
-static void read_floats(float *to, const void *from, int32_t dtype, int64_t first, int64_t count) {
+INLINE void read_floats(float *to, const void *from, int32_t dtype, int64_t first, int64_t count) {
     if (dtype == NM_FLOAT32) {
-        memcpy(to, (const float *)from + first, (size_t)count * 4);
+        const float *floats = (const float *)from + first;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load(floats + i));
+        for (; i < count; i++) to[i] = floats[i];
     } else {
         const uint16_t *halves = (const uint16_t *)from + first;
         for (int64_t i = 0; i < count; i++) to[i] = widen(halves[i]);
     }
 }
 
-static void write_floats(void *to, int32_t dtype, int64_t first, const float *from, int64_t count) {
+INLINE void write_floats(void *to, int32_t dtype, int64_t first, const float *from, int64_t count) {
     if (dtype == NM_FLOAT32) {
-        memcpy((float *)to + first, from, (size_t)count * 4);
+        float *floats = (float *)to + first;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(floats + i, load(from + i));
+        for (; i < count; i++) floats[i] = from[i];
     } else {
         uint16_t *halves = (uint16_t *)to + first;
         for (int64_t i = 0; i < count; i++) halves[i] = narrow(from[i]);
@@ -85,6 +91,7 @@ INLINE vec permute(lane_index i, vec v) { return (vec)_mm256_permutevar8x32_ps((
 #endif
 #define TILE (2 * LANES)
 #define SAMPLED_TOKENS 64
+#define SAMPLED_STEP ((SAMPLED_TOKENS + 1) * LANES) /* not a power of two, which one set of a cache would hold */
 #define SAMPLED_TILES 8
 
 typedef struct {
@@ -93,25 +100,21 @@ typedef struct {
     int64_t parts, tokens;
 } permute_job;
 
-/* Copy `count` rows of x [.., depth] from row `first` into [block][into][LANES], with zeros to fill it up. */
-static void gather_blocks(float *to, const nm_operands *o, int64_t first, int64_t count, int64_t into) {
+/* Copy `count` rows of x [.., depth] from row `first` into [block][token][LANES], of which a block has `step` floats and
+ * room for `into` tokens; the others are zero. */
+INLINE void gather_blocks(float *to, int64_t step, const nm_operands *o, int64_t first, int64_t count, int64_t into) {
     int64_t blocks = nm_ceil(o->depth, LANES), whole = o->depth / LANES;
     for (int64_t t = 0; t < into; t++) {
         float *row = to + t * LANES;
         if (t >= count) {
-            for (int64_t b = 0; b < blocks; b++) store(row + b * into * LANES, fill(0));
+            for (int64_t b = 0; b < blocks; b++) store(row + b * step, fill(0));
             continue;
         }
         int64_t at = (first + t) * o->depth;
-        if (o->dtype == NM_FLOAT32)
-            for (int64_t b = 0; b < whole; b++)
-                store(row + b * into * LANES, load((const float *)o->x + at + b * LANES));
-        else
-            for (int64_t b = 0; b < whole; b++)
-                read_floats(row + b * into * LANES, o->x, o->dtype, at + b * LANES, LANES);
+        for (int64_t b = 0; b < whole; b++) read_floats(row + b * step, o->x, o->dtype, at + b * LANES, LANES);
         if (whole < blocks) {
-            store(row + whole * into * LANES, fill(0));
-            read_floats(row + whole * into * LANES, o->x, o->dtype, at + whole * LANES, o->depth - whole * LANES);
+            store(row + whole * step, fill(0));
+            read_floats(row + whole * step, o->x, o->dtype, at + whole * LANES, o->depth - whole * LANES);
         }
     }
 }
@@ -165,7 +168,7 @@ static void permute_linear_task(int64_t begin, int64_t end, void *context) {
         int64_t first = item / job->parts * TOKENS, part = item % job->parts;
         int64_t valid = nm_min(TOKENS, o->tokens - first);
         int64_t count = valid > 4 ? 8 : valid > 2 ? 4 : valid;
-        if (filled != first) gather_blocks(x, o, first, valid, count);
+        if (filled != first) gather_blocks(x, count * LANES, o, first, valid, count);
         filled = first;
         for (int64_t tile = tiles * part / job->parts; tile < tiles * (part + 1) / job->parts; tile++) {
             if (count == 1)
@@ -200,7 +203,7 @@ INLINE void sampled_units(const int units, const nm_permute *a, int64_t unit, co
     for (int u = 0; u < units; u++) {
         i[u] = load_index(index + (unit + u) * TILE), j[u] = load_index(index + (unit + u) * TILE + LANES);
         low[u] = load(sums + (unit + u) * TILE), high[u] = load(sums + (unit + u) * TILE + LANES);
-        inputs[u] = x + (unit + u) / a->slots * SAMPLED_TOKENS * LANES;
+        inputs[u] = x + (unit + u) / a->slots * SAMPLED_STEP;
     }
     for (int64_t t = 0; t < SAMPLED_TOKENS; t++) {
         vec d = load(grad + t * TILE), e = load(grad + t * TILE + LANES);
@@ -221,7 +224,7 @@ static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
     nm_operands *o = job->o;
     const nm_permute *a = job->a;
     int64_t blocks = nm_ceil(o->depth, LANES), units = blocks * a->slots;
-    float *x = scratch(blocks * SAMPLED_TOKENS * LANES);
+    float *x = scratch(blocks * SAMPLED_STEP);
     float *grad = scratch(SAMPLED_TILES * SAMPLED_TOKENS * TILE);
     float *sums = scratch((end - begin) * units * TILE);
     float *row = scratch(o->depth);
@@ -229,15 +232,17 @@ static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
         memset(sums, 0, (size_t)((end - begin) * units * TILE) * 4);
         for (int64_t first = 0; first < o->tokens; first += SAMPLED_TOKENS) {
             int64_t count = nm_min(SAMPLED_TOKENS, o->tokens - first);
-            gather_blocks(x, o, first, count, SAMPLED_TOKENS);
+            gather_blocks(x, SAMPLED_STEP, o, first, count, SAMPLED_TOKENS);
             for (int64_t group = begin; group < end; group += SAMPLED_TILES) {
                 int64_t tiles = nm_min(SAMPLED_TILES, end - group);
-                memset(grad, 0, (size_t)(tiles * SAMPLED_TOKENS * TILE) * 4);
-                for (int64_t tile = 0; tile < tiles; tile++)
-                    for (int64_t t = 0; t < count; t++)
+                if (count < SAMPLED_TOKENS || (group + tiles) * TILE > o->rows)
+                    memset(grad, 0, (size_t)(SAMPLED_TILES * SAMPLED_TOKENS * TILE) * 4);
+                for (int64_t t = 0; t < count; t++)
+                    for (int64_t tile = 0; tile < tiles; tile++) {
+                        int64_t row = (group + tile) * TILE;
                         read_floats(grad + (tile * SAMPLED_TOKENS + t) * TILE, o->grad, o->dtype,
-                                    (first + t) * o->rows + (group + tile) * TILE,
-                                    nm_min(TILE, o->rows - (group + tile) * TILE));
+                                    (first + t) * o->rows + row, nm_min(TILE, o->rows - row));
+                    }
                 for (int64_t unit = 0; unit < units; unit += UNITS) {
                     int64_t left = nm_min(UNITS, units - unit);
                     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -341,7 +346,12 @@ static void transposed_panel(float *panel, const void *matrix, int32_t dtype, in
                 continue;
             }
             if (rows < 16 || wide < 16) memset(block, 0, sizeof block);
-            for (int64_t i = 0; i < rows; i++) read_floats(block + i * 16, matrix, dtype, at + i * ld, wide);
+            for (int64_t i = 0; i < rows; i++) {
+                if (wide == 16)
+                    read_floats(block + i * 16, matrix, dtype, at + i * ld, 16);
+                else
+                    read_floats(block + i * 16, matrix, dtype, at + i * ld, wide);
+            }
             if (wide == 16) {
                 transpose16(block, 16, panel + k * NM_PANEL + t, NM_PANEL);
             } else {
@@ -363,10 +373,10 @@ static void straight_panel(float *panel, const nm_operands *o, int64_t first, in
 /* y [NM_PANEL] of one row, or of two. */
 #define GROUP (LANES < 8 ? 8 : NM_PANEL / LANES) /* vectors that are summed at a time */
 
-INLINE void csr_row(const nm_csr *a, int64_t row, const float *panel, float *y) {
+INLINE void csr_row(const nm_csr *a, int64_t row, const float *panel, const float *bias, float *y) {
     for (int part = 0; part < NM_PANEL; part += GROUP * LANES) {
         vec sums[GROUP];
-        for (int v = 0; v < GROUP; v++) sums[v] = fill(0);
+        for (int v = 0; v < GROUP; v++) sums[v] = fill(*bias);
         for (int32_t e = a->start[row]; e < a->start[row + 1]; e++) {
             const float *x = panel + a->offset[e] + part;
             vec w = fill(a->values[e]);
@@ -378,10 +388,10 @@ INLINE void csr_row(const nm_csr *a, int64_t row, const float *panel, float *y) 
 
 #if NM_LEVEL == 2
 /* Two rows at once: four sums alone would wait for each other. The order of each sum is that of csr_row. */
-INLINE void csr_two_rows(const nm_csr *a, int64_t row, const float *panel, float *y) {
+INLINE void csr_two_rows(const nm_csr *a, int64_t row, const float *panel, const float *bias, float *y) {
     int32_t e = a->start[row], f = a->start[row + 1], last = a->start[row + 1], end = a->start[row + 2];
     vec sums[2][GROUP];
-    for (int v = 0; v < GROUP; v++) sums[0][v] = sums[1][v] = fill(0);
+    for (int v = 0; v < GROUP; v++) sums[0][v] = fill(bias[0]), sums[1][v] = fill(bias[1]);
     for (; e < last && f < end; e++, f++) {
         const float *x = panel + a->offset[e], *z = panel + a->offset[f];
         vec w = fill(a->values[e]), u = fill(a->values[f]);
@@ -395,13 +405,13 @@ INLINE void csr_two_rows(const nm_csr *a, int64_t row, const float *panel, float
 }
 #endif
 
-/* y [rows][NM_PANEL] of the rows first .. first + rows. */
-static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, const float *panel, float *y) {
+/* y [rows][NM_PANEL] of the rows first .. first + rows, with their bias. */
+static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, const float *panel, const float *bias, float *y) {
     int64_t r = 0;
 #if NM_LEVEL == 2
-    for (; r + 2 <= rows; r += 2) csr_two_rows(a, first + r, panel, y + r * NM_PANEL);
+    for (; r + 2 <= rows; r += 2) csr_two_rows(a, first + r, panel, bias + r, y + r * NM_PANEL);
 #endif
-    for (; r < rows; r++) csr_row(a, first + r, panel, y + r * NM_PANEL);
+    for (; r < rows; r++) csr_row(a, first + r, panel, bias + r, y + r * NM_PANEL);
 }
 
 typedef struct {
@@ -411,16 +421,26 @@ typedef struct {
     int transposed;
 } csr_job;
 
-/* Write y [16][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
+#define ROWS 512 /* rows whose sums are written together, so that a token gets whole cache lines */
+
+/* Write the sums y [ROWS][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
 static void write_transposed(nm_operands *o, const float *y, int64_t row, int64_t rows, int64_t first, int64_t count) {
-    float block[16 * 16], bias[16] = {0};
-    if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
+    float block[16 * 16];
     for (int64_t t = 0; t < count; t += 16) {
-        transpose16(y + t, NM_PANEL, block, 16);
-        for (int64_t i = 0; i < nm_min(16, count - t); i++) {
-            if (o->bias)
-                for (int64_t j = 0; j < 16; j++) block[i * 16 + j] += bias[j];
-            write_floats(o->y, o->dtype, (first + t + i) * o->rows + row, block + i * 16, rows);
+        int64_t tokens = nm_min(16, count - t);
+        for (int64_t r = 0; r < rows; r += 16) {
+            int64_t wide = nm_min(16, rows - r), at = (first + t) * o->rows + row + r;
+            if (tokens == 16 && wide == 16 && o->dtype == NM_FLOAT32) {
+                transpose16(y + r * NM_PANEL + t, NM_PANEL, (float *)o->y + at, o->rows);
+                continue;
+            }
+            transpose16(y + r * NM_PANEL + t, NM_PANEL, block, 16);
+            for (int64_t i = 0; i < tokens; i++) {
+                if (wide == 16)
+                    write_floats(o->y, o->dtype, at + i * o->rows, block + i * 16, 16);
+                else
+                    write_floats(o->y, o->dtype, at + i * o->rows, block + i * 16, wide);
+            }
         }
     }
 }
@@ -429,12 +449,12 @@ static void csr_task(int64_t begin, int64_t end, void *context) {
     const csr_job *job = context;
     nm_operands *o = job->o;
     int64_t filled = -1;
-    float *panel = scratch(o->depth * NM_PANEL), y[16 * NM_PANEL] __attribute__((aligned(64)));
+    float *panel = scratch((o->depth + ROWS) * NM_PANEL), *y = panel + o->depth * NM_PANEL;
     if (!panel) {
         o->failed = 1;
         return;
     }
-    int64_t groups = nm_ceil(o->rows, 16);
+    int64_t groups = nm_ceil(o->rows, ROWS);
     for (int64_t item = begin; item < end; item++) {
         int64_t first = item / job->parts * NM_PANEL, part = item % job->parts;
         int64_t count = nm_min(NM_PANEL, o->tokens - first);
@@ -446,8 +466,10 @@ static void csr_task(int64_t begin, int64_t end, void *context) {
         }
         filled = first;
         for (int64_t g = groups * part / job->parts; g < groups * (part + 1) / job->parts; g++) {
-            int64_t row = g * 16, rows = nm_min(16, o->rows - row);
-            csr_rows(job->a, row, rows, panel, y);
+            int64_t row = g * ROWS, rows = nm_min(ROWS, o->rows - row);
+            float bias[ROWS] = {0};
+            if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
+            csr_rows(job->a, row, rows, panel, bias, y);
             if (job->transposed)
                 write_transposed(o, y, row, rows, first, count);
             else
@@ -459,7 +481,7 @@ static void csr_task(int64_t begin, int64_t end, void *context) {
 }
 
 static void csr_product(nm_operands *o, const nm_csr *a, int transposed) {
-    int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, 16);
+    int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, ROWS);
     int64_t parts = o->threads > 1 && panels % o->threads ? nm_min(groups, o->threads) : 1;
     csr_job job = {o, a, parts, transposed};
     nm_run(o, panels * parts, csr_task, &job);

@@ -1,0 +1,88 @@
+"""Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [products] [few] [pack] [steps]``.
+
+``products``: forward, dgrad of a row mask and wgrad at kept entries, beside the dense products that torch has (its own
+and oneDNN's, with operands already in oneDNN's form) and torch's CSR product. The gain is against the fastest dense
+product of the same precision. ``few``: one token, where a product reads the weight once. ``pack``: layouts and values.
+``steps``: whole training steps in a Trainer, beside a dense Trainer in the faster of float32 and bf16-mixed.
+
+Everything that is compared is interleaved; medians are printed. Quote no figure from a loaded machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.cpu.products import Row, measure
+from benchmarks.cpu.steps import CASES, measure_step
+from lightning_nm.kernels.cpu import library
+
+PATTERNS = ["1:16", "1:8", "1:4", "2:4"]
+SHAPES = [(1024, 1024), (4096, 1024), (1024, 4096)]
+
+
+def print_rows(rows: list[Row]) -> None:
+    """Print a table in Markdown."""
+    print("| product | in -> out | tokens | dtype | N:M | fastest dense, ms | fastest sparse, ms | gain | all, ms |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        (dense, dense_ms), (sparse, sparse_ms) = row.dense, row.sparse
+        every = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms.items())
+        cells = [row.product, row.shape, str(row.tokens), row.dtype, row.pattern]
+        cells += [f"{dense_ms:.2f} {dense}", f"{sparse_ms:.2f} {sparse}", f"{row.gain:.2f}x", every]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
+    parts = ["products", "few", "pack", "steps"]
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=60, help="of each pair of trainings")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    machine = {
+        "cpu": library.cpu_name(),
+        "instructions": library.unavailable() or library.LEVELS[library.level()],
+        "threads": args.threads,
+        "torch": torch.__version__,
+    }
+    print(", ".join(f"{name} {value}" for name, value in machine.items()), "\n")
+    found: dict[str, object] = {"machine": machine}
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    settings = {
+        "products": (["forward", "dgrad", "wgrad"], SHAPES, args.tokens, dtypes, args.patterns),
+        "few": (["forward"], [(4096, 4096)], 1, dtypes, args.patterns),
+        "pack": (["pack"], SHAPES[:1], args.tokens, dtypes[:1], args.patterns),
+    }
+    for part, setting in settings.items():
+        if part in args.parts:
+            rows = list(measure(*setting, args.repeats))
+            print_rows(rows)
+            print()
+            found[part] = [{**row._asdict(), "gain": row.gain} for row in rows]
+    if "steps" in args.parts:
+        print("| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |")
+        print("|---|---|---|---|---|---|---|")
+        found["steps"] = []
+        for case in CASES:
+            step = measure_step(case, args.seconds, args.threads)
+            found["steps"].append(step)  # type: ignore[attr-defined]
+            cells = [str(step[name]) for name in ("width", "pattern", "method")]
+            cells += [f"{step['dense_ms']:.0f} {step['precision']}", f"{step['sparse_ms']:.0f}", f"{step['gain']:.2f}x"]
+            print("| " + " | ".join([*cells, f"{step['gain_float32']:.2f}x"]) + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
