@@ -12,7 +12,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 # The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
+# What the library of CPU kernels is compiled from; installing compiles it.
+LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning_nm/kernels/cpu/csrc/*)
+
+.PHONY: demo library sanitize test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -44,6 +47,10 @@ interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 
+## Compile the library of CPU kernels.
+library:
+	$(PYTHON) lightning_nm/kernels/cpu/build.py
+
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,15 +75,15 @@ benchmarks: .venv/.dev
 	$(PIP) torch
 	@touch $@
 
-.venv/.demo: .venv/.torch pyproject.toml
+.venv/.demo: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[demo]'
 	@touch $@
 
-.venv/.dev: .venv/.torch pyproject.toml
+.venv/.dev: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-.venv-lowest/.dev: constraints-lowest.txt pyproject.toml
+.venv-lowest/.dev: constraints-lowest.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[dev]'
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -13,8 +14,34 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libnm.so"
+REASON = "libnm.txt"
+"""Name of the file beside the library that says why it could not be compiled."""
 LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]}
-"""Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone."""
+"""Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
+
+The baseline of 64-bit ARM has NEON, so it needs no flag; it has never run there."""
+
+
+def source() -> str:
+    """Hash of what a library is compiled from, the C files and this one; empty if the C files are not installed."""
+    files = sorted(SOURCES.glob("*.[ch]"))
+    if not files:
+        return ""
+    found = hashlib.sha256()
+    for file in (*files, Path(__file__)):
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
+
+
+def build(folder: Path = LIBRARY.parent) -> str:
+    """Compile the library into a folder, or write why there is none into :data:`REASON` there; return the reason."""
+    reason = compile_library(folder / LIBRARY.name)
+    if reason:
+        (folder / REASON).write_text(f"{reason}\n")
+    else:
+        (folder / REASON).unlink(missing_ok=True)
+    return reason
 
 
 def compiler() -> list[str]:
@@ -40,16 +67,18 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     common = [*command, "-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default", *flags]
     levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
     with tempfile.TemporaryDirectory() as folder:
+        version = Path(folder) / "source.c"
+        version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = []
-        for name, level, extra in [
-            ("library", None, []),
-            ("layout", None, []),
-            *(("kernels", level, extra) for level, extra in levels.items()),
+        for file, level, extra in [
+            (version, None, []),
+            (SOURCES / "library.c", None, []),
+            (SOURCES / "layout.c", None, []),
+            *((SOURCES / "kernels.c", level, extra) for level, extra in levels.items()),
         ]:
-            objects.append(f"{folder}/{name}{'' if level is None else level}.o")
+            objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")
             define = [] if level is None else [f"-DNM_LEVEL={level}"]
-            failed = _run([*common, *extra, *define, "-c", str(SOURCES / f"{name}.c"), "-o", objects[-1]])
-            if failed:
+            if failed := _run([*common, *extra, *define, "-c", str(file), "-o", objects[-1]]):
                 return failed
         made = Path(folder) / target.name
         if failed := _run([*command, "-shared", *flags, *objects, "-o", str(made)]):
@@ -62,13 +91,16 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{shlex.join(command)} failed: {error}"
     if done.returncode == 0:
         return ""
     return f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[:2000]}"
 
 
 if __name__ == "__main__":
-    reason = compile_library()
+    reason = build()
     print(reason or LIBRARY)
     sys.exit(bool(reason))
