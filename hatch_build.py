@@ -26,7 +26,7 @@ class LibraryBuildHook(BuildHookInterface):
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
         if version == "editable":
-            reason = build.build(sources)
+            reason = "" if build.is_current(build.LIBRARY) else build.build()  # pip asks twice
         else:
             self.folder = tempfile.TemporaryDirectory()
             folder = Path(self.folder.name)

@@ -94,7 +94,9 @@ def load() -> Any:
     Raises:
         RuntimeError: If it is missing, damaged, of another version or of other sources, with the way out.
     """
-    advice = "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
+    advice = (
+        "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
+    )
     if not LIBRARY.exists():
         raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
