@@ -100,6 +100,8 @@ def load() -> Any:
     if not LIBRARY.exists():
         raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
+        if _is_cut_off():
+            raise OSError("it is cut off")
         library = ctypes.CDLL(str(LIBRARY))
         abi = library.nm_abi()
         if abi != ABI:
@@ -115,6 +117,16 @@ def load() -> Any:
             f"it{_build_failure()}: {advice}"
         )
     return library
+
+
+def _is_cut_off() -> bool:
+    """Whether the file ends before its section headers, the last part of an ELF file: loading it may be a bus error."""
+    with open(LIBRARY, "rb") as file:
+        head = file.read(64)
+    start, size, count = (
+        int.from_bytes(head[place], "little") for place in (slice(40, 48), slice(58, 60), slice(60, 62))
+    )
+    return head.startswith(b"\x7fELF") and LIBRARY.stat().st_size < start + size * count
 
 
 def _build_failure() -> str:
