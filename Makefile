@@ -51,6 +51,10 @@ interpreter: .venv/.interpreter
 library:
 	$(PYTHON) lightning_nm/kernels/cpu/build.py
 
+## Run random products of the CPU kernels with the address and undefined-behaviour sanitizers of gcc.
+sanitize: .venv/.dev
+	$(BIN)/python -m tests.sanitize
+
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
