@@ -82,7 +82,8 @@ def test_a_probe_that_raises_is_a_reason():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt"]
+    names = ["reference", "cusparselt-direct", "cusparselt", "cpu-permute", "cpu-csr"]
+    assert list(KernelRegistry().kernels) == names
 
 
 @pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])
