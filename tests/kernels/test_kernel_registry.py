@@ -82,8 +82,7 @@ def test_a_probe_that_raises_is_a_reason():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    names = ["reference", "cusparselt-direct", "cusparselt", "cpu-permute", "cpu-csr"]
-    assert list(KernelRegistry().kernels) == names
+    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt"]
 
 
 @pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])

@@ -22,7 +22,7 @@ REASON = "libnm.txt"
 LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]}
 """Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
 
-The baseline of 64-bit ARM has NEON, so it needs no flag; it has never run there."""
+The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
 
 
 def source() -> str:
