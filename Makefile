@@ -12,10 +12,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 # The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-# What the library of CPU kernels is compiled from; installing compiles it.
-LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning_nm/kernels/cpu/csrc/*)
-
-.PHONY: demo library sanitize test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
+.PHONY: demo test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -47,6 +44,8 @@ interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 
+.PHONY: library sanitize
+
 ## Compile the library of CPU kernels.
 library:
 	$(PYTHON) lightning_nm/kernels/cpu/build.py
@@ -72,6 +71,9 @@ benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.transposable
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.step_overhead
+
+# What the library of CPU kernels is compiled from; installing compiles it.
+LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning_nm/kernels/cpu/csrc/*)
 
 # torch is installed first, so that the constraint selects its build before another package requires torch.
 .venv/.torch: constraints.txt
