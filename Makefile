@@ -44,6 +44,16 @@ interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 
+.PHONY: library sanitize
+
+## Compile the library of CPU kernels.
+library:
+	$(PYTHON) lightning_nm/kernels/cpu/build.py
+
+## Run random products of the CPU kernels with the address and undefined-behaviour sanitizers of gcc.
+sanitize: .venv/.dev
+	$(BIN)/python -m tests.sanitize
+
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,21 +72,24 @@ benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.step_overhead
 
+# What the library of CPU kernels is compiled from; installing compiles it.
+LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning_nm/kernels/cpu/csrc/*)
+
 # torch is installed first, so that the constraint selects its build before another package requires torch.
 .venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	@touch $@
 
-.venv/.demo: .venv/.torch pyproject.toml
+.venv/.demo: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[demo]'
 	@touch $@
 
-.venv/.dev: .venv/.torch pyproject.toml
+.venv/.dev: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-.venv-lowest/.dev: constraints-lowest.txt pyproject.toml
+.venv-lowest/.dev: constraints-lowest.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[dev]'
 	@touch $@

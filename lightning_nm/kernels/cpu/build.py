@@ -1,9 +1,13 @@
-"""Compile the library of CPU kernels with the C compiler of the machine. Imports neither torch nor this package."""
+"""Compile the library of CPU kernels with the C compiler of the machine.
+
+Neither torch nor this package is imported: ``hatch_build.py`` loads this file by its path.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -13,8 +17,44 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libnm.so"
+REASON = "libnm.txt"
+"""Name of the file beside the library that says why it could not be compiled."""
 LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]}
-"""Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone."""
+"""Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
+
+The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
+
+
+def source() -> str:
+    """Hash of what a library is compiled from, the C files and this one; empty if the C files are not installed."""
+    files = sorted(SOURCES.glob("*.[ch]"))
+    if not files:
+        return ""
+    found = hashlib.sha256()
+    for file in (*files, Path(__file__)):
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
+
+
+def is_current(library: Path) -> bool:
+    """Whether a file is a library that loads, compiled from the present sources."""
+    try:
+        version = ctypes.CDLL(str(library)).nm_source
+    except (OSError, AttributeError):
+        return False
+    version.restype = ctypes.c_char_p
+    return bool(version().decode() == source())
+
+
+def build(folder: Path = LIBRARY.parent) -> str:
+    """Compile the library into a folder, or write why there is none into :data:`REASON` there; return the reason."""
+    reason = compile_library(folder / LIBRARY.name)
+    if reason:
+        (folder / REASON).write_text(f"{reason}\n")
+    else:
+        (folder / REASON).unlink(missing_ok=True)
+    return reason
 
 
 def compiler() -> list[str]:
@@ -36,23 +76,30 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
         return f"there is no library for {sys.platform}"
     command = compiler()
     if not command:
-        return "no C compiler was found: install one (gcc or clang), then install lightning-nm again"
+        return "there was no C compiler: neither $CC, cc, gcc nor clang"
     common = [*command, "-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default", *flags]
-    levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {0: []}
+    macros, failed = _run([*common, "-dM", "-E", "-x", "c", os.devnull])  # of the target, also where CC crosses
+    if failed:
+        return failed
+    levels = LEVELS if "__x86_64__" in macros else {0: []}
     with tempfile.TemporaryDirectory() as folder:
+        version = Path(folder) / "source.c"
+        version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = []
-        for name, level, extra in [
-            ("library", None, []),
-            ("layout", None, []),
-            *(("kernels", level, extra) for level, extra in levels.items()),
+        for file, level, extra in [
+            (version, None, []),
+            (SOURCES / "library.c", None, []),
+            (SOURCES / "layout.c", None, []),
+            *((SOURCES / "kernels.c", level, extra) for level, extra in levels.items()),
         ]:
-            objects.append(f"{folder}/{name}{'' if level is None else level}.o")
+            objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")
             define = [] if level is None else [f"-DNM_LEVEL={level}"]
-            failed = _run([*common, *extra, *define, "-c", str(SOURCES / f"{name}.c"), "-o", objects[-1]])
+            _, failed = _run([*common, *extra, *define, "-c", str(file), "-o", objects[-1]])
             if failed:
                 return failed
         made = Path(folder) / target.name
-        if failed := _run([*command, "-shared", *flags, *objects, "-o", str(made)]):
+        _, failed = _run([*command, "-shared", *flags, *objects, "-o", str(made)])
+        if failed:
             return failed
         target.parent.mkdir(parents=True, exist_ok=True)
         new = target.with_name(f".{target.name}.{os.getpid()}")
@@ -61,14 +108,19 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     return ""
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str]) -> tuple[str, str]:
+    """What a command printed, and how it failed; empty if it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return "", f"{shlex.join(command)} failed: {error}"
     if done.returncode == 0:
-        return ""
-    return f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[:2000]}"
+        return done.stdout, ""
+    message = (done.stderr or done.stdout).strip()[:2000]
+    return "", f"{shlex.join(command)} failed with status {done.returncode}: {message}"
 
 
 if __name__ == "__main__":
-    reason = compile_library()
+    reason = build()
     print(reason or LIBRARY)
     sys.exit(bool(reason))

@@ -176,10 +176,13 @@ class CpuCsrKernel(_CpuKernel):
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        rows, columns = packed.layout.rows, matrix.shape[1]
+        layout, columns = packed.layout, matrix.shape[-1]
+        rows, depth = layout.rows, layout.depth
         _check(matrix, (len(matrix), columns))
-        if len(matrix) > packed.layout.depth:
-            raise ValueError(f"a matrix of {len(matrix)} rows does not fit {packed.layout.depth} columns")
+        if len(matrix) > depth:
+            raise ValueError(f"a matrix of {len(matrix)} rows does not fit {depth} columns")
+        if len(matrix) < depth and isinstance(layout, CsrLayout) and layout.used_depth() > len(matrix):
+            raise ValueError(f"a matrix of {depth} columns has nonzeros beyond the {len(matrix)} rows of its operand")
         y = matrix.new_empty(rows, columns)
         dense = library.operands(rows, len(matrix), columns, matrix, y)
         library.run(self._function(), MATMUL, dense, packed.layout.operand(packed.values))

@@ -75,6 +75,7 @@ class PermuteLayout(NamedTuple):
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
         values = torch.empty(self.inputs.shape, dtype=torch.float32)
         mask, weight = _mask(matrix)
+        _check_shape(matrix, self.rows, self.depth)
         load().nm_permute_values(
             ctypes.byref(mask),
             self.lanes,
@@ -118,6 +119,8 @@ class CsrLayout(NamedTuple):
         if max(rows * depth, depth * PANEL) >= 2**31:
             raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
         mask, _ = _mask(matrix)
+        if (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride >= 2**31:
+            raise ValueError(f"a mask with strides {matrix.bits.stride()} is too large for 32-bit offsets")
         start = torch.empty(rows + 1, dtype=torch.int32)
         entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
         following, offset = torch.empty(rows, dtype=torch.int32), torch.empty(entries, dtype=torch.int32)
@@ -140,6 +143,7 @@ class CsrLayout(NamedTuple):
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
         values = torch.empty(self.offset.shape, dtype=torch.float32)
         _, weight = _mask(matrix)
+        _check_shape(matrix, self.rows, self.depth)
         load().nm_csr_values(
             self.source.data_ptr(),
             self.slot.data_ptr(),
@@ -150,6 +154,10 @@ class CsrLayout(NamedTuple):
             values.data_ptr(),
         )
         return values
+
+    def used_depth(self) -> int:
+        """One more than the last column with an entry."""
+        return int(self.offset.max()) // PANEL + 1 if self.offset.numel() else 0
 
     def operand(self, values: Tensor | None = None) -> CsrOperand:
         """The matrix as the library takes it."""
@@ -168,8 +176,21 @@ def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
         weight = torch.empty_strided(bits.shape, bits.stride(), dtype=weight.dtype).copy_(weight)
     rows, depth = bits.shape
     row_stride, depth_stride = bits.stride()
-    if order is not None and row_stride != 1:
-        raise ValueError("only a transposed matrix can be permuted along its depth")
+    if order is not None:
+        if rows == 1:  # its stride may be anything
+            row_stride = 1
+        if row_stride != 1:
+            raise ValueError("only a transposed matrix can be permuted along its depth")
+        if (order.dtype, order.shape, order.is_contiguous()) != (torch.int64, (depth,), True):
+            raise ValueError(f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}")
     bit = matrix.bit.bit_length() - 1
     pointer = None if order is None else order.data_ptr()
     return Mask(bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, pointer), weight
+
+
+def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:
+    """Refuse a weight of another shape than its layout has."""
+    if matrix.shape != (rows, depth):
+        raise ValueError(
+            f"a layout of {rows} x {depth} is not one of a matrix of {matrix.shape[0]} x {matrix.shape[1]}"
+        )

@@ -6,13 +6,13 @@ import ctypes
 import functools
 import os
 import platform
-from ctypes import POINTER, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_nm.kernels.cpu.build import LIBRARY
+from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
 ABI = 1
 LEVELS = ("baseline", "avx2", "avx512")
@@ -69,6 +69,7 @@ class Mask(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_abi": (c_int32, []),
+    "nm_source": (c_char_p, []),
     "nm_best_level": (c_int32, []),
     "nm_lanes": (c_int64, [c_int32]),
     "nm_permute_layout": (c_int32, [POINTER(Mask), c_int64, c_int64, c_void_p]),
@@ -91,21 +92,49 @@ def load() -> Any:
     """Load the library.
 
     Raises:
-        RuntimeError: If it is missing, damaged or of another version, with the way out.
+        RuntimeError: If it is missing, damaged, of another version or of other sources, with the way out.
     """
-    advice = "install lightning-nm again with a C compiler (gcc or clang) on the PATH"
+    advice = (
+        "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
+    )
     if not LIBRARY.exists():
-        raise RuntimeError(f"the library of CPU kernels was not built: {advice}")
+        raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
+        if _is_cut_off():
+            raise OSError("it is cut off")
         library = ctypes.CDLL(str(LIBRARY))
+        abi = library.nm_abi()
+        if abi != ABI:
+            raise RuntimeError(f"the library of CPU kernels, {LIBRARY}, is of version {abi}, not {ABI}: {advice}")
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}") from error
-    if library.nm_abi() != ABI:
-        raise RuntimeError(f"the library of CPU kernels is of version {library.nm_abi()}, not {ABI}: {advice}")
+    if source() not in ("", library.nm_source().decode()):
+        raise RuntimeError(
+            f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
+            f"it{_build_failure()}: {advice}"
+        )
     return library
+
+
+def _is_cut_off() -> bool:
+    """Whether the file ends before its section headers, the last part of an ELF file: loading it may be a bus error."""
+    with open(LIBRARY, "rb") as file:
+        head = file.read(64)
+    start, size, count = (
+        int.from_bytes(head[place], "little") for place in (slice(40, 48), slice(58, 60), slice(60, 62))
+    )
+    return head.startswith(b"\x7fELF") and LIBRARY.stat().st_size < start + size * count
+
+
+def _build_failure() -> str:
+    """Why the last build gave no library, in parentheses; empty if that is not known."""
+    try:
+        return f" ({LIBRARY.with_name(REASON).read_text().strip()})"
+    except OSError:
+        return ""
 
 
 @functools.cache

@@ -187,6 +187,7 @@ static void permute_linear_task(int64_t begin, int64_t end, void *context) {
 }
 
 static void permute_linear(nm_operands *o, const nm_permute *a) {
+    if (!o->tokens) return;
     int64_t groups = nm_ceil(o->tokens, TOKENS), tiles = nm_ceil(o->rows, TILE);
     int64_t parts = groups >= 8 * o->threads ? 1 : nm_min(tiles, nm_ceil(4 * o->threads, groups));
     permute_job job = {o, a, o->threads > 1 ? parts : 1, 0};

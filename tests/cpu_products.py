@@ -1,0 +1,142 @@
+"""Random products of the CPU kernels against float64: what their tests and ``make sanitize`` share."""
+
+import contextlib
+import os
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_nm import NMPattern
+from lightning_nm.functional import nm_mask
+from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.kernels.api import MaskedMatrix
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
+
+REASON = library.unavailable()
+needs_library = pytest.mark.skipif(bool(REASON), reason=REASON)
+LEVELS = library.LEVELS if REASON else library.LEVELS[: library.load().nm_best_level() + 1]
+KERNELS = (CpuPermuteKernel(), CpuCsrKernel())
+STORAGES = ("rows", "columns", "other")
+
+
+@contextlib.contextmanager
+def at_level(level):
+    """Use an instruction set."""
+    with mock.patch.dict(os.environ, LIGHTNING_NM_ISA=level):
+        library.level.cache_clear()
+        try:
+            yield
+        finally:
+            library.level.cache_clear()
+
+
+def has_kernel(kernel, level):
+    return kernel.name != "cpu-permute" or level != "baseline"
+
+
+class Case(NamedTuple):
+    """A sparse matrix with what it is multiplied by, and its values in float64."""
+
+    matrix: MaskedMatrix
+    mask: torch.Tensor
+    exact: torch.Tensor  # masked, [rows, depth], its depth in the order of the products
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    grad: torch.Tensor
+    right: torch.Tensor
+
+
+def pattern_mask(rows, depth, pattern, generator):
+    padded = torch.rand(rows, depth + -depth % pattern.m, generator=generator)
+    return nm_mask(padded, pattern)[:, :depth]
+
+
+def random_mask(rows, depth, density, generator):
+    """A mask without a pattern, some of whose rows are empty."""
+    mask = torch.rand(rows, depth, generator=generator) < density
+    return mask & (torch.rand(rows, 1, generator=generator) < 0.8)
+
+
+def case(
+    rows,
+    depth,
+    tokens,
+    pattern=None,
+    dtype=torch.float32,
+    weight_dtype=torch.float32,
+    storage="rows",
+    permuted=False,
+    bias=True,
+    bit=FORWARD_BIT,
+    seed=0,
+):
+    """Random operands; `storage` says which axis is contiguous, or that the weight's strides are not the mask's."""
+    generator = torch.Generator().manual_seed(seed)
+    pattern = None if pattern is None else NMPattern.parse(pattern)
+    if pattern is None:
+        mask = random_mask(rows, depth, 0.3, generator)
+    else:
+        mask = pattern_mask(rows, depth, pattern, generator)
+    weight = torch.randn(rows, depth, generator=generator).to(weight_dtype)
+    exact = torch.where(mask, weight.to(dtype).double(), 0)
+    order = None
+    if permuted:  # in memory the depth has another order
+        order = torch.randperm(depth, generator=generator)
+        weight, kept = torch.empty_like(weight).index_copy_(1, order, weight), mask
+        mask = torch.empty_like(mask).index_copy_(1, order, kept)
+    noise = torch.randint(0, 256, (rows, depth), generator=generator, dtype=torch.uint8) & (255 - bit)
+    bits = noise | mask.to(torch.uint8) * bit  # other bits belong to other masks
+    if storage == "columns" or permuted:
+        bits, weight = bits.t().contiguous().t(), weight.t().contiguous().t()
+    elif storage == "other":
+        weight = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
+    matrix = MaskedMatrix(weight, bits, bit, pattern, dtype, order, lambda: exact.to(dtype))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return Case(
+        matrix,
+        exact != 0 if order is None else mask[:, order],
+        exact,
+        normal(tokens, depth),
+        normal(rows) if bias else None,
+        normal(tokens, rows),
+        normal(depth, tokens),
+    )
+
+
+def assert_close(found, exact, magnitude, terms):
+    """Within the rounding errors of a float32 sum of `terms`, and of one rounding to the dtype of the result.
+
+    `magnitude` is the sum of absolute values.
+    """
+    bound = (terms + 2) * 2.0**-24 * magnitude
+    if found.dtype == torch.bfloat16:
+        bound = bound + 2.0**-8 * (exact.abs() + bound)
+    wrong = ~((found.double() - exact).abs() <= bound)
+    assert not wrong.any(), f"{found[wrong][:4]} instead of {exact[wrong][:4]}"
+
+
+def compare(kernel, case):
+    """Every product of a kernel with float64; they are returned."""
+    layout = kernel.layout(case.matrix)
+    layout.check()
+    packed = kernel.pack_masked(case.matrix, layout)
+    exact, x, grad, right = case.exact, case.x.double(), case.grad.double(), case.right.double()
+    bias = 0 if case.bias is None else case.bias.double()
+    linear = kernel.linear(packed, case.x, case.bias)
+    size = x.abs() @ exact.abs().t() + (0 if case.bias is None else bias.abs())
+    assert_close(linear, x @ exact.t() + bias, size, exact.shape[1] + 1)
+    sampled = kernel.sampled(layout, case.grad, case.x)
+    expected = torch.where(case.mask, grad.t() @ x, 0)
+    assert_close(sampled, expected, torch.where(case.mask, grad.abs().t() @ x.abs(), 0), len(x))
+    assert not sampled[~case.mask].any()
+    products = [linear, sampled]
+    if kernel.name == "cpu-csr":
+        matmul = kernel.matmul(packed, case.right)
+        assert_close(matmul, exact @ right, exact.abs() @ right.abs(), exact.shape[1])
+        products.append(matmul)
+    return products

@@ -1,0 +1,200 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_nm import NMPattern
+from lightning_nm.kernels.api import MaskedMatrix
+from lightning_nm.kernels.cpu import CpuPermuteKernel, CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu.library import EMPTY, PANEL
+from tests.cpu_products import LEVELS, STORAGES, at_level, case, needs_library
+
+pytestmark = needs_library
+
+WIDE = [level for level in LEVELS if level != "baseline"]
+sizes = {
+    "rows": st.integers(1, 80),
+    "depth": st.integers(1, 80),
+    "tokens": st.just(1),
+    "storage": st.sampled_from(STORAGES),
+    "bit": st.sampled_from([1, 2, 64, 128]),
+    "seed": st.integers(0, 1000),
+}
+
+
+def mask_of_permute(layout):
+    """The mask of a layout, with a check that no entry is there twice and none outside of the matrix."""
+    lanes = layout.lanes
+    tiles, blocks, slots, tile = layout.inputs.shape
+    count = torch.zeros(tiles * tile, blocks * lanes, dtype=torch.int64)
+    for t in range(tiles):
+        for b in range(blocks):
+            for s in range(slots):
+                for r, place in enumerate(layout.inputs[t, b, s].tolist()):
+                    if place != EMPTY:
+                        count[t * tile + r, b * lanes + place] += 1
+    assert count.max() <= 1
+    assert count.sum() == count[: layout.rows, : layout.depth].sum()
+    return count[: layout.rows, : layout.depth].bool()
+
+
+def mask_of_csr(layout):
+    mask = torch.zeros(layout.rows, layout.depth, dtype=torch.bool)
+    for row in range(layout.rows):
+        offsets = layout.offset[layout.start[row] : layout.start[row + 1]].tolist()
+        assert offsets == sorted(set(offsets))
+        mask[row, [offset // PANEL for offset in offsets]] = True
+    return mask
+
+
+@pytest.mark.parametrize("level", WIDE)
+@settings(max_examples=40)
+@given(
+    arguments=st.fixed_dictionaries(sizes),
+    pattern=st.sampled_from(["1:2", "2:4", "3:4", "1:8", "5:8", "2:16", "1:32", "31:32"]),
+    permuted=st.booleans(),
+)
+def test_a_permute_layout_is_the_mask(level, arguments, pattern, permuted):
+    made = case(**arguments, pattern=pattern, permuted=permuted)
+    with at_level(level):
+        layout = PermuteLayout.of(made.matrix, made.matrix.pattern)
+        layout.check()
+        assert torch.equal(mask_of_permute(layout), made.mask)
+        assert layout.lanes == {"avx2": 8, "avx512": 16}[level]
+
+
+@settings(max_examples=60)
+@given(
+    arguments=st.fixed_dictionaries(sizes),
+    pattern=st.sampled_from([None, "1:3", "2:4", "1:7", "1:32"]),
+)
+def test_a_csr_layout_is_the_mask(arguments, pattern):
+    made = case(**arguments, pattern=pattern)
+    layout = CsrLayout.of(made.matrix)
+    layout.check()
+    assert torch.equal(mask_of_csr(layout), made.mask)
+    assert torch.equal(layout.slot.sort().values, torch.arange(len(layout.slot), dtype=torch.int32))
+    assert layout.used_depth() == int((made.mask.any(0) * torch.arange(1, layout.depth + 1)).max())
+
+
+def layouts_of(made):
+    yield CsrLayout.of(made.matrix)
+    if WIDE:
+        with at_level(WIDE[-1]):
+            yield PermuteLayout.of(made.matrix, made.matrix.pattern)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_those_of_the_weight_at_the_time(storage, weight_dtype, dtype):
+    made = case(39, 50, 1, "2:4", dtype, weight_dtype, storage)
+    for layout in layouts_of(made):
+        for scale in (1, -3):
+            made.matrix.values.mul_(scale)
+            values, expected = layout.values(made.matrix), torch.where(made.mask, made.matrix.values.to(dtype), 0)
+            assert values.dtype == torch.float32
+            entries = mask_of_csr(layout) if isinstance(layout, CsrLayout) else mask_of_permute(layout)
+            assert torch.equal(entries, made.mask)
+            found = torch.zeros(39, 50)
+            if isinstance(layout, CsrLayout):
+                for row in range(39):
+                    these = slice(layout.start[row], layout.start[row + 1])
+                    found[row, (layout.offset[these] // PANEL).long()] = values[these]
+            else:
+                assert not values[layout.inputs == EMPTY].any()
+                lanes = layout.lanes
+                for t, b, s, r in (layout.inputs != EMPTY).nonzero().tolist():
+                    found[t * 2 * lanes + r, b * lanes + int(layout.inputs[t, b, s, r])] = values[t, b, s, r]
+            assert torch.equal(found, expected.float())
+
+
+def test_values_are_rounded_to_bfloat16_as_a_cast_rounds():
+    bits = torch.arange(0, 2**32, 65537 // 3, dtype=torch.int64)[:196608]
+    patterns = [bits, bits // 2**16 * 2**16 + 2**15]  # and ties
+    weight = torch.cat(patterns).to(torch.int32).view(torch.float32)[: 256 * 1024].reshape(256, -1)
+    mask = torch.ones(weight.shape, dtype=torch.uint8)
+    matrix = MaskedMatrix(weight, mask, 1, None, torch.bfloat16, None, lambda: weight)
+    found, expected = CsrLayout.of(matrix).values(matrix).view_as(weight), weight.bfloat16().float()
+    assert torch.equal(found.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(found[kept].view(torch.int32), expected[kept].view(torch.int32))
+
+
+@pytest.mark.parametrize("level", WIDE)
+@pytest.mark.parametrize("storage", ["rows", "columns"])
+def test_a_mask_that_is_not_of_the_pattern_is_refused(level, storage):
+    made = case(40, 64, 1, "2:8", storage=storage)
+    row, start = 17, 32
+    made.matrix.bits[row, start : start + 8] |= 1
+    with at_level(level), pytest.raises(ValueError, match="is not 2:8 along its last axis"):
+        PermuteLayout.of(made.matrix, NMPattern(2, 8))
+    with pytest.raises(ValueError, match="takes a mask of a pattern"):
+        CpuPermuteKernel().layout(made.matrix._replace(pattern=None))
+
+
+@pytest.mark.parametrize("wrong", [-1, 15, 16, 127, 129, 255])
+@pytest.mark.parametrize("level", WIDE)
+def test_a_permute_layout_with_a_wrong_index_is_refused(level, wrong):
+    made = case(40, 40, 1, "1:8")
+    with at_level(level):
+        layout = PermuteLayout.of(made.matrix, NMPattern(1, 8))
+        layout.check()
+        layout.inputs.view(-1)[-3] = wrong % 256
+        if wrong == 15 and layout.lanes == 16:
+            layout.check()
+        else:
+            with pytest.raises(ValueError, match="make it from a mask"):
+                layout.check()
+
+
+@pytest.mark.parametrize("change", ["negative", "beyond", "crooked", "count", "first", "descending"])
+def test_a_csr_layout_with_a_wrong_entry_is_refused(change):
+    layout = CsrLayout.of(case(20, 30, 1, "1:5").matrix)
+    layout.check()
+    if change == "negative":
+        layout.offset[4] = -PANEL
+    elif change == "beyond":
+        layout.offset[4] = 30 * PANEL
+    elif change == "crooked":
+        layout.offset[4] += 1
+    elif change == "count":
+        layout = layout._replace(offset=layout.offset[:-1])
+    elif change == "first":
+        layout.start[0] = 1
+    else:
+        layout.start[7] = 0
+    with pytest.raises(ValueError, match="make it from a mask"):
+        layout.check()
+
+
+def test_what_a_layout_cannot_be_of_is_refused():
+    made = case(24, 16, 1, "2:4")
+    both = torch.zeros(48, 32, dtype=torch.uint8)[::2, ::2]
+    with pytest.raises(ValueError, match="no contiguous axis"):
+        CsrLayout.of(made.matrix._replace(bits=both))
+    with pytest.raises(ValueError, match="only a transposed matrix"):
+        CsrLayout.of(made.matrix._replace(order=torch.arange(16)))
+    moved = case(24, 16, 1, "2:4", permuted=True).matrix
+    for order in (torch.arange(15), torch.arange(16, dtype=torch.int32), torch.arange(32)[::2]):
+        with pytest.raises(ValueError, match="the order of a depth of 16"):
+            CsrLayout.of(moved._replace(order=order))
+    other = case(24, 20, 1, "2:4").matrix
+    for layout in layouts_of(made):
+        with pytest.raises(ValueError, match="not one of a matrix of 24 x 20"):
+            layout.values(other)
+
+
+def test_matrices_too_large_for_32_bit_offsets_are_refused():
+    for shape in ((2**16, 2**15), (1, 2**26)):
+        matrix = MaskedMatrix(
+            torch.empty(shape, device="meta"),
+            torch.empty(shape, device="meta", dtype=torch.uint8),
+            1,
+            None,
+            torch.float32,
+            None,
+            lambda: None,
+        )
+        with pytest.raises(ValueError, match="too large for 32-bit offsets"):
+            CsrLayout.of(matrix)

@@ -1,0 +1,118 @@
+"""Random products and layouts of the CPU kernels, their C code compiled with the sanitizers: ``make sanitize``.
+
+The sanitizers' runtime must be loaded before Python, so this starts another Python that has it. First that one has to
+end with a report for an entry beyond its matrix: otherwise the sanitizers would see nothing.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lightning_nm.kernels.cpu import build, library
+
+FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+CASES = 150  # of each kernel and instruction set
+
+
+def main():
+    command = build.compiler()
+    runtimes = [_file(command, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")] if command else []
+    if not runtimes or not all(os.path.isabs(runtime) for runtime in runtimes):
+        return "this needs gcc as the C compiler, with its sanitizers"
+    options = {
+        "LD_PRELOAD": ":".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",  # of Python and torch
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_NUM_THREADS": "2",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "libnm.so"
+        if reason := build.compile_library(target, FLAGS):
+            return reason
+        for what, expected in (
+            ("read-beyond", "heap-buffer-overflow"),
+            ("misaligned", "misaligned address"),
+            ("fuzz", ""),
+        ):
+            run = [sys.executable, "-m", "tests.sanitize", what, str(target)]
+            done = subprocess.run(run, env=os.environ | options, capture_output=True, text=True, check=False)
+            failed = done.returncode != 0
+            if failed != bool(expected) or expected not in done.stderr:
+                return f"{what}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
+            print(f"{what}: {'found' if expected else done.stdout.strip()}")
+    return 0
+
+
+def _file(command, name):
+    return subprocess.run(
+        [*command, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def read_beyond(products):
+    kernel, case = products.KERNELS[1], products.case(8, 16, 4, "2:4")
+    layout = kernel.layout(case.matrix)
+    layout.offset[0] = 16 * library.PANEL + 64
+    kernel.linear(kernel.pack_masked(case.matrix, layout), case.x)
+
+
+def misaligned(products):
+    kernel, case = products.KERNELS[1], products.case(8, 16, 4, "2:4")
+    layout = kernel.layout(case.matrix)
+    values = torch.zeros(len(layout.offset) + 1)
+    sparse = layout.operand(values)
+    sparse.values += 1
+    y = torch.empty(4, 8)
+    library.run(library.load().nm_csr_product, library.LINEAR, library.operands(8, 16, 4, case.x, y), sparse)
+
+
+def fuzz(products):
+    draw = random.Random(0)
+    for level in products.LEVELS:
+        for kernel in products.KERNELS:
+            if not products.has_kernel(kernel, level):
+                continue
+            with products.at_level(level):
+                for seed in range(CASES):
+                    _one(products, kernel, draw, seed)
+    print(f"no errors in {CASES} cases of each kernel at {', '.join(products.LEVELS)}")
+
+
+def _one(products, kernel, draw, seed):
+    most = draw.choice([3, 20, 80, 300])
+    m = draw.choice([2, 4, 8, 16, 32] if kernel.name == "cpu-permute" else [3, 4, 7, 8, 32])
+    arguments = {
+        "rows": draw.randint(1, most),
+        "depth": draw.randint(1, most),
+        "tokens": draw.randint(0, most),
+        "pattern": f"{draw.randint(1, m - 1)}:{m}" if kernel.name == "cpu-permute" or draw.random() < 0.7 else None,
+        "dtype": draw.choice([torch.float32, torch.bfloat16]),
+        "weight_dtype": draw.choice([torch.float32, torch.bfloat16, torch.float16]),
+        "storage": draw.choice(products.STORAGES),
+        "permuted": kernel.ordered and draw.random() < 0.4,
+        "bias": draw.random() < 0.5,
+        "bit": draw.choice([1, 2, 128]),
+        "seed": seed,
+    }
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    try:
+        products.compare(kernel, products.case(**arguments))
+    except Exception:
+        print(f"{kernel.name}: {arguments}")
+        raise
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(main())
+    library.LIBRARY = Path(sys.argv[2])
+    from tests import cpu_products
+
+    if cpu_products.REASON:
+        sys.exit(cpu_products.REASON)
+    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz}[sys.argv[1]](cpu_products)
