@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.doctor.machine import Machine
+from lightning_nm.doctor.machine import Cpu, Machine
 from lightning_nm.doctor.report import Report, Row
 
 
@@ -18,10 +18,15 @@ def print_machine(machine: Machine, console: Console) -> None:
     table = _table("machine", show_header=False)
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
-    capability = f", compute capability {machine.capability}" if machine.capability else ""
-    table.add_row("device", f"{environment.device}{capability}")
-    for name in ("driver", "torch", "cuda", "cusparselt"):
-        table.add_row(name, getattr(environment, name) or "none")
+    if machine.cpu is None:
+        capability = f", compute capability {machine.capability}" if machine.capability else ""
+        table.add_row("device", f"{environment.device}{capability}")
+        for name in ("driver", "torch", "cuda", "cusparselt"):
+            table.add_row(name, getattr(environment, name) or "none")
+    else:
+        for name, value in _cpu_rows(machine.cpu):
+            table.add_row(name, value)
+        table.add_row("torch", environment.torch)
     console.print(table)
     kernels = _table("kernels")
     kernels.add_column("kernel", no_wrap=True)
@@ -33,10 +38,29 @@ def print_machine(machine: Machine, console: Console) -> None:
             why = "the dense product on masked operands, always available"
         kernels.add_row(kernel.name, "yes" if kernel.works else "no", why, style=None if kernel.works else "dim")
     console.print(kernels)
-    if machine.capability is None:
+    if not any(kernel.works for kernel in machine.kernels if kernel.name != "reference"):
         console.print(
-            "torch finds no CUDA device: nothing is measured, and a training runs every product dense.", soft_wrap=True
+            "No sparse kernel works here: nothing is measured, and a training runs every product dense.", soft_wrap=True
         )
+
+
+def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
+    """What is shown of a CPU, and of how the kernels use it."""
+    instructions = cpu.instructions or "none, the kernels do not work"
+    if cpu.asked:
+        instructions += f" (LIGHTNING_NM_ISA={cpu.asked})"
+    if cpu.instructions is None:
+        threads = f"{cpu.threads}"
+    elif cpu.parallel:
+        threads = f"{cpu.threads}, for dense products and kernels"
+    else:
+        threads = f"{cpu.threads} for dense products; the kernels use one: more need torch 2.10 or later"
+    return [
+        ("device", f"CPU, {cpu.model}"),
+        ("instructions", instructions),
+        ("cores", f"{cpu.cores} that this process may use"),
+        ("threads", threads),
+    ]
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -54,6 +78,9 @@ def print_report(report: Report, console: Console) -> None:
         predicted = "unknown" if report.predicted_step_ms is None else f"{report.predicted_step_ms:.4g} ms"
         measured = f"{report.step_ms:.4g} ms measured with dense products"
         lines.append(f"training step: {measured}, {predicted} predicted as chosen")
+    if report.on_gpu is not None:
+        could = f"{report.on_gpu} of {len(report.rows)} products could run sparse in a 16-bit dtype"
+        lines.append(f"on a GPU with sparse tensor cores, not measured here: {could}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"{report.verdict}.", style="bold", markup=False, soft_wrap=True)

@@ -260,9 +260,12 @@ class Router(HasHandle):
         self._saved |= measured
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in products on a device for a kernel to take them."""
+        """What may be sparse in products on a device for a kernel to take them.
+
+        An N:M operand always: if no kernel takes it, the decision says why.
+        """
         if device not in self._takes:
-            self._takes[device] = self.registry.takes(device)
+            self._takes[device] = self.registry.takes(device) | {"n:m"}
         return self._takes[device]
 
     def active_or_none(self) -> Router | None:
