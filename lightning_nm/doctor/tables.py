@@ -11,6 +11,11 @@ from rich.table import Table
 from lightning_nm.doctor.machine import Cpu, Machine
 from lightning_nm.doctor.report import Report, Row
 
+_MEANINGS = {
+    "masked": "an operand has pruned entries, but is not N:M along its depth",
+    "outputs": "the result is needed at kept entries alone",
+}
+
 
 def print_machine(machine: Machine, console: Console) -> None:
     """Print the device, the libraries and each kernel."""
@@ -73,7 +78,7 @@ def print_report(report: Report, console: Console) -> None:
         lines.append(f"masked, but not called: {', '.join(report.unseen)}")
     if report.timed:
         times = f"{report.dense_ms:.3g} ms dense, {report.chosen_ms:.3g} ms as chosen"
-        lines.append(f"GEMMs in a training step, measured, the products with times: {times}")
+        lines.append(f"the measured products in a training step: {times}")
     if report.step_ms is not None:
         predicted = "unknown" if report.predicted_step_ms is None else f"{report.predicted_step_ms:.4g} ms"
         measured = f"{report.step_ms:.4g} ms measured with dense products"
@@ -93,7 +98,7 @@ def _sparse_table(report: Report) -> Table:
     table = _product_table(title, report, layer_width=9, gemm_width=8)
     for column in ("dense", "sparse+pack", "gain") if measured else ():
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("choice" if measured else "could run on", overflow="fold", min_width=6)
+    table.add_column("choice" if measured else "could run on", overflow="fold", min_width=11)
     last = None
     for row in filter(_can_run_sparse, report.rows):
         cells = [", ".join(row.could)]
@@ -106,6 +111,9 @@ def _sparse_table(report: Report) -> Table:
     table.caption = "sizes: rows x depth of the sparse operand x columns of the other"
     if measured:
         table.caption += "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
+    sparsities = {row.product.key.sparsity for row in report.rows if _can_run_sparse(row)}
+    for sparsity, meaning in _MEANINGS.items():
+        table.caption += f"; {sparsity}: {meaning}" if sparsity in sparsities else ""
     table.caption_justify = "left"
     return table
 
@@ -142,7 +150,7 @@ def _product_cells(row: Row, last: Row | None) -> tuple[str, str, str]:
     calls = f" x{row.calls:g}" if row.calls != 1 else ""
     return (
         "" if last and layer == last.product.layer else layer,
-        key.gemm + calls + " permuted" * key.permuted,
+        key.gemm + calls + " permuted" * key.permuted + f" {key.sparsity}" * (key.sparsity in _MEANINGS),
         f"{key.rows}x{key.depth}x{key.columns}",
     )
 
@@ -151,7 +159,7 @@ def _microseconds(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "-"
     value = 1e3 * milliseconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 or not value else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _table(title: str, **options: Any) -> Table:
