@@ -210,12 +210,16 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
 def judge_unmeasured(
     router: Router, seen: Observation, tokens: Sequence[int] = (), *, device_type: str | None = None
 ) -> list[Report]:
-    """Report which kernels could run the products of a training on another machine; nothing is measured.
+    """Report which kernels could run the products of a training on a machine with a GPU; nothing is measured.
 
-    Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them. With ``device_type`` only the
-    kernels that are made for this type of device are considered.
+    Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them. Kernels that are made for
+    CPUs are left out, and with ``device_type`` all that are not made for it.
     """
-    kernels = [kernel for kernel in router.registry.backends if device_type in (None, kernel.device_type)]
+    kernels = [
+        kernel
+        for kernel in router.registry.backends
+        if (kernel.device_type != "cpu" if device_type is None else kernel.device_type == device_type)
+    ]
     make_row = partial(static_row, KernelRegistry(kernels), router.reuse)
     cases = [(n, {_as_16_bit(product): calls for product, calls in case.items()}) for n, case in _cases(seen, tokens)]
     return [summarize(make_row, None, seen.sparsifiers, case, n) for n, case in cases]
