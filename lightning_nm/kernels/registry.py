@@ -14,7 +14,6 @@ from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 
-
 _NOT_TAKEN: dict[Sparsity, str] = {
     "n:m": "it takes no operand that is N:M along the contraction axis",
     "masked": "its sparse operand must be N:M along the contraction axis",
