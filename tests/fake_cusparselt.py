@@ -25,6 +25,8 @@ DTYPES = {2: torch.float16, 14: torch.bfloat16}
 class DirectOnCpu(CuSparseLtDirectKernel):
     """The kernel as it runs on a GPU, with the library in software."""
 
+    device_type = "cpu"
+
     def __init__(self, library=None, **arguments):
         super().__init__(**arguments)
         self.library = library or FakeCuSparseLt()

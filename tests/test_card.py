@@ -265,7 +265,7 @@ PLUGINS = [
 def test_precision_plugins(tmp_path, monkeypatch, plugin, precision, method, estimator):
     monkeypatch.setenv("HOME", str(tmp_path))  # where decisions are kept
     nm = NMSparsityCallback("2:4", method, estimator, show_tables=False)
-    options = {} if plugin is NMPrecision else {"precision": precision}
+    options = {"kernels": "sparse"} | ({} if plugin is NMPrecision else {"precision": precision})
     checkpoint, val_loss = fit(tmp_path, nm, plugins=[plugin(**options)])
     check_log(log_of(tmp_path), method, estimator)
     check_checkpoint(checkpoint, val_loss, precision)
@@ -275,8 +275,8 @@ def test_precision_plugins(tmp_path, monkeypatch, plugin, precision, method, est
 def test_a_precision_plugin_in_yaml(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     nm = NMSparsityCallback("2:4", "transposable", "mvue", show_tables=False)
-    by_code, val_loss = fit(tmp_path / "code", nm, plugins=[NMMixedPrecision("bf16-mixed")])
-    plugins = ["  plugins:", "    - class_path: lightning_nm.NMMixedPrecision", "      init_args: {kernels: auto}"]
+    by_code, val_loss = fit(tmp_path / "code", nm, plugins=[NMMixedPrecision("bf16-mixed", kernels="sparse")])
+    plugins = ["  plugins:", "    - class_path: lightning_nm.NMMixedPrecision", "      init_args: {kernels: sparse}"]
     trainer = by_lightning_cli("fit", "-c", str(yaml_config(tmp_path, "transposable", *plugins)))
     assert isinstance(trainer.precision_plugin, NMMixedPrecision)
     by_yaml = tmp_path / "checkpoints" / "last.ckpt"

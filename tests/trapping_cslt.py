@@ -41,6 +41,8 @@ class TrappingOps:
 class KernelOnCpu(CuSparseLtKernel):
     """The kernel as it runs on a GPU, with the operators in software."""
 
+    device_type = "cpu"
+
     def __init__(self, ops=None, **arguments):
         super().__init__(**arguments)
         self.ops = ops or TrappingOps()

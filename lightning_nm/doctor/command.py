@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -14,8 +15,7 @@ from lightning_nm.doctor.build import build
 from lightning_nm.doctor.machine import examine
 from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_machine, print_report
-from lightning_nm.doctor.training import Observation, judge, judge_unmeasured, watch
-from lightning_nm.kernels import Router
+from lightning_nm.doctor.training import judge, judge_unmeasured, router_for, watch
 from lightning_nm.kernels.api import check_mode
 from lightning_nm.lightning_cli import EXTRA
 
@@ -51,26 +51,23 @@ def main(args: Sequence[str]) -> int:
 
 def _reports(options: argparse.Namespace) -> list[Report]:
     cli = build(options.config)
-    measures = cli.trainer.strategy.root_device.type == "cuda"
+    device = cli.trainer.strategy.root_device
+    router = router_for(cli.trainer, options.kernels)
+    missing = router.registry.unavailable_reason(str(device))
+    measures = device.type == "cuda" or not missing
     if options.kernels is not None and not measures:
-        raise ValueError(f"--kernels {options.kernels} needs a CUDA device: nothing is chosen without one")
-    seen = watch(cli.trainer, cli.model, cli.datamodule, timed=measures)
-    router = measuring_router(seen, options.kernels)
-    return (judge if measures else judge_unmeasured)(router, seen, options.tokens)
-
-
-def measuring_router(seen: Observation, mode: str | None) -> Router:
-    """Return the router of the training's plugin, or a new one of this mode, by default ``"auto"``, if it has none.
-
-    Raises:
-        ValueError: If the plugin has another mode.
-    """
+        raise ValueError(f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {missing}")
+    seen = watch(cli.trainer, cli.model, cli.datamodule, router=router, timed=measures)
     if seen.router is None:
-        return Router(mode or "auto", reuse=seen.reuse)
-    if mode not in (None, seen.router.kernels):
-        plugins = f"the kernels={seen.router.kernels!r} of the config's plugin"
-        raise ValueError(f"--kernels {mode} contradicts {plugins}: leave it out, or change the config")
-    return seen.router
+        router.reset(seen.reuse)
+    if not measures:
+        return judge_unmeasured(router, seen, options.tokens)
+    reports = judge(router, seen, options.tokens)
+    if device.type == "cuda":
+        return reports
+    elsewhere = judge_unmeasured(router, seen, options.tokens, device_type="cuda")
+    counts = [sum(row.eligible for row in report.rows) for report in elsewhere]
+    return [replace(report, on_gpu=count) for report, count in zip(reports, counts, strict=True)]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -89,8 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm doctor",
         description="Report which kernels work on this machine. With --config, train a few steps and report for each "
-        "product of each masked layer whether a sparse kernel makes it faster, as measured on a CUDA device; without "
-        "one, which kernels could run it. Exits with 0, or with 2 if a config or an option cannot be used.",
+        "product of each masked layer whether a sparse kernel makes it faster, as measured on this machine's GPU, or "
+        "on its CPU if it has no GPU; where no sparse kernel works, which kernels could run it elsewhere. Exits with "
+        "0, or with 2 if a config or an option cannot be used.",
     )
     config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
     parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_nm.kernels.cache import Environment, environment_of
+from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.registry import KernelRegistry, reason_or_error
 
 
@@ -23,17 +25,31 @@ class KernelState:
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """A CPU as the kernels use it."""
+
+    model: str
+    instructions: str | None  # the instruction set that the kernels use; None without their library
+    asked: str | None  # the value of LIGHTNING_NM_ISA; None if it is not set
+    cores: int  # logical cores that this process may use
+    threads: int  # of torch
+    parallel: bool  # whether the kernels run on torch's threads; else on one
+
+
+@dataclass(frozen=True)
 class Machine:
     """A device with its libraries and kernels."""
 
     environment: Environment
     capability: str | None  # compute capability, such as "9.0"; None without CUDA
     kernels: tuple[KernelState, ...]
+    cpu: Cpu | None = None  # None if the device is a GPU
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
         kernels = [asdict(kernel) for kernel in self.kernels]
-        return {**asdict(self.environment), "capability": self.capability, "kernels": kernels}
+        cpu = None if self.cpu is None else asdict(self.cpu)
+        return {**asdict(self.environment), "capability": self.capability, "cpu": cpu, "kernels": kernels}
 
 
 def examine(registry: KernelRegistry | None = None, device: torch.device | None = None) -> Machine:
@@ -41,7 +57,7 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
 
     Example::
 
-        >>> [kernel.name for kernel in examine(device=torch.device("cpu")).kernels if kernel.works]
+        >>> [kernel.name for kernel in examine(KernelRegistry([]), torch.device("cpu")).kernels if kernel.works]
         ['reference']
     """
     if device is None:
@@ -51,4 +67,16 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
         reason, remark = (reason_or_error(partial(ask, device)) for ask in (kernel.probe, kernel.remark))
         states.append(KernelState(kernel.name, not reason, reason, remark))
     capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else None
-    return Machine(environment_of(device), capability, tuple(states))
+    return Machine(environment_of(device), capability, tuple(states), _cpu() if device.type == "cpu" else None)
+
+
+def _cpu() -> Cpu:
+    usable = not library.unavailable()
+    return Cpu(
+        library.cpu_name(),
+        library.LEVELS[library.level()] if usable else None,
+        os.environ.get("LIGHTNING_NM_ISA") or None,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch.get_num_threads(),
+        usable and library.parallel() is not None,
+    )

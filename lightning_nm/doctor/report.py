@@ -70,11 +70,12 @@ class Report:
     """The products of a training step with their times."""
 
     rows: tuple[Row, ...]  # in the order of layers, each with its forward, dgrad and wgrad
-    kernels: str | None  # the router's mode; None without a CUDA device, where nothing is chosen
+    kernels: str | None  # the router's mode; None where no sparse kernel works and nothing is chosen
     skipped: dict[str, str]  # why other layers are dense
     unseen: tuple[str, ...]  # masked layers without a product
     tokens: int | None = None  # the assumed token count; None for the real ones
     step_ms: float | None = None  # measured, with dense products
+    on_gpu: int | None = None  # of a report on a CPU: products that could run sparse on a GPU, by dtype, pattern, sizes
 
     @property
     def timed(self) -> tuple[Row, ...]:
@@ -113,7 +114,7 @@ class Report:
         if self.kernels is None:
             eligible = sum(row.eligible for row in self.rows)
             could = f"{eligible} of {len(self.rows)} products could run on a sparse kernel"
-            return f"{could}; whether they are faster is measured on a CUDA device: run this command there"
+            return f"{could}, but none works here; run this command on a machine where one works to measure them"
         if self.kernels == "reference":
             return "mode 'reference' runs every product dense"
         if not chosen:
@@ -217,7 +218,10 @@ def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: fl
     """The row of a product if nothing is measured: which kernels could run it, and why others could not."""
     key, reasons = product.key, {}
     if not product.reason:
-        reasons = {kernel.name: reason_or_error(partial(kernel.static_reason, key)) for kernel in registry.backends}
+        reasons = {
+            kernel.name: registry.sparsity_reason(kernel, key) or reason_or_error(partial(kernel.static_reason, key))
+            for kernel in registry.backends
+        }
     why = product.reason or "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     could = tuple(name for name, reason in reasons.items() if not reason)
     return Row(product, calls, registry.reference.name, why, uses_of_pack(key.gemm, reuse), could=could)

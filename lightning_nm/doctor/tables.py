@@ -8,8 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.doctor.machine import Machine
+from lightning_nm.doctor.machine import Cpu, Machine
 from lightning_nm.doctor.report import Report, Row
+
+_MEANINGS = {
+    "masked": "an operand has pruned entries, but is not N:M along its depth",
+    "outputs": "the result is needed at kept entries alone",
+}
 
 
 def print_machine(machine: Machine, console: Console) -> None:
@@ -18,10 +23,15 @@ def print_machine(machine: Machine, console: Console) -> None:
     table = _table("machine", show_header=False)
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
-    capability = f", compute capability {machine.capability}" if machine.capability else ""
-    table.add_row("device", f"{environment.device}{capability}")
-    for name in ("driver", "torch", "cuda", "cusparselt"):
-        table.add_row(name, getattr(environment, name) or "none")
+    if machine.cpu is None:
+        capability = f", compute capability {machine.capability}" if machine.capability else ""
+        table.add_row("device", f"{environment.device}{capability}")
+        for name in ("driver", "torch", "cuda", "cusparselt"):
+            table.add_row(name, getattr(environment, name) or "none")
+    else:
+        for name, value in _cpu_rows(machine.cpu):
+            table.add_row(name, value)
+        table.add_row("torch", environment.torch)
     console.print(table)
     kernels = _table("kernels")
     kernels.add_column("kernel", no_wrap=True)
@@ -33,10 +43,29 @@ def print_machine(machine: Machine, console: Console) -> None:
             why = "the dense product on masked operands, always available"
         kernels.add_row(kernel.name, "yes" if kernel.works else "no", why, style=None if kernel.works else "dim")
     console.print(kernels)
-    if machine.capability is None:
+    if not any(kernel.works for kernel in machine.kernels if kernel.name != "reference"):
         console.print(
-            "torch finds no CUDA device: nothing is measured, and a training runs every product dense.", soft_wrap=True
+            "No sparse kernel works here: nothing is measured, and a training runs every product dense.", soft_wrap=True
         )
+
+
+def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
+    """What is shown of a CPU, and of how the kernels use it."""
+    instructions = cpu.instructions or "none, the kernels do not work"
+    if cpu.asked:
+        instructions += f" (LIGHTNING_NM_ISA={cpu.asked})"
+    if cpu.instructions is None:
+        threads = f"{cpu.threads}"
+    elif cpu.parallel:
+        threads = f"{cpu.threads}, for dense products and kernels"
+    else:
+        threads = f"{cpu.threads} for dense products; the kernels use one: more need torch 2.10 or later"
+    return [
+        ("device", f"CPU, {cpu.model}"),
+        ("instructions", instructions),
+        ("cores", f"{cpu.cores} that this process may use"),
+        ("threads", threads),
+    ]
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -49,11 +78,14 @@ def print_report(report: Report, console: Console) -> None:
         lines.append(f"masked, but not called: {', '.join(report.unseen)}")
     if report.timed:
         times = f"{report.dense_ms:.3g} ms dense, {report.chosen_ms:.3g} ms as chosen"
-        lines.append(f"GEMMs in a training step, measured, the products with times: {times}")
+        lines.append(f"the measured products in a training step: {times}")
     if report.step_ms is not None:
         predicted = "unknown" if report.predicted_step_ms is None else f"{report.predicted_step_ms:.4g} ms"
         measured = f"{report.step_ms:.4g} ms measured with dense products"
         lines.append(f"training step: {measured}, {predicted} predicted as chosen")
+    if report.on_gpu is not None:
+        could = f"{report.on_gpu} of {len(report.rows)} products could run sparse in a 16-bit dtype"
+        lines.append(f"on a GPU with sparse tensor cores, not measured here: {could}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"{report.verdict}.", style="bold", markup=False, soft_wrap=True)
@@ -66,7 +98,7 @@ def _sparse_table(report: Report) -> Table:
     table = _product_table(title, report, layer_width=9, gemm_width=8)
     for column in ("dense", "sparse+pack", "gain") if measured else ():
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("choice" if measured else "could run on", overflow="fold", min_width=6)
+    table.add_column("choice" if measured else "could run on", overflow="fold", min_width=11)
     last = None
     for row in filter(_can_run_sparse, report.rows):
         cells = [", ".join(row.could)]
@@ -79,6 +111,9 @@ def _sparse_table(report: Report) -> Table:
     table.caption = "sizes: rows x depth of the sparse operand x columns of the other"
     if measured:
         table.caption += "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
+    sparsities = {row.product.key.sparsity for row in report.rows if _can_run_sparse(row)}
+    for sparsity, meaning in _MEANINGS.items():
+        table.caption += f"; {sparsity}: {meaning}" if sparsity in sparsities else ""
     table.caption_justify = "left"
     return table
 
@@ -115,7 +150,7 @@ def _product_cells(row: Row, last: Row | None) -> tuple[str, str, str]:
     calls = f" x{row.calls:g}" if row.calls != 1 else ""
     return (
         "" if last and layer == last.product.layer else layer,
-        key.gemm + calls + " permuted" * key.permuted,
+        key.gemm + calls + " permuted" * key.permuted + f" {key.sparsity}" * (key.sparsity in _MEANINGS),
         f"{key.rows}x{key.depth}x{key.columns}",
     )
 
@@ -124,7 +159,7 @@ def _microseconds(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "-"
     value = 1e3 * milliseconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 or not value else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _table(title: str, **options: Any) -> Table:

@@ -15,8 +15,8 @@ import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.doctor.report import Report, report, static_row, summarize
-from lightning_nm.kernels import GemmKernel, GemmKey, trial
-from lightning_nm.kernels.api import bucketed
+from lightning_nm.kernels import GemmKernel, GemmKey, KernelRegistry, trial
+from lightning_nm.kernels.api import Sparsity, bucketed
 from lightning_nm.kernels.cache import Decision
 from lightning_nm.kernels.dispatch import Product, Router, activate, routing
 from lightning_nm.plugins.routing import KernelRouting
@@ -37,11 +37,16 @@ class Observation:
 
 
 class _Counter(Router):
-    """Runs every product dense and counts it with its real sizes."""
+    """Runs every product dense and counts it with its real sizes, as another router would have to decide for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, deciding: Router) -> None:
         super().__init__("reference", [])
+        self.deciding = deciding
         self.counts: Counter[Product] = Counter()
+
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """What the kernels of the other router take."""
+        return self.deciding.takes(device)
 
     def active_or_none(self) -> Router:
         """This router: it counts although its mode is ``"reference"``."""
@@ -60,9 +65,9 @@ class _Enough(Exception):
 class _Watch(pl.Callback):
     """Counts the products of the first step, measures later ones if `timed`, then ends the training."""
 
-    def __init__(self, timed: bool) -> None:
+    def __init__(self, deciding: Router, timed: bool) -> None:
         self.timed = timed
-        self.counter = _Counter()
+        self.counter = _Counter(deciding)
         self.plugin: KernelRouting | None = None
         self.router: Router | None = None
         self.sparsifiers: tuple[NMSparsifier, ...] = ()
@@ -129,16 +134,33 @@ def _nm_callbacks(trainer: pl.Trainer) -> list[NMSparsityCallback]:
     return [callback for callback in callbacks if isinstance(callback, NMSparsityCallback)]
 
 
+def router_for(trainer: pl.Trainer, mode: str | None = None) -> Router:
+    """Return the router of the Trainer's precision plugin, or a new one of this mode, by default ``"auto"``.
+
+    Raises:
+        ValueError: If the plugin has another mode.
+    """
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, KernelRouting):
+        return Router(mode or "auto")
+    if mode not in (None, plugin.router.kernels):
+        plugins = f"the kernels={plugin.router.kernels!r} of the config's plugin"
+        raise ValueError(f"--kernels {mode} contradicts {plugins}: leave it out, or change the config")
+    return plugin.router
+
+
 def watch(
     trainer: pl.Trainer,
     model: pl.LightningModule,
     datamodule: pl.LightningDataModule | None = None,
     *,
+    router: Router | None = None,
     timed: bool = True,
 ) -> Observation:
     """Train a few steps with dense products: one to count them, two to warm up, five to measure.
 
     Without ``timed`` only the first. These steps train the model; they end the fit without the hooks of an epoch's end.
+    ``router`` is the one that will decide, see :func:`router_for`.
 
     Raises:
         ValueError: If the Trainer has no NMSparsityCallback, no layer can be masked, or no batch was trained.
@@ -149,7 +171,7 @@ def watch(
         raise ValueError(f"there is no NMSparsityCallback among the Trainer's callbacks: {advice}")
     for callback in callbacks:
         callback.show_tables = False
-    watcher = _Watch(timed)
+    watcher = _Watch(router or router_for(trainer), timed)
     trainer.callbacks.append(watcher)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
     try:
         with routing(None):
@@ -185,12 +207,20 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
     ]
 
 
-def judge_unmeasured(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
-    """Report which kernels could run the products of a training on a GPU; nothing is measured.
+def judge_unmeasured(
+    router: Router, seen: Observation, tokens: Sequence[int] = (), *, device_type: str | None = None
+) -> list[Report]:
+    """Report which kernels could run the products of a training on a machine with a GPU; nothing is measured.
 
-    Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them.
+    Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them. Kernels that are made for
+    CPUs are left out, and with ``device_type`` all that are not made for it.
     """
-    make_row = partial(static_row, router.registry, router.reuse)
+    kernels = [
+        kernel
+        for kernel in router.registry.backends
+        if (kernel.device_type != "cpu" if device_type is None else kernel.device_type == device_type)
+    ]
+    make_row = partial(static_row, KernelRegistry(kernels), router.reuse)
     cases = [(n, {_as_16_bit(product): calls for product, calls in case.items()}) for n, case in _cases(seen, tokens)]
     return [summarize(make_row, None, seen.sparsifiers, case, n) for n, case in cases]
 

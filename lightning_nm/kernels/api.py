@@ -97,6 +97,8 @@ class GemmKernel:
     """
 
     name = "reference"
+    device_type = ""
+    """The type of device it is made for, such as ``"cuda"``; empty if it is made for every type."""
     takes: frozenset[Sparsity] = frozenset({"n:m"})
     """What may be sparse in its products."""
     ordered = True

@@ -51,10 +51,9 @@ class Environment:
 def environment_of(device: torch.device) -> Environment:
     """Describe a device of this machine; a CPU by its model, instruction set and number of threads."""
     if device.type == "cpu":
-        instructions = "without kernels" if unavailable() else LEVELS[level()]
-        return Environment(
-            f"{cpu_name()} {instructions} {torch.get_num_threads()} threads", None, torch.__version__, None, None
-        )
+        instructions = "no kernels" if unavailable() else LEVELS[level()]
+        name = f"{cpu_name()}; {instructions}; threads: {torch.get_num_threads()}"
+        return Environment(name, None, torch.__version__, None, None)
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
     cusparselt = library_version()

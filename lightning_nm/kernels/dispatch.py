@@ -81,7 +81,8 @@ class Router(HasHandle):
         backends: The kernels besides the reference; ``None`` takes those of the package.
         file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none.
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
-            kept until the weight or its masks change, 1.125 bytes for each weight, GEMM and 16-bit dtype.
+            kept until the weight or its masks change: for 2:4 hardware 1.125 bytes for each weight, GEMM and 16-bit
+            dtype, for CPUs 5 or 8 bytes for each kept weight and GEMM.
         budget_s: Seconds that :meth:`tune` may take.
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.timing.DeviceTimer` by default.
 
@@ -260,9 +261,12 @@ class Router(HasHandle):
         self._saved |= measured
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in products on a device for a kernel to take them."""
+        """What may be sparse in products on a device for a kernel to take them.
+
+        An N:M operand always: if no kernel takes it, the decision says why.
+        """
         if device not in self._takes:
-            self._takes[device] = self.registry.takes(device)
+            self._takes[device] = self.registry.takes(device) | {"n:m"}
         return self._takes[device]
 
     def active_or_none(self) -> Router | None:

@@ -14,6 +14,12 @@ from lightning_nm.kernels.backends.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.backends.cusparselt_direct import CuSparseLtDirectKernel
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 
+_NOT_TAKEN: dict[Sparsity, str] = {
+    "n:m": "it takes no operand that is N:M along the contraction axis",
+    "masked": "its sparse operand must be N:M along the contraction axis",
+    "outputs": "it computes all outputs, not those at kept entries alone",
+}
+
 
 class KernelRegistry:
     """The reference and the sparse kernels, in order of preference.
@@ -60,11 +66,24 @@ class KernelRegistry:
         """The kernels besides the reference, in order."""
         return list(self.kernels.values())[1:]
 
+    def made_for(self, device: str) -> list[GemmKernel]:
+        """The kernels besides the reference that are made for a type of device, in order; all if none is."""
+        kind = torch.device(device).type
+        return [kernel for kernel in self.backends if kernel.device_type in ("", kind)] or self.backends
+
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
         if failed := self.failures.get((kernel.name, key)):
             return failed
-        return self.probe(kernel, key.device) or reason_or_error(partial(kernel.supports, key))
+        return (
+            self.probe(kernel, key.device)
+            or self.sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.supports, key))
+        )
+
+    def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel cannot use what is sparse in a product; empty if it can."""
+        return "" if kernel is self.reference or key.sparsity in kernel.takes else _NOT_TAKEN[key.sparsity]
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
@@ -83,10 +102,14 @@ class KernelRegistry:
 
     def unavailable_reason(self, device: str) -> str:
         """Why no sparse kernel works on a device; empty if one does."""
-        reasons = {kernel.name: self.probe(kernel, device) for kernel in self.backends}
-        if not all(reasons.values()):
-            return ""
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is no sparse kernel"
+        names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
+        for kernel in self.backends:
+            if not (reason := self.probe(kernel, device)):
+                return ""
+            if kernel in self.made_for(device):
+                names.setdefault(reason, []).append(kernel.name)
+        reasons = (f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items())
+        return "; ".join(reasons) or "there is no sparse kernel"
 
     def attempt(
         self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]

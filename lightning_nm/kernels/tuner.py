@@ -102,11 +102,14 @@ class Tuner:
             self.decide(key)
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
-        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it."""
+        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
+
+        Kernels for other types of devices are not noted, unless there are no others.
+        """
         if not multiply_adds(key):
             notes.append("the product is empty")
             return
-        for kernel in self.registry.backends:
+        for kernel in self.registry.made_for(key.device):
             reason = self.registry.reason(kernel, key) or reason_or_error(partial(check, kernel, key))
             if reason:
                 notes.append(f"{kernel.name}: {reason}")

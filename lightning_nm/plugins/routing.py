@@ -31,8 +31,8 @@ class KernelRouting:
             device, packing included, and the dense one unless another is 3 % faster. ``"sparse"``: the first kernel
             that computes the product right. ``"reference"``: dense.
         backends: The kernels to choose from, in order of preference; ``None`` takes those of the package.
-        decisions: File where ``"auto"`` keeps its measurements, by device, driver and library versions; ``None`` keeps
-            none.
+        decisions: File where ``"auto"`` keeps its measurements, by device, driver and library versions; for a CPU by
+            its model, instruction set and number of threads. ``None`` keeps none.
         budget_s: Seconds that measuring the first batch's products may take.
         kwargs: As Lightning's plugin takes them.
 

@@ -71,7 +71,9 @@ def _searching(trainer: pl.Trainer) -> bool:
 
 
 class NMPrecision(_TrainerRouting, Precision):
-    """Full precision, for which GPUs have no sparse kernel: for kernels from outside, and for tests.
+    """Float32, with the products of masked layers on the kernels chosen for each.
+
+    CPUs have sparse kernels for float32; GPUs have none, so all products are dense there, except on ``backends=``.
 
     The arguments are those of :class:`~lightning_nm.plugins.routing.KernelRouting`.
     """

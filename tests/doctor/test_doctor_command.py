@@ -1,4 +1,4 @@
-"""``lightning-nm doctor`` on a machine without a GPU."""
+"""``lightning-nm doctor`` on machines without a GPU: with CPU kernels, and without them. No test measures kernels."""
 
 import json
 import subprocess
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_nm import NMPrecision
 from lightning_nm.cli import main
-from lightning_nm.doctor.command import measuring_router
-from lightning_nm.doctor.training import Observation
-from lightning_nm.kernels import KernelRegistry, Router
+from lightning_nm.doctor.training import router_for
+from lightning_nm.kernels import KernelRegistry, trial, tuner
+from lightning_nm.kernels.cpu import library
+from tests.lightning_models import make_trainer
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = """
@@ -33,7 +35,38 @@ def _bare_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["lightning-nm", "doctor"])
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where decisions are kept
+    monkeypatch.delenv("LIGHTNING_NM_ISA", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+NO_LIBRARY = "the library of CPU kernels was not built: install a compiler"
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    """The CPU kernels were not compiled."""
+
+    def load():
+        raise RuntimeError(NO_LIBRARY)
+
+    monkeypatch.setattr(library, "load", load)
+    library.level.cache_clear()
+    yield
+    library.level.cache_clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The CPU kernels, each with its times, for a product and a pack; skips where they do not work."""
+    if reason := library.unavailable():
+        pytest.skip(reason)
+    times = {"cpu-permute": (6.0, 2.0), "cpu-csr": (7.0, 2.0)}
+    for module in (tuner, trial):
+        monkeypatch.setattr(module, "dense_ms", lambda key, timer: 10.0)
+        monkeypatch.setattr(module, "sparse_ms", lambda kernel, key, timer: times[kernel.name])
+    return times
 
 
 def write(tmp_path, text, name="config.yaml"):
@@ -50,16 +83,63 @@ def document(capsys, *words):
     return content
 
 
-def test_without_a_config(capsys):
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("parallel", [True, False])
+def test_without_a_config(capsys, monkeypatch, parallel):
+    monkeypatch.setattr(library, "cpu_name", lambda: "Abacus 9000")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    if not parallel:
+        monkeypatch.setattr(library, "parallel", lambda: None)
+    elif library.parallel() is None:
+        pytest.skip("this torch has no function that runs a loop on its threads")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for words in ("cpu", torch.__version__, "reference", "cusparselt", "needs a CUDA device", "nothing is measured"):
+    threads = "4, for dense products and kernels" if parallel else "the kernels use one: more need torch 2.10"
+    for words in ("CPU, Abacus 9000", library.LEVELS[library.level()], "that this process may use", threads):
+        assert words in out
+    for words in (torch.__version__, "reference", "cusparselt", "needs a CUDA device", "cpu-permute", "cpu-csr"):
+        assert words in out
+    assert "nothing is measured" not in out
+    assert "LIGHTNING_NM_ISA" not in out
+    machine = document(capsys)["machine"]
+    assert (machine["capability"], machine["torch"]) == (None, torch.__version__)
+    cpu = machine["cpu"]
+    assert (cpu["model"], cpu["threads"], cpu["parallel"], cpu["asked"]) == ("Abacus 9000", 4, parallel, None)
+    assert cpu["instructions"] in library.LEVELS
+    assert cpu["cores"] >= 1
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_a_library(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for words in ("none, the kernels do not work", "was not built", "nothing is measured", "runs every product dense"):
         assert words in out
     machine = document(capsys)["machine"]
-    assert (machine["device"], machine["capability"], machine["torch"]) == ("cpu", None, torch.__version__)
+    assert (machine["cpu"]["instructions"], machine["cpu"]["parallel"]) == (None, False)
     assert [(kernel["name"], kernel["works"]) for kernel in machine["kernels"]] == [
         (name, name == "reference") for name in KernelRegistry().kernels
     ]
+    assert [kernel["reason"] for kernel in machine["kernels"]][-2:] == [NO_LIBRARY] * 2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("asked", "works"), [("baseline", True), ("avx7", False)])
+def test_an_instruction_set_that_was_asked_for(capsys, monkeypatch, asked, works):
+    monkeypatch.setenv("LIGHTNING_NM_ISA", asked)
+    library.level.cache_clear()
+    try:
+        content = document(capsys)["machine"]
+        main(["doctor"])
+    finally:
+        monkeypatch.delenv("LIGHTNING_NM_ISA")
+        library.level.cache_clear()
+    assert (content["cpu"]["asked"], content["cpu"]["instructions"]) == (asked, asked if works else None)
+    found = {kernel["name"]: kernel for kernel in content["kernels"]}
+    assert found["cpu-csr"]["works"] == works
+    assert not found["cpu-permute"]["works"]
+    assert "baseline" in found["cpu-permute"]["reason"]
+    assert f"(LIGHTNING_NM_ISA={asked})" in capsys.readouterr().out
 
 
 def test_the_removed_option_names_what_replaces_it(capsys):
@@ -68,6 +148,7 @@ def test_the_removed_option_names_what_replaces_it(capsys):
     assert "run this command on the GPU" in error
 
 
+@pytest.mark.usefixtures("no_library")
 def test_the_demo(capsys):
     assert main(["doctor", "-c", str(CONFIGS / "digits-bi-mask.yaml")]) == 0
     out = capsys.readouterr().out
@@ -76,7 +157,62 @@ def test_the_demo(capsys):
     assert "Seed set" not in out
 
 
-def test_a_transformer_without_a_gpu(tmp_path, capsys):
+def test_a_transformer_on_a_cpu(tmp_path, capsys, kernels):
+    path = write(tmp_path, SMALL + "  accumulate_grad_batches: 2\n")
+    (report,) = document(capsys, "-c", path)["reports"]
+    assert report["kernels"] == "auto"
+    assert [row["gemm"] for row in report["rows"]] == ["forward", "dgrad", "wgrad"] * 4
+    assert {row["dtype"] for row in report["rows"]} == {"float32"}
+    weights, gradients = (
+        [row for row in report["rows"] if (row["gemm"] == "wgrad") == wgrad] for wgrad in (False, True)
+    )
+    names = {"cpu-permute", "cpu-csr"} if library.load().nm_lanes(library.level()) else {"cpu-csr"}
+    best = min(names, key=kernels.get)
+    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in weights} == {(best, kernels[best][0] + 1, 2)}
+    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in gradients} == {("cpu-csr", 9.0, 2)}
+    assert not any("CUDA" in row["why"] for row in report["rows"]), "what is said of other devices is said once"
+    assert report["on_gpu"] == 12
+    assert report["dense_ms"] == pytest.approx(2 * 12 * 10)
+    assert report["chosen_ms"] == pytest.approx(2 * (8 * (kernels[best][0] + 1) + 4 * 9))
+    assert report["step_ms"] > 0
+    saved = report["dense_ms"] - report["chosen_ms"]
+    assert report["predicted_step_ms"] == pytest.approx(report["step_ms"] - saved)
+    assert not (tmp_path / "home").exists()
+    assert main(["doctor", "-c", path]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("products, measured", "cpu-csr", "12 of 12 products run sparse", "ms measured with dense products"):
+        assert words in out
+    assert "on a GPU with sparse tensor cores, not measured here: 12 of 12 products could run sparse" in out
+
+
+@pytest.mark.usefixtures("kernels")
+def test_products_that_are_sparse_otherwise(tmp_path, capsys):
+    text = SMALL.replace("2:4", "1:16").replace("transposable, grad_estimator: mvue", "asp")
+    path = write(tmp_path, text)
+    (report,) = document(capsys, "-c", path, "--kernels", "sparse")["reports"]
+    assert report["kernels"] == "sparse"
+    sparsity = {row["gemm"]: row["sparsity"] for row in report["rows"]}
+    assert sparsity == {"forward": "n:m", "dgrad": "masked", "wgrad": "outputs"}
+    assert all(row["sparse_ms"] and row["kernel"].startswith("cpu-") for row in report["rows"])
+    assert report["on_gpu"] == 4
+    main(["doctor", "-c", path])
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("masked: an operand has pruned entries", "outputs: the result is needed at kept entries alone"):
+        assert words in out
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_plugin_keeps_what_the_doctor_measured(tmp_path, capsys):
+    plugin = "  plugins: [{class_path: lightning_nm.NMPrecision}]\n"
+    (report,) = document(capsys, "-c", write(tmp_path, SMALL + plugin))["reports"]
+    kept = json.loads((tmp_path / "home/.cache/lightning_nm/kernels.json").read_text())
+    ((environment, entries),) = kept["environments"].items()
+    assert library.cpu_name() in environment
+    assert {entry["kernel"] for entry in entries.values()} == {row["kernel"] for row in report["rows"]}
+
+
+@pytest.mark.usefixtures("no_library")
+def test_a_transformer_without_kernels(tmp_path, capsys):
     path = write(tmp_path, SMALL)
     (report,) = document(capsys, "-c", path)["reports"]
     assert report["kernels"] is report["step_ms"] is report["predicted_step_ms"] is report["dense_ms"] is None
@@ -89,7 +225,8 @@ def test_a_transformer_without_a_gpu(tmp_path, capsys):
     assert {row["layer"] for row in report["rows"]} == {f"blocks.0.{name}" for name in ("qkv", "proj", "fc1", "fc2")}
     assert report["rows"][0]["columns"] == 16 * 8
     assert report["skipped"]["head"] == "last linear layer"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]  # no log, no checkpoint
+    assert report["on_gpu"] is None
+    assert not any((tmp_path / "here").iterdir()), "no log, no checkpoint"
     assert main(["doctor", "-c", path]) == 0
     out = capsys.readouterr().out
     for words in ("not measured", "blocks.0.qkv", "cusparselt-direct, cusparselt", "12 of 12 products could run"):
@@ -97,6 +234,7 @@ def test_a_transformer_without_a_gpu(tmp_path, capsys):
     assert "ms" not in out.replace("items", "")
 
 
+@pytest.mark.usefixtures("no_library")
 def test_a_product_that_no_kernel_takes_says_why(tmp_path, capsys):
     (report,) = document(capsys, "-c", write(tmp_path, SMALL.replace("2:4", "4:8")))["reports"]
     assert not any(row["eligible"] or row["could"] for row in report["rows"])
@@ -104,6 +242,7 @@ def test_a_product_that_no_kernel_takes_says_why(tmp_path, capsys):
     assert all(f"{name}: 4:8 may put more than two" in why for why in reasons for name in ("direct", "cusparselt"))
 
 
+@pytest.mark.usefixtures("no_library")
 def test_later_configs_override_and_tokens_are_asked_for(tmp_path, capsys):
     wide = write(tmp_path, "model: {init_args: {dim: 64}}", "wide.yaml")
     content = document(capsys, "-c", write(tmp_path, SMALL), "-c", wide, "--tokens", "64", "4096")
@@ -112,6 +251,7 @@ def test_later_configs_override_and_tokens_are_asked_for(tmp_path, capsys):
     assert [(row["depth"], row["columns"]) for row in first] == [(64, 64), (64, 4096)]
 
 
+@pytest.mark.usefixtures("no_library")
 def test_configs_that_fit_has_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-nm"])
     with pytest.raises(SystemExit):
@@ -120,6 +260,7 @@ def test_configs_that_fit_has_printed(tmp_path, capsys, monkeypatch):
     assert len(document(capsys, "-c", printed)["reports"][0]["rows"]) == 12
 
 
+@pytest.mark.usefixtures("no_library")
 def test_a_plugin_of_the_config_is_no_obstacle(tmp_path, capsys):
     plugin = "  plugins: [{class_path: lightning_nm.NMMixedPrecision}]\n  accumulate_grad_batches: 4\n"
     (report,) = document(capsys, "-c", write(tmp_path, SMALL + plugin))["reports"]
@@ -127,6 +268,7 @@ def test_a_plugin_of_the_config_is_no_obstacle(tmp_path, capsys):
     assert {row["calls"] for row in report["rows"]} == {4.0}
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(
     "precision", ["plugins: [{class_path: lightning_nm.NMFSDPPrecision}]", "precision: bf16-mixed"]
 )
@@ -144,6 +286,7 @@ def test_configs_for_a_cluster_are_read_here(tmp_path, capsys, precision):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -152,7 +295,10 @@ def test_configs_for_a_cluster_are_read_here(tmp_path, capsys, precision):
         (["--kernels", "fastest"], ["fastest", "auto"]),
         (["-c", "CONFIG", "--kernels", "heuristic"], ["was removed", "'auto' (measured)"]),
         (["-c", "CONFIG", "--tokens", "0"], ["--tokens 0", "at least 1"]),
-        (["-c", "CONFIG", "--kernels", "auto"], ["--kernels auto", "CUDA"]),
+        (
+            ["-c", "CONFIG", "--kernels", "auto"],
+            ["--kernels auto", "works here: cpu-permute, cpu-csr:"],
+        ),
     ],
 )
 def test_impossible_options(tmp_path, capsys, words, says):
@@ -200,13 +346,14 @@ def test_a_config_that_is_not_there(capsys):
     assert "none.yaml" in capsys.readouterr().err
 
 
-def test_the_plugins_mode_holds():
-    own, bare = (Observation({}, 4, (), router, None) for router in (Router("sparse"), None))
-    assert measuring_router(own, None) is measuring_router(own, "sparse") is own.router
+def test_the_plugins_mode_holds(tmp_path):
+    plugin = NMPrecision(kernels="sparse", decisions=None)
+    own, bare = (make_trainer(tmp_path, [], plugins=plugins) for plugins in ([plugin], None))
+    assert router_for(own) is router_for(own, "sparse") is plugin.router
     with pytest.raises(ValueError, match=r"--kernels auto contradicts .* kernels='sparse'"):
-        measuring_router(own, "auto")
-    assert (measuring_router(bare, None).kernels, measuring_router(bare, None).reuse) == ("auto", 4)
-    assert measuring_router(bare, "sparse").kernels == "sparse"
+        router_for(own, "auto")
+    assert router_for(bare).kernels == "auto"
+    assert router_for(bare, "sparse").kernels == "sparse"
 
 
 @pytest.mark.slow

@@ -93,6 +93,16 @@ def test_a_kernel_that_fails_is_passed_over(mode, options, words):
     assert decision.reason.startswith(words)
 
 
+@pytest.mark.parametrize("mode", ["auto", "sparse"])
+def test_kernels_for_other_devices_are_not_mentioned(mode):
+    other, good = FakeKernel("other", probe="needs a GPU"), FakeKernel("good")
+    other.device_type, good.device_type = "cuda", "cpu"
+    assert "other" not in tuner(mode, [other, good]).decide(KEY).reason
+    good.supports = lambda key: "too small"
+    assert tuner(mode, [other, good]).decide(KEY).reason == "good: too small"
+    assert tuner(mode, [other]).decide(KEY).reason == "other: needs a GPU"
+
+
 def test_a_kernel_that_fails_while_it_is_timed_is_passed_over():
     calls = []
 

@@ -14,10 +14,12 @@ from torch.utils import collect_env
 from lightning_nm.kernels import cache
 from lightning_nm.kernels.api import Algorithm
 from lightning_nm.kernels.cache import Decision, Decisions, Environment, environment_of
+from lightning_nm.kernels.cpu.library import cpu_name
 from tests.fake_kernels import gemm_key
 
 HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
 FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")
+DENSE = Decision("reference", 1.0, 1.5, 0.1, "measured", "measured", "reuse 1")
 TIMES = st.none() | st.floats(min_value=0, allow_infinity=False)
 DECISIONS = st.builds(
     Decision,
@@ -166,8 +168,56 @@ def test_processes_save_at_the_same_time(tmp_path):
     assert os.listdir(tmp_path) == ["kernels.json"]
 
 
-def test_the_environment_of_a_cpu():
-    assert environment_of(torch.device("cpu")) == Environment("cpu", None, torch.__version__, torch.version.cuda, None)
+@pytest.fixture
+def cpu(monkeypatch):
+    """A CPU whose name, instruction set and threads can be set."""
+
+    def become(name="Xeon", level="avx512", threads=8, unavailable=""):
+        monkeypatch.setattr(cache, "cpu_name", lambda: name)
+        monkeypatch.setattr(cache, "level", lambda: cache.LEVELS.index(level))
+        monkeypatch.setattr(cache, "unavailable", lambda: unavailable)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return environment_of(torch.device("cpu"))
+
+    return become
+
+
+def test_the_environment_of_a_cpu(cpu):
+    assert cpu() == Environment("Xeon; avx512; threads: 8", None, torch.__version__, None, None)
+    assert cpu(unavailable="no compiler").device == "Xeon; no kernels; threads: 8"
+
+
+def test_the_environment_of_this_cpu():
+    found = environment_of(torch.device("cpu"))
+    assert found.device.startswith(cpu_name())
+    assert found.device.endswith(f"threads: {torch.get_num_threads()}")
+    assert found.torch == torch.__version__
+
+
+def test_an_unknown_device_is_its_own_environment():
+    assert environment_of(torch.device("meta")) == Environment(
+        "meta", None, torch.__version__, torch.version.cuda, None
+    )
+
+
+@pytest.mark.parametrize("other", [{"name": "EPYC"}, {"level": "avx2"}, {"threads": 1}, {"unavailable": "removed"}])
+def test_decisions_of_another_cpu_are_not_used(cpu, tmp_path, other):
+    path = tmp_path / "kernels.json"
+    key = gemm_key(dtype=torch.float32, pattern="1:16")
+    decisions({key: FAST}, cpu()).save(path)
+    assert not Decisions.load(path, cpu(**other))
+    decisions({key: DENSE}, cpu(**other)).save(path)
+    assert Decisions.load(path, cpu())[key] == FAST
+    assert Decisions.load(path, cpu(**other))[key] == DENSE
+
+
+@pytest.mark.parametrize("known", ["masked", "outputs", "n:m"])
+def test_what_is_sparse_is_part_of_a_decision(tmp_path, known):
+    path = tmp_path / "kernels.json"
+    keys = {kind: replace(gemm_key("dgrad"), sparsity=kind) for kind in ("n:m", "masked", "outputs")}
+    decisions({keys[known]: FAST}).save(path)
+    loaded = Decisions.load(path, HERE)
+    assert {kind for kind, key in keys.items() if key in loaded} == {known}
 
 
 def test_the_environment_of_a_gpu(monkeypatch):

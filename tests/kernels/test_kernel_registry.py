@@ -1,10 +1,12 @@
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry, SimulatedSparseKernel
+from tests.fake_kernels import FakeKernel
 from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 KEY = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
@@ -82,7 +84,49 @@ def test_a_probe_that_raises_is_a_reason():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt"]
+    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt", "cpu-permute", "cpu-csr"]
+
+
+class MadeFor(FakeKernel):
+    """A kernel for one type of device, with what its products may have sparse."""
+
+    def __init__(self, name, device_type, takes=("n:m",), **options):
+        super().__init__(name, **options)
+        self.device_type = device_type
+        self.takes = frozenset(takes)
+
+
+def test_kernels_for_other_devices_are_passed_over():
+    gpu, everywhere, cpu = MadeFor("gpu", "cuda"), MadeFor("everywhere", ""), MadeFor("cpu", "cpu")
+    registry = KernelRegistry([gpu, everywhere, cpu])
+    assert registry.made_for("cpu") == [everywhere, cpu]
+    assert registry.made_for("cuda:1") == [gpu, everywhere]
+    assert KernelRegistry([gpu]).made_for("cpu") == [gpu], "where there is no other, its reason is the only one"
+    assert [kernel.name for kernel in KernelRegistry().made_for("cpu")] == ["cpu-permute", "cpu-csr"]
+    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == ["cusparselt-direct", "cusparselt"]
+
+
+def test_what_no_kernel_can_use_is_a_reason():
+    operands, outputs = MadeFor("operands", ""), MadeFor("outputs", "", takes=("outputs",))
+    registry = KernelRegistry([operands, outputs])
+    n_m, masked, sampled = (replace(OTHER_KEY, sparsity=sparsity) for sparsity in ("n:m", "masked", "outputs"))
+    assert registry.reason(operands, n_m) == registry.reason(outputs, sampled) == ""
+    assert "must be N:M along the contraction axis" in registry.reason(operands, masked)
+    assert "computes all outputs" in registry.reason(operands, sampled)
+    assert "no operand that is N:M" in registry.reason(outputs, n_m)
+    assert not any(registry.reason(registry.reference, key) for key in (n_m, masked, sampled))
+    assert registry.takes("cpu") == {"n:m", "outputs"}
+    assert KernelRegistry([MadeFor("broken", "", takes=("masked",), probe="broken")]).takes("cpu") == set()
+
+
+def test_kernels_with_one_reason_share_it():
+    gpu = MadeFor("gpu", "cuda", probe="no GPU")
+    broken = [MadeFor(name, "cpu", probe="no library") for name in ("one", "two")]
+    registry = KernelRegistry([gpu, *broken])
+    assert registry.unavailable_reason("cpu") == "one, two: no library"
+    assert registry.unavailable_reason("cuda") == "gpu: no GPU"
+    assert KernelRegistry([gpu, *broken, MadeFor("works", "cpu")]).unavailable_reason("cpu") == ""
+    assert KernelRegistry([]).unavailable_reason("cpu") == "there is no sparse kernel"
 
 
 @pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])

@@ -246,6 +246,18 @@ def test_other_modes_stay_active():
     assert router.active_or_none() is router
 
 
+def test_a_product_that_no_kernel_takes_has_the_kernels_reason():
+    module, x = make("linear")
+    attach(module, method="asp")
+    router = Router("sparse", [FakeKernel(probe="the device is too old")])
+    gradients(module, x, router)
+    forward, dgrad, wgrad = router.used()
+    assert forward.decision.reason == "fast: the device is too old"
+    assert dgrad.decision is wgrad.decision is None
+    assert dgrad.product.reason == "masked; not N:M along out"
+    assert wgrad.product.reason == "dense; dW at kept entries alone"
+
+
 @pytest.mark.parametrize("kind", ["linear", "hugging-face-conv1d"])
 @pytest.mark.parametrize("method", ["sr-ste", "transposable", "bi-mask"])
 def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monkeypatch):

@@ -48,6 +48,7 @@ class CuSparseLtKernel(TwoFourKernel):
     """
 
     name = "cusparselt"
+    device_type = "cuda"
     dtypes = DTYPES
     ops: Any = torch  # the namespace of the two operators; tests replace it
 

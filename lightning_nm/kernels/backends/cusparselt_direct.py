@@ -49,6 +49,7 @@ class CuSparseLtDirectKernel(TwoFourKernel):
     """
 
     name = "cusparselt-direct"
+    device_type = "cuda"
     dtypes = DTYPES
 
     def __init__(self, algorithm: int = 0, check: bool = False, any_version: bool = False) -> None:

@@ -26,6 +26,8 @@ class Packed(NamedTuple):
 class _CpuKernel(GemmKernel):
     """What both kernels share: the device, the dtypes, the self-check."""
 
+    device_type = "cpu"
+
     def probe(self, device: torch.device) -> str:
         """Why the kernel does not work: another device, no library, or a small product that is wrong."""
         if device.type != "cpu":
