@@ -10,7 +10,12 @@ from typing import Any
 from studies.speed.side import Precision
 
 AVERAGED = 10
-"""Steps whose losses are averaged."""
+"""Steps whose losses are averaged, where sides are compared at equal steps."""
+WINDOW = 0.15
+"""Share of the seconds whose losses are averaged, where sides are compared at equal seconds.
+
+Ten steps would reach further back on the slower side, where losses were higher.
+"""
 MARGIN = 0.03
 """Share by which speeds must differ to be called different; less is noise on a shared machine."""
 
@@ -79,9 +84,15 @@ class Curve:
         """Mean training loss of the last ten of the first `steps` steps."""
         return mean(self.losses[max(steps - AVERAGED, 0) : steps])
 
-    def steps_within(self, seconds: float) -> int:
-        """Steps that ended within so many seconds, at least one."""
-        return max(sum(end <= seconds * (1 + 1e-9) for end in self.ends), 1)
+    def loss_after(self, seconds: float, window: float | None = None) -> float:
+        """Mean training loss of the steps that ended in the last `window` seconds, by default a share of `seconds`.
+
+        If none did, the loss of the last step before, or of the first one.
+        """
+        window = WINDOW * seconds if window is None else window
+        end = seconds * (1 + 1e-9)
+        losses = [loss for when, loss in zip(self.ends, self.losses, strict=True) if seconds - window <= when <= end]
+        return mean(losses) if losses else self.losses[max(sum(when <= end for when in self.ends) - 1, 0)]
 
 
 @dataclass(frozen=True)
@@ -112,10 +123,7 @@ class Comparison:
             seconds,
             sparse.tokens_per_s / dense.tokens_per_s,
             (sparse.loss_at(steps), dense.loss_at(steps)),
-            (
-                sparse.loss_at(sparse.steps_within(seconds)),
-                dense.loss_at(dense.steps_within(seconds)),
-            ),
+            (sparse.loss_after(seconds), dense.loss_after(seconds)),
         )
 
 

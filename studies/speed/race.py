@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -12,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from studies.speed.curves import Curve
+from studies.speed.processes import context
 from studies.speed.side import PRECISIONS, Grant, Precision, Setting, run
 
 PILOT_STEPS = 3
@@ -76,12 +76,12 @@ class Side:
 @contextmanager
 def sides(setting: Setting, *wanted: tuple[str, Precision]) -> Iterator[list[Side]]:
     """Processes of sides, each a name (``"sparse"`` or ``"dense"``) and a precision; killed at the end."""
-    context = _context()
+    start = context()
     started: list[Side] = []
     try:
         for name, precision in wanted:
-            here, there = context.Pipe()
-            process = context.Process(target=run, args=(setting, name == "sparse", precision, there), daemon=True)
+            here, there = start.Pipe()
+            process = start.Process(target=run, args=(setting, name == "sparse", precision, there), daemon=True)
             process.start()
             there.close()
             started.append(Side(process, here, Curve(name, precision, setting.tokens)))
@@ -92,15 +92,6 @@ def sides(setting: Setting, *wanted: tuple[str, Precision]) -> Iterator[list[Sid
                 side.process.kill()
                 side.process.join()
             side.connection.close()
-
-
-def _context() -> Any:
-    """Processes forked from one that has imported everything, where there are such."""
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["studies.speed.side"])
-    return context
 
 
 def faster_precision(candidates: list[Side], watch: Watch) -> dict[Precision, float]:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from studies.speed.curves import AVERAGED, Comparison, Curve, findings
+from studies.speed.curves import AVERAGED, WINDOW, Comparison, Curve, findings
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def print_table(sparse: Curve, dense: Curve, label: str, console: Console) -> No
         table.add_row(f"loss after {found.steps} steps", *(f"{loss:.3f}" for loss in found.at_steps))
     add("validation loss at the end", lambda c: "-" if c.val_loss is None else f"{c.val_loss:.3f}")
     console.print(table)
-    console.print(f"Losses: nats per byte, means of {AVERAGED} training steps.", style="dim")
+    means = f"means of {AVERAGED} training steps, or of the last {WINDOW:.0%} of the seconds"
+    console.print(f"Losses: nats per byte, {means}.", style="dim", soft_wrap=True)
     for line in findings(sparse, dense):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -82,7 +83,7 @@ def write_json(path: Path, sparse: Curve, dense: Curve, facts: dict[str, Any]) -
 
 
 def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:
-    """Draw loss over seconds and over steps: every step pale, means of ten steps strong."""
+    """Draw loss over seconds and over steps: every step pale, means as compared strong."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -92,8 +93,10 @@ def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:
             continue
         steps = list(range(1, len(curve.losses) + 1))
         label = f"{curve.name}, {curve.precision}, {curve.tokens_per_s:,.0f} tokens/s"
-        means = [curve.loss_at(step) for step in steps]
-        for axes, x in ((left, curve.ends), (right, steps)):
+        window = WINDOW * min(each.total_s for each in (sparse, dense) if each.seconds)
+        timed = [curve.loss_after(end, window) for end in curve.ends]
+        counted = [curve.loss_at(step) for step in steps]
+        for axes, x, means in ((left, curve.ends, timed), (right, steps, counted)):
             axes.plot(x, curve.losses, color=colour, alpha=0.3, linewidth=1)
             axes.plot(x, means, color=colour, linewidth=2, label=label)
     left.set(xlabel="seconds of training", ylabel="training loss, nats per byte")

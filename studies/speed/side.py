@@ -47,8 +47,8 @@ class Setting(NamedTuple):
     lr: float = 1e-3
     threads: int = 0
     seed: int = 0
-    val_batches: int = 6
-    budget_s: float = 35.0
+    val_batches: int = 4
+    budget_s: float = 25.0
 
     @property
     def heads(self) -> int:
@@ -67,8 +67,8 @@ class Baton(pl.Callback):
     """Waits for a grant whenever the last one is used up, and sends every step; placed last among the callbacks.
 
     A step's seconds are those since the step before, without the time spent waiting. It sends ``("step", seconds,
-    loss)`` for each step and ``("idle", facts)`` before it waits. The reply is a :class:`Grant`, or ``None``, which ends
-    the training.
+    loss)`` for each step and ``("idle", facts)`` before it waits. The reply is a :class:`Grant`, or ``None`` to end
+    training.
     """
 
     def __init__(self, connection: Connection, router: Router | None) -> None:
