@@ -14,7 +14,8 @@ from studies.speed.curves import Curve
 from studies.speed.processes import context
 from studies.speed.side import PRECISIONS, Grant, Precision, Setting, run
 
-PILOT_STEPS = 3
+PILOT_STEPS, PILOT_S, MOST_PILOT_STEPS = 3, 4.0, 12
+"""Counted steps of each precision: at least 3, then more until so many seconds are over or there are 12."""
 HOPELESS = 3.0
 """How much slower the first step of a precision must be for it to get no second one."""
 BLOCK_S = 3.0
@@ -94,25 +95,30 @@ def sides(setting: Setting, *wanted: tuple[str, Precision]) -> Iterator[list[Sid
             side.connection.close()
 
 
-def faster_precision(candidates: list[Side], watch: Watch) -> dict[Precision, float]:
+def faster_precision(
+    candidates: list[Side], watch: Watch, clock: Callable[[], float] = perf_counter
+) -> dict[Precision, float]:
     """Median seconds of a step in each precision, the fastest first.
 
     The sides make a step in turn. The first one does not count, but a precision that is three times slower in it makes
     no other.
     """
-    for done in range(1 + PILOT_STEPS):
+
+    def step() -> None:
         for side in candidates:
             watch(f"measuring dense steps in {side.curve.precision}")
             side.grant(Grant(steps=1))
-        if done == 0:
-            best = min(_first(side) for side in candidates)
-            slow = [side for side in candidates if _first(side) > HOPELESS * best]
-            candidates = [side for side in candidates if side not in slow]
-            if len(candidates) == 1:
-                break
+
+    step()
+    best = min(map(_first, candidates))
+    hopeless = {side.curve.precision: _first(side) for side in candidates if _first(side) > HOPELESS * best}
+    candidates = [side for side in candidates if side.curve.precision not in hopeless]
+    begin, steps = clock(), 0
+    while len(candidates) > 1 and (steps < PILOT_STEPS or clock() - begin < PILOT_S) and steps < MOST_PILOT_STEPS:
+        step()
+        steps += 1
     found = {side.curve.precision: median(side.curve.seconds or [_first(side)]) for side in candidates}
-    found = dict(sorted(found.items(), key=lambda item: item[1]))
-    return found | {side.curve.precision: _first(side) for side in slow}
+    return dict(sorted(found.items(), key=lambda item: item[1])) | hopeless
 
 
 def _first(side: Side) -> float:
