@@ -9,13 +9,13 @@ from typing import Any
 
 from studies.speed.side import Precision
 
-AVERAGED = 10
-"""Steps whose losses are averaged, where sides are compared at equal steps."""
 WINDOW = 0.15
-"""Share of the seconds whose losses are averaged, where sides are compared at equal seconds.
+"""Share of the steps, or of the seconds, whose losses are averaged: the last before the moment of the comparison.
 
-Ten steps would reach further back on the slower side, where losses were higher.
+At equal seconds a number of steps would reach further back on the slower side, where losses were higher.
 """
+FEW = 30
+"""Steps below which a comparison is called rough."""
 MARGIN = 0.03
 """Share by which speeds must differ to be called different; less is noise on a shared machine."""
 
@@ -80,9 +80,10 @@ class Curve:
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
         return 1e3 * low, 1e3 * high
 
-    def loss_at(self, steps: int) -> float:
-        """Mean training loss of the last ten of the first `steps` steps."""
-        return mean(self.losses[max(steps - AVERAGED, 0) : steps])
+    def loss_at(self, steps: int, window: int | None = None) -> float:
+        """Mean training loss of the last `window` of the first `steps` steps, by default a share of them."""
+        window = max(1, round(WINDOW * steps)) if window is None else window
+        return mean(self.losses[max(steps - window, 0) : steps])
 
     def loss_after(self, seconds: float, window: float | None = None) -> float:
         """Mean training loss of the steps that ended in the last `window` seconds, by default a share of `seconds`.
@@ -133,6 +134,8 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
         return ["Nothing to compare: each side needs two steps. Give it more --seconds, or a smaller --width."]
     found = Comparison.of(sparse, dense)
     lines = [_kernels(sparse), _speed(found.speed)]
+    if skipped := sparse.kernels.get("not measured"):
+        lines.append(f"{skipped} products stayed dense because measuring time was over; a second run measures them.")
     s, d = found.at_seconds
     after = f"After {found.seconds:.0f} s of training each"
     if s < d:
@@ -149,7 +152,7 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
         lines.append(
             f"On held-out text the sparse side's loss is {'lower' if s < d else 'higher'}: {s:.3f}, dense {d:.3f}."
         )
-    if found.steps < 3 * AVERAGED:
+    if found.steps < FEW:
         lines.append(f"{found.steps} steps are few: speeds and losses are rough. More --seconds give better ones.")
     lines.append("One seed, one learning rate: a small difference of loss means nothing.")
     return lines

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from studies.speed.curves import AVERAGED, WINDOW, Comparison, Curve, findings
+from studies.speed.curves import WINDOW, Comparison, Curve, findings
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def print_table(sparse: Curve, dense: Curve, label: str, console: Console) -> No
         table.add_row(f"loss after {found.steps} steps", *(f"{loss:.3f}" for loss in found.at_steps))
     add("validation loss at the end", lambda c: "-" if c.val_loss is None else f"{c.val_loss:.3f}")
     console.print(table)
-    means = f"means of {AVERAGED} training steps, or of the last {WINDOW:.0%} of the seconds"
-    console.print(f"Losses: nats per byte, {means}.", style="dim", soft_wrap=True)
+    means = f"training losses are means over the last {WINDOW:.0%} before"
+    console.print(f"Losses: nats per byte; {means}.", style="dim", soft_wrap=True)
     for line in findings(sparse, dense):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -88,14 +88,16 @@ def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    both = [curve for curve in (sparse, dense) if curve.seconds]
+    window_s = WINDOW * min((curve.total_s for curve in both), default=0.0)
+    window = max(1, round(WINDOW * min((len(curve.losses) for curve in both), default=0)))
     for curve, colour in ((sparse, "tab:green"), (dense, "tab:blue")):
         if not curve.seconds:
             continue
         steps = list(range(1, len(curve.losses) + 1))
         label = f"{curve.name}, {curve.precision}, {curve.tokens_per_s:,.0f} tokens/s"
-        window = WINDOW * min(each.total_s for each in (sparse, dense) if each.seconds)
-        timed = [curve.loss_after(end, window) for end in curve.ends]
-        counted = [curve.loss_at(step) for step in steps]
+        timed = [curve.loss_after(end, window_s) for end in curve.ends]
+        counted = [curve.loss_at(step, window) for step in steps]
         for axes, x, means in ((left, curve.ends, timed), (right, steps, counted)):
             axes.plot(x, curve.losses, color=colour, alpha=0.3, linewidth=1)
             axes.plot(x, means, color=colour, linewidth=2, label=label)
