@@ -31,7 +31,7 @@ class Scripted:
 
     def __init__(self, seconds, clock=None, dies_after=None, last=("validated", 1.5)):
         self.seconds, self.clock, self.dies_after, self.last = seconds, clock or [0.0], dies_after, last
-        self.steps, self.inbox = 0, [("idle", {})]
+        self.steps, self.received, self.inbox = 0, 0, [("idle", {})]
 
     def send(self, grant):
         if grant is None:
@@ -46,8 +46,9 @@ class Scripted:
         self.inbox.append(("idle", {"sparse share": 0.5, "share of": "measured times"}))
 
     def recv(self):
-        if self.dies_after is not None and self.steps >= self.dies_after:
+        if self.received == self.dies_after:
             raise KeyboardInterrupt
+        self.received += self.inbox[0][0] == "step"
         return self.inbox.pop(0)
 
 
@@ -146,7 +147,7 @@ def run(monkeypatch, out, dies_after=None, *more):
     return command.main(["--seconds", "1e-9", "--precision", "32-true", "--out", str(out), *more])
 
 
-@pytest.mark.parametrize(("dies_after", "status"), [(None, 0), (2, 130)])
+@pytest.mark.parametrize(("dies_after", "status"), [(None, 0), (4, 130)])
 def test_files_are_written_also_after_ctrl_c(monkeypatch, tmp_path, capsys, dies_after, status):
     for _ in range(2):  # a second run replaces the files of the first
         assert run(monkeypatch, tmp_path / "out", dies_after) == status
@@ -244,8 +245,8 @@ def test_the_config_trains_the_model_of_the_comparison():
 
 @pytest.mark.slow
 def test_the_command_runs_in_processes(tmp_path):
-    words = "--seconds 1 --width 32 --layers 1 --tokens 64 --context 16 --threads 1 --out".split()
-    command = [sys.executable, "-m", "studies.speed", *words, str(tmp_path)]
+    sizes = {"seconds": 1, "width": 32, "layers": 1, "tokens": 64, "context": 16, "threads": 1, "out": tmp_path}
+    command = [sys.executable, "-m", "studies.speed", *(f"--{name}={value}" for name, value in sizes.items())]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "A dense step takes" in result.stdout
