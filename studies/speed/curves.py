@@ -147,6 +147,10 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
     lines.append(
         f"After {found.steps} steps each, the sparse side has learned {more}: training loss {s:.3f}, dense {d:.3f}."
     )
+    if s < d:
+        lines.append(
+            "Fewer weights should not learn more per step: this learning rate may suit the dense side less; try --lr."
+        )
     if sparse.val_loss is not None and dense.val_loss is not None:
         s, d = sparse.val_loss, dense.val_loss
         lines.append(
