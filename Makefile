@@ -12,11 +12,16 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 # The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
+.PHONY: demo speed test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
 	$(BIN)/lightning-nm fit -c configs/digits-bi-mask.yaml
+
+## Train a small GPT on real text at 1:16 and dense side by side: tokens per second and losses, with curves in runs/speed.
+## OPTIONS="--seconds 600" trains longer; OPTIONS=--help lists the options.
+speed: .venv/.speed
+	@$(BIN)/python -m studies.speed $(OPTIONS)
 
 ## Run the test suite.
 test: .venv/.dev
@@ -44,7 +49,6 @@ interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 
-.PHONY: library sanitize
 
 ## Compile the library of CPU kernels.
 library:
@@ -83,6 +87,10 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 
 .venv/.demo: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[demo]'
+	@touch $@
+
+.venv/.speed: .venv/.torch pyproject.toml $(LIBRARY)
+	$(PIP) -e '.[speed]'
 	@touch $@
 
 .venv/.dev: .venv/.torch pyproject.toml $(LIBRARY)

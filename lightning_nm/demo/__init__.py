@@ -4,12 +4,14 @@ from lightning_nm.demo.datamodule import ResumableDataModule
 from lightning_nm.demo.digits import Digits
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.demo.fashion_mnist import FashionMNIST
+from lightning_nm.demo.gpt import GPT
 from lightning_nm.demo.help_topics import HelpTopics
 from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
 from lightning_nm.demo.residual_cnn import ResidualCNN
 from lightning_nm.demo.tiny_transformer import TinyTransformer
 
 __all__ = [
+    "GPT",
     "Digits",
     "ExactResume",
     "FashionMNIST",

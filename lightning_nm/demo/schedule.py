@@ -6,18 +6,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def warmup_cosine(optimizer: Optimizer, total_steps: float, warmup: float = 0.05) -> LambdaLR:
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: float, warmup: float = 0.05, warmup_steps: int | None = None
+) -> LambdaLR:
     """Linear warm-up to the optimizer's learning rates, then a half cosine down to zero; step it after every step.
 
-    `warmup` is the share of `total_steps` that the warm-up takes. If these are infinite, the rate stays at its peak.
+    The warm-up takes `warmup_steps`, or if these are None the share `warmup` of `total_steps`. If `total_steps` are
+    infinite, the rate stays at its peak; then a share of them is no warm-up.
     """
-    if not math.isfinite(total_steps):
-        return LambdaLR(optimizer, lambda step: 1.0)
-    rising = max(1, round(total_steps * warmup))
+    if warmup_steps is None:
+        warmup_steps = max(1, round(total_steps * warmup)) if math.isfinite(total_steps) else 1
+    rising = warmup_steps
 
     def factor(step: int) -> float:
         if step < rising:
             return (step + 1) / rising
+        if not math.isfinite(total_steps):
+            return 1.0
         done = min(1.0, (step - rising) / max(1, total_steps - rising))
         return (1 + math.cos(math.pi * done)) / 2
 

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_nm.demo
-from lightning_nm.demo import Digits, HelpTopics, ResidualCNN, TinyTransformer
+from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN, TinyTransformer
 from lightning_nm.demo.schedule import warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -148,3 +148,26 @@ def test_nothing_depends_on_the_rest_of_the_package():
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             ours = {name for name in names if name.startswith("lightning_nm")} - {"lightning_nm.callbacks.rng_state"}
             assert all(name.startswith("lightning_nm.demo") for name in ours)
+
+
+def test_gpt_decays_matrices_and_warms_up_without_a_plan():
+    model = GPT(context=16, dim=32, depth=1, heads=2, warmup_steps=4)
+    trainer = fit(model, HelpTopics(context=16, batch_size=2), max_steps=6, limit_val_batches=0)
+    matrices, others = trainer.optimizers[0].param_groups
+    assert {p.ndim for p in matrices["params"]} == {2}
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len(matrices["params"]) == 5
+    assert sum(len(group["params"]) for group in (matrices, others)) == len(list(model.parameters()))
+    with pytest.raises(ValueError, match="warmup_steps"):
+        GPT(warmup_steps=0)
+
+
+def test_a_warmup_in_steps_needs_no_plan():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = warmup_cosine(optimizer, math.inf, warmup_steps=4)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

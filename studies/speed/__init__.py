@@ -1,0 +1,1 @@
+"""Trains a small GPT sparse and dense side by side, and compares speed and loss: ``python -m studies.speed``."""
