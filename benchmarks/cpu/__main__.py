@@ -37,6 +37,16 @@ def print_rows(rows: list[Row]) -> None:
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
+def print_packs(rows: list[Row]) -> None:
+    """Print what packing costs, in Markdown."""
+    print("| in -> out | N:M | dense product, ms | packing, ms (share of the product) |")
+    print("|---|---|---|---|")
+    for row in rows:
+        dense = row.dense[1]
+        parts = [f"{name} {ms:.2f} ({ms / dense:.1%})" for name, ms in row.ms.items() if name.startswith("cpu-")]
+        print(f"| {row.shape} | {row.pattern} | {dense:.2f} | {', '.join(parts)} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
     parts = ["products", "few", "pack", "steps"]
@@ -67,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part, setting in settings.items():
         if part in args.parts:
             rows = list(measure(*setting, args.repeats))
-            print_rows(rows)
+            (print_packs if part == "pack" else print_rows)(rows)
             print()
-            found[part] = [{**row._asdict(), "gain": row.gain} for row in rows]
+            found[part] = [row._asdict() for row in rows]
     if "steps" in args.parts:
         print("| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |")
         print("|---|---|---|---|---|---|---|")

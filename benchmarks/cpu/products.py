@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +53,10 @@ def _one_dnn(x: Tensor, weight: Tensor) -> Call | None:
     """The float32 product by oneDNN, its operands already in oneDNN's form; ``None`` where torch lacks it."""
     try:
         a, b = x.to_mkldnn(), weight.contiguous().to_mkldnn()
-        torch._C._nn.mkldnn_linear(a, b)
+        torch._C._nn.mkldnn_linear(a, b, None)
     except (RuntimeError, AttributeError):
         return None
-    return lambda: torch._C._nn.mkldnn_linear(a, b)
+    return lambda: torch._C._nn.mkldnn_linear(a, b, None)
 
 
 def _sparse_csr(x: Tensor, weight: Tensor) -> Call:
@@ -79,11 +80,12 @@ def ways(
     rows = MaskedMatrix(latent, bits, FORWARD_BIT, pattern, dtype, None, lambda: weight)
     columns = rows._replace(values=latent.t(), bits=bits.t(), dense=lambda: weight.t().contiguous())
     permute, any_mask = CpuPermuteKernel(), CpuCsrKernel()
+    kernels: list[Any] = [permute, any_mask]
     found: dict[str, Call | None] = {}
     if product == "forward":
-        packs = [(kernel, kernel.pack_masked(rows, kernel.layout(rows))) for kernel in (permute, any_mask)]
+        packs = [(each, each.pack_masked(rows, each.layout(rows))) for each in kernels]
         found["dense torch"] = lambda: F.linear(x, weight)
-        found |= {kernel.name: lambda kernel=kernel, pack=pack: kernel.linear(pack, x) for kernel, pack in packs}
+        found |= {each.name: partial(each.linear, pack, x) for each, pack in packs}
         if dtype == torch.float32:
             found["dense oneDNN"] = _one_dnn(x, weight)
             found["torch CSR"] = _sparse_csr(x, weight) if csr else None
@@ -95,14 +97,11 @@ def ways(
             found["dense oneDNN"] = _one_dnn(grad, weight.t())
             found["torch CSR"] = _sparse_csr(grad, weight.t().contiguous()) if csr else None
     elif product == "wgrad":
-        layouts = [(kernel, kernel.layout(rows)) for kernel in (permute, any_mask)]
+        layouts = [(each, each.layout(rows)) for each in kernels]
         found["dense torch"] = lambda: grad.t() @ x
         if dtype == torch.float32:
             found["dense oneDNN"] = _one_dnn(grad.t().contiguous(), x.t())
-        found |= {
-            kernel.name: lambda kernel=kernel, layout=layout: kernel.sampled(layout, grad, x)
-            for kernel, layout in layouts
-        }
+        found |= {each.name: partial(each.sampled, layout, grad, x) for each, layout in layouts}
     else:
         permute_layout, csr_layout = permute.layout(rows), any_mask.layout(columns)
         found["dense torch"] = lambda: F.linear(x, weight)

@@ -363,56 +363,65 @@ static void transposed_panel(float *panel, const void *matrix, int32_t dtype, in
     }
 }
 
-/* panel [depth][NM_PANEL] = the columns first .. first + count of x [depth, tokens]. */
-static void straight_panel(float *panel, const nm_operands *o, int64_t first, int64_t count) {
-    for (int64_t k = 0; k < o->depth; k++) {
+/* panel [depth][NM_PANEL] = the columns first .. first + count of x [.., tokens], `depth` rows from row `from` on. */
+static void straight_panel(float *panel, const nm_operands *o, int64_t first, int64_t count, int64_t from,
+                           int64_t depth) {
+    for (int64_t k = 0; k < depth; k++) {
         if (count < NM_PANEL) memset(panel + k * NM_PANEL, 0, NM_PANEL * 4);
-        read_floats(panel + k * NM_PANEL, o->x, o->dtype, k * o->tokens + first, count);
+        read_floats(panel + k * NM_PANEL, o->x, o->dtype, (from + k) * o->tokens + first, count);
     }
 }
 
-/* y [NM_PANEL] of one row, or of two. */
 #define GROUP (LANES < 8 ? 8 : NM_PANEL / LANES) /* vectors that are summed at a time */
+#define DEPTH 1024 /* rows of a panel: as much of it as a second-level cache keeps beside the sums */
 
-INLINE void csr_row(const nm_csr *a, int64_t row, const float *panel, const float *bias, float *y) {
+/* Add to the sums y [NM_PANEL] of a row its entries from `next` on whose offset is below `limit`; return the entry after
+ * them. `panel` is that of offset 0. */
+INLINE int32_t csr_row(const nm_csr *a, int32_t next, int32_t last, int32_t limit, const float *panel, float *y) {
+    int32_t end = next;
     for (int part = 0; part < NM_PANEL; part += GROUP * LANES) {
         vec sums[GROUP];
-        for (int v = 0; v < GROUP; v++) sums[v] = fill(*bias);
-        for (int32_t e = a->start[row]; e < a->start[row + 1]; e++) {
-            const float *x = panel + a->offset[e] + part;
-            vec w = fill(a->values[e]);
+        for (int v = 0; v < GROUP; v++) sums[v] = load(y + part + v * LANES);
+        for (end = next; end < last && a->offset[end] < limit; end++) {
+            const float *x = panel + a->offset[end] + part;
+            vec w = fill(a->values[end]);
             for (int v = 0; v < GROUP; v++) sums[v] += w * load(x + v * LANES);
         }
         for (int v = 0; v < GROUP; v++) store(y + part + v * LANES, sums[v]);
     }
+    return end;
 }
 
 #if NM_LEVEL == 2
-/* Two rows at once: four sums alone would wait for each other. The order of each sum is that of csr_row. */
-INLINE void csr_two_rows(const nm_csr *a, int64_t row, const float *panel, const float *bias, float *y) {
-    int32_t e = a->start[row], f = a->start[row + 1], last = a->start[row + 1], end = a->start[row + 2];
+/* The same for two rows at once: four sums alone would wait for each other. The order of each sum is that of csr_row. */
+INLINE void csr_two_rows(const nm_csr *a, int32_t *next, const int32_t *last, int32_t limit, const float *panel,
+                         float *y) {
+    int32_t e = next[0], f = next[1];
     vec sums[2][GROUP];
-    for (int v = 0; v < GROUP; v++) sums[0][v] = fill(bias[0]), sums[1][v] = fill(bias[1]);
-    for (; e < last && f < end; e++, f++) {
+    for (int v = 0; v < GROUP; v++) sums[0][v] = load(y + v * LANES), sums[1][v] = load(y + NM_PANEL + v * LANES);
+    for (; e < last[0] && f < last[1] && a->offset[e] < limit && a->offset[f] < limit; e++, f++) {
         const float *x = panel + a->offset[e], *z = panel + a->offset[f];
         vec w = fill(a->values[e]), u = fill(a->values[f]);
         for (int v = 0; v < GROUP; v++) sums[0][v] += w * load(x + v * LANES), sums[1][v] += u * load(z + v * LANES);
     }
-    for (; e < last; e++)
+    for (; e < last[0] && a->offset[e] < limit; e++)
         for (int v = 0; v < GROUP; v++) sums[0][v] += fill(a->values[e]) * load(panel + a->offset[e] + v * LANES);
-    for (; f < end; f++)
+    for (; f < last[1] && a->offset[f] < limit; f++)
         for (int v = 0; v < GROUP; v++) sums[1][v] += fill(a->values[f]) * load(panel + a->offset[f] + v * LANES);
     for (int v = 0; v < GROUP; v++) store(y + v * LANES, sums[0][v]), store(y + NM_PANEL + v * LANES, sums[1][v]);
+    next[0] = e, next[1] = f;
 }
 #endif
 
-/* y [rows][NM_PANEL] of the rows first .. first + rows, with their bias. */
-static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, const float *panel, const float *bias, float *y) {
+/* Add to the sums y [rows][NM_PANEL] the entries of the rows from `first` on that lie in one panel. */
+static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, int32_t *next, int32_t limit, const float *panel,
+                     float *y) {
     int64_t r = 0;
+    const int32_t *last = a->start + first + 1;
 #if NM_LEVEL == 2
-    for (; r + 2 <= rows; r += 2) csr_two_rows(a, first + r, panel, bias + r, y + r * NM_PANEL);
+    for (; r + 2 <= rows; r += 2) csr_two_rows(a, next + r, last + r, limit, panel, y + r * NM_PANEL);
 #endif
-    for (; r < rows; r++) csr_row(a, first + r, panel, bias + r, y + r * NM_PANEL);
+    for (; r < rows; r++) next[r] = csr_row(a, next[r], last[r], limit, panel, y + r * NM_PANEL);
 }
 
 typedef struct {
@@ -424,7 +433,7 @@ typedef struct {
 
 #define ROWS 512 /* rows whose sums are written together, so that a token gets whole cache lines */
 
-/* Write the sums y [ROWS][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
+/* Write the sums y [rows][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
 static void write_transposed(nm_operands *o, const float *y, int64_t row, int64_t rows, int64_t first, int64_t count) {
     float block[16 * 16];
     for (int64_t t = 0; t < count; t += 16) {
@@ -446,31 +455,49 @@ static void write_transposed(nm_operands *o, const float *y, int64_t row, int64_
     }
 }
 
+/* The sums begin with the bias. */
+static void begin_sums(const nm_operands *o, const nm_csr *a, int64_t row, int64_t rows, float *y, int32_t *next) {
+    memcpy(next, a->start + row, (size_t)rows * 4);
+    for (int64_t r = 0; r < rows; r++) {
+        float bias = 0;
+        if (o->bias) read_floats(&bias, o->bias, o->dtype, row + r, 1);
+        for (int v = 0; v < NM_PANEL; v += LANES) store(y + r * NM_PANEL + v, fill(bias));
+    }
+}
+
 static void csr_task(int64_t begin, int64_t end, void *context) {
     const csr_job *job = context;
     nm_operands *o = job->o;
+    int64_t deep = nm_min(o->depth, DEPTH), panels = nm_ceil(o->depth, DEPTH), groups = nm_ceil(o->rows, 16);
+    /* With one panel, sums are written in groups of rows; with more, all rows wait for the last panel. */
+    int64_t most = panels > 1 ? nm_ceil(groups, job->parts) * 16 : ROWS;
+    float *panel = scratch(deep * NM_PANEL + most * NM_PANEL + most), *y = panel + deep * NM_PANEL;
+    int32_t *next = (int32_t *)(y + most * NM_PANEL);
     int64_t filled = -1;
-    float *panel = scratch((o->depth + ROWS) * NM_PANEL), *y = panel + o->depth * NM_PANEL;
     if (!panel) {
         o->failed = 1;
         return;
     }
-    int64_t groups = nm_ceil(o->rows, ROWS);
     for (int64_t item = begin; item < end; item++) {
         int64_t first = item / job->parts * NM_PANEL, part = item % job->parts;
         int64_t count = nm_min(NM_PANEL, o->tokens - first);
-        if (filled != first) {
-            if (job->transposed)
-                transposed_panel(panel, o->x, o->dtype, o->depth, first, count, 0, o->depth);
-            else
-                straight_panel(panel, o, first, count);
-        }
-        filled = first;
-        for (int64_t g = groups * part / job->parts; g < groups * (part + 1) / job->parts; g++) {
-            int64_t row = g * ROWS, rows = nm_min(ROWS, o->rows - row);
-            float bias[ROWS] = {0};
-            if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
-            csr_rows(job->a, row, rows, panel, bias, y);
+        int64_t from = groups * part / job->parts * 16;
+        int64_t to = nm_min(groups * (part + 1) / job->parts * 16, o->rows);
+        for (int64_t row = from; row < to; row += most) {
+            int64_t rows = nm_min(most, to - row);
+            begin_sums(o, job->a, row, rows, y, next);
+            for (int64_t p = 0; p < panels; p++) {
+                int64_t depth = nm_min(DEPTH, o->depth - p * DEPTH);
+                if (panels > 1 || filled != first) {
+                    if (job->transposed)
+                        transposed_panel(panel, o->x, o->dtype, o->depth, first, count, p * DEPTH, depth);
+                    else
+                        straight_panel(panel, o, first, count, p * DEPTH, depth);
+                }
+                filled = first;
+                int32_t limit = (int32_t)((p * DEPTH + depth) * NM_PANEL);
+                csr_rows(job->a, row, rows, next, limit, panel - p * DEPTH * NM_PANEL, y);
+            }
             if (job->transposed)
                 write_transposed(o, y, row, rows, first, count);
             else
@@ -482,7 +509,7 @@ static void csr_task(int64_t begin, int64_t end, void *context) {
 }
 
 static void csr_product(nm_operands *o, const nm_csr *a, int transposed) {
-    int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, ROWS);
+    int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, 16);
     int64_t parts = o->threads > 1 && panels % o->threads ? nm_min(groups, o->threads) : 1;
     csr_job job = {o, a, parts, transposed};
     nm_run(o, panels * parts, csr_task, &job);
