@@ -43,11 +43,9 @@ class _CpuKernel(GemmKernel):
         return self.probe(torch.device(key.device)) if key.device != "cpu" else self.static_reason(key)
 
     def static_reason(self, key: GemmKey) -> str:
-        """Why no CPU runs a product: its dtype, what is sparse in it, or its sizes."""
+        """Why no CPU runs a product: its dtype or its sizes."""
         if key.dtype not in DTYPES:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
-        if key.sparsity not in self.takes:
-            return f"it does not take a product that is sparse in its {key.sparsity}"
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
         return ""

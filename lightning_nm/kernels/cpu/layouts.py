@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_nm.kernels.api import MaskedMatrix
-from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL, CsrOperand, Mask, PermuteOperand, level, load
+from lightning_nm.kernels.cpu.library import (
+    DTYPES,
+    EMPTY,
+    PANEL,
+    CsrOperand,
+    Mask,
+    PermuteOperand,
+    level,
+    load,
+    parallel,
+    threads,
+)
 from lightning_nm.pattern import NMPattern
 
 
@@ -145,6 +156,8 @@ class CsrLayout(NamedTuple):
         _, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
         load().nm_csr_values(
+            parallel(),
+            threads(),
             self.source.data_ptr(),
             self.slot.data_ptr(),
             self.slot.numel(),
@@ -185,7 +198,8 @@ def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
             raise ValueError(f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}")
     bit = matrix.bit.bit_length() - 1
     pointer = None if order is None else order.data_ptr()
-    return Mask(bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, pointer), weight
+    size = (rows, depth, row_stride, depth_stride)
+    return Mask(parallel(), threads(), bits.data_ptr(), bit, *size, pointer), weight
 
 
 def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:

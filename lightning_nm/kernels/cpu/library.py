@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
-ABI = 1
+ABI = 2
 LEVELS = ("baseline", "avx2", "avx512")
 """Instruction sets by number; each includes those before it."""
 LINEAR, MATMUL, SAMPLED = range(3)
@@ -57,6 +57,8 @@ class Mask(ctypes.Structure):
     """``nm_mask`` of the library."""
 
     _fields_ = [
+        ("parallel", c_void_p),
+        ("threads", c_int64),
         ("bits", c_void_p),
         ("bit", c_int32),
         ("rows", c_int64),
@@ -81,7 +83,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_csr_start": (c_int64, [POINTER(Mask), c_void_p]),
     "nm_csr_fill": (None, [POINTER(Mask), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "nm_csr_valid": (c_int32, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
-    "nm_csr_values": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p]),
+    "nm_csr_values": (
+        None,
+        [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p],
+    ),
     "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
     "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
 }
@@ -169,6 +174,11 @@ def parallel() -> int | None:
     return ctypes.cast(found, c_void_p).value
 
 
+def threads() -> int:
+    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
+    return torch.get_num_threads() if parallel() is not None else 1
+
+
 def unavailable() -> str:
     """Why there are no kernels on this machine; empty if there are."""
     try:
@@ -191,8 +201,7 @@ def operands(
     rows: int, depth: int, tokens: int, x: Tensor, y: Tensor, bias: Tensor | None = None, grad: Tensor | None = None
 ) -> Operands:
     """The dense operands of a product, as the library takes them; the tensors must outlive the call."""
-    threads = torch.get_num_threads() if parallel() is not None else 1
-    found = Operands(parallel(), threads, rows, depth, tokens, DTYPES[x.dtype], 0, x.data_ptr())
+    found = Operands(parallel(), threads(), rows, depth, tokens, DTYPES[x.dtype], 0, x.data_ptr())
     found.bias = None if bias is None else bias.data_ptr()
     found.grad = None if grad is None else grad.data_ptr()
     found.y = y.data_ptr()

@@ -100,7 +100,7 @@ def test_bfloat16_results_are_rounded_to_nearest_even(kernel, level):
 
 @per_cell
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, 3.4e38])
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, 3.38e38])
 def test_nan_infinity_and_overflow_pass_at_kept_entries(kernel, level, dtype, odd):
     made = case(37, 24, 19, "2:8", dtype, bias=False)
     with at_level(level):
@@ -113,7 +113,7 @@ def test_nan_infinity_and_overflow_pass_at_kept_entries(kernel, level, dtype, od
             found = kernel.linear(packed, x)
             expected = x.double() @ torch.where(made.mask, made.exact, 0).t()
             assert torch.equal(found[token, kept].isnan(), expected[token, kept].float().isnan())
-            whole = odd != 3.4e38
+            whole = odd != 3.38e38
             if whole:
                 assert torch.equal(found[token, kept].nan_to_num(7), expected[token, kept].to(dtype).nan_to_num(7))
             others = torch.arange(19) != token
@@ -232,7 +232,7 @@ def test_keys_that_it_cannot_run_have_a_reason(kernel):
     if kernel.name == "cpu-permute":
         assert "do not fit registers" in reason(pattern="3:7")
         assert "permutes inputs of a token" in reason("wgrad")
-        assert "masked" in reason("dgrad", sparsity="masked")
+        assert "must be N:M along" in reason("dgrad", sparsity="masked")
     else:
         assert reason(pattern="3:7") == reason("wgrad") == reason("dgrad", sparsity="masked") == ""
 

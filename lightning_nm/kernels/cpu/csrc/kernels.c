@@ -191,7 +191,7 @@ static void permute_linear(nm_operands *o, const nm_permute *a) {
     int64_t groups = nm_ceil(o->tokens, TOKENS), tiles = nm_ceil(o->rows, TILE);
     int64_t parts = groups >= 8 * o->threads ? 1 : nm_min(tiles, nm_ceil(4 * o->threads, groups));
     permute_job job = {o, a, o->threads > 1 ? parts : 1, 0};
-    nm_run(o, groups * job.parts, permute_linear_task, &job);
+    nm_run(o->parallel, o->threads, groups * job.parts, permute_linear_task, &job);
 }
 
 /* The sums of `units` (block, slot) pairs of one tile over one group of tokens. x is [block][tokens][LANES], grad
@@ -279,7 +279,7 @@ static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
 
 static void permute_sampled(nm_operands *o, const nm_permute *a) {
     permute_job job = {o, a, 0, 0};
-    nm_run(o, nm_ceil(o->rows, TILE), permute_sampled_task, &job);
+    nm_run(o->parallel, o->threads, nm_ceil(o->rows, TILE), permute_sampled_task, &job);
 }
 #endif
 
@@ -512,7 +512,7 @@ static void csr_product(nm_operands *o, const nm_csr *a, int transposed) {
     int64_t panels = nm_ceil(o->tokens, NM_PANEL), groups = nm_ceil(o->rows, 16);
     int64_t parts = o->threads > 1 && panels % o->threads ? nm_min(groups, o->threads) : 1;
     csr_job job = {o, a, parts, transposed};
-    nm_run(o, panels * parts, csr_task, &job);
+    nm_run(o->parallel, o->threads, panels * parts, csr_task, &job);
 }
 
 static void csr_linear(nm_operands *o, const nm_csr *a) { csr_product(o, a, 1); }
@@ -564,7 +564,7 @@ static void csr_sampled_task(int64_t begin, int64_t end, void *context) {
 
 static void csr_sampled(nm_operands *o, const nm_csr *a) {
     csr_job job = {o, a, 1, 0};
-    nm_run(o, nm_ceil(o->rows, 16), csr_sampled_task, &job);
+    nm_run(o->parallel, o->threads, nm_ceil(o->rows, 16), csr_sampled_task, &job);
 }
 
 const nm_kernels KERNELS = {

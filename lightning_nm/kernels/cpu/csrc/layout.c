@@ -7,6 +7,8 @@
 #include "nm.h"
 
 typedef struct {
+    nm_parallel parallel; /* as in nm_operands */
+    int64_t threads;
     const uint8_t *bits;
     int32_t bit;
     int64_t rows, depth, row_stride, depth_stride;
@@ -31,38 +33,62 @@ static inline uint64_t eight(const nm_mask *m, const uint8_t *bytes, int64_t lef
         for (uint64_t word_ = eight(mask, (line) + base_, (size) - base_); word_; word_ &= word_ - 1) \
             for (int64_t at = base_ + (__builtin_ctzll(word_) >> 3), once_ = 1; once_; once_ = 0)
 
-/* Write the index of a permute layout for tiles of 2 * lanes rows, blocks of `lanes` and `slots`.
- * Returns 0, or -1 where a block has more nonzeros than slots. */
-int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, uint8_t *index) {
-    int64_t tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes), tiles = nm_ceil(m->rows, tile);
-    int64_t unit = slots * tile;
-    memset(index, NM_EMPTY, (size_t)(tiles * blocks * unit));
+typedef struct {
+    const nm_mask *mask;
+    int64_t lanes, slots;
+    uint8_t *index;
+    const void *weight;
+    int32_t dtype, round, crowded;
+    float *values;
+} permute_job;
+
+/* The rows of the tiles begin .. end. */
+static void permute_layout_task(int64_t begin, int64_t end, void *context) {
+    permute_job *job = context;
+    const nm_mask *m = job->mask;
+    int64_t lanes = job->lanes, slots = job->slots, tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes);
+    int64_t unit = slots * tile, first = begin * tile, rows = nm_min(end * tile, m->rows) - first;
+    uint8_t *index = job->index + begin * blocks * unit;
+    memset(index, NM_EMPTY, (size_t)((end - begin) * blocks * unit));
     if (m->depth_stride == 1 && !m->order) {
-        for (int64_t r = 0; r < m->rows; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             uint8_t *at_row = index + r / tile * blocks * unit + r % tile;
-            const uint8_t *line = m->bits + r * m->row_stride;
+            const uint8_t *line = m->bits + (first + r) * m->row_stride;
             int64_t block = -1, slot = 0;
             EACH_SET(m, line, m->depth, d) {
                 slot = d / lanes == block ? slot + 1 : 0;
                 block = d / lanes;
-                if (slot == slots) return -1;
+                if (slot == slots) {
+                    job->crowded = 1;
+                    return;
+                }
                 at_row[block * unit + slot * tile] = (uint8_t)(d % lanes);
             }
         }
-        return 0;
+        return;
     }
-    if (m->row_stride != 1) return -2;
     for (int64_t d = 0; d < m->depth; d++) {
-        const uint8_t *line = m->bits + place(m, d) * m->depth_stride;
-        EACH_SET(m, line, m->rows, r) {
+        const uint8_t *line = m->bits + place(m, d) * m->depth_stride + first;
+        EACH_SET(m, line, rows, r) {
             uint8_t *at = index + (r / tile * blocks + d / lanes) * unit + r % tile;
             int64_t slot = 0;
             while (slot < slots && at[slot * tile] != NM_EMPTY) slot++;
-            if (slot == slots) return -1;
+            if (slot == slots) {
+                job->crowded = 1;
+                return;
+            }
             at[slot * tile] = (uint8_t)(d % lanes);
         }
     }
-    return 0;
+}
+
+/* Write the index of a permute layout for tiles of 2 * lanes rows, blocks of `lanes` and `slots`.
+ * Returns 0, or -1 where a block has more nonzeros than slots. */
+int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, uint8_t *index) {
+    if (m->depth_stride != 1 && m->row_stride != 1) return -2;
+    permute_job job = {.mask = m, .lanes = lanes, .slots = slots, .index = index};
+    nm_run(m->parallel, m->threads, nm_ceil(m->rows, 2 * lanes), permute_layout_task, &job);
+    return job.crowded ? -1 : 0;
 }
 
 /* Whether an index may be read by the kernels: every entry is empty or below `lanes`. */
@@ -90,21 +116,22 @@ static inline float rounded(float value, int32_t round) {
     return value;
 }
 
-/* The values of a permute layout; `round` rounds them to bfloat16. */
-void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, const uint8_t *index, const void *weight,
-                       int32_t dtype, int32_t round, float *values) {
-    int64_t tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes), tiles = nm_ceil(m->rows, tile);
-    for (int64_t t = 0; t < tiles; t++) {
+static void permute_values_task(int64_t begin, int64_t end, void *context) {
+    const permute_job *job = context;
+    const nm_mask *m = job->mask;
+    int64_t lanes = job->lanes, slots = job->slots, tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes);
+    for (int64_t t = begin; t < end; t++) {
         int64_t rows = nm_min(tile, m->rows - t * tile), start = t * blocks * slots * tile;
-        const uint8_t *from = index + start;
-        float *to = values + start;
+        const uint8_t *from = job->index + start;
+        float *to = job->values + start;
         if (rows < tile) memset(to, 0, (size_t)(blocks * slots * tile) * 4);
         if (m->row_stride == 1) {
             for (int64_t u = 0; u < blocks * slots; u++)
                 for (int64_t r = 0; r < rows; r++) {
                     int64_t i = from[u * tile + r];
                     int64_t at = i & NM_EMPTY ? 0 : place(m, u / slots * lanes + i) * m->depth_stride + t * tile + r;
-                    to[u * tile + r] = i & NM_EMPTY ? 0 : rounded(read_value(weight, dtype, at), round);
+                    float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
+                    to[u * tile + r] = rounded(value, job->round);
                 }
         } else {
             for (int64_t r = 0; r < rows; r++) {
@@ -113,55 +140,97 @@ void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, const uin
                     for (int64_t s = 0; s < slots; s++) {
                         int64_t u = (b * slots + s) * tile + r, i = from[u];
                         int64_t at = i & NM_EMPTY ? 0 : row + place(m, b * lanes + i) * m->depth_stride;
-                        to[u] = i & NM_EMPTY ? 0 : rounded(read_value(weight, dtype, at), round);
+                        float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
+                        to[u] = rounded(value, job->round);
                     }
             }
         }
     }
 }
 
-/* Count the entries of each row into start [rows + 1]; returns their number, or -1 if it is 2^31 or more. */
-int64_t nm_csr_start(const nm_mask *m, int32_t *start) {
-    memset(start, 0, (size_t)(m->rows + 1) * 4);
-    int64_t entries = 0;
+/* The values of a permute layout; `round` rounds them to bfloat16. */
+void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, const uint8_t *index, const void *weight,
+                       int32_t dtype, int32_t round, float *values) {
+    permute_job job = {m, lanes, slots, (uint8_t *)index, weight, dtype, round, 0, values};
+    nm_run(m->parallel, m->threads, nm_ceil(m->rows, 2 * lanes), permute_values_task, &job);
+}
+
+typedef struct {
+    const nm_mask *mask;
+    int32_t *start, *next, *offset, *source, *slot;
+} csr_job;
+
+enum { BAND = 256 }; /* rows of a csr layout that one task takes: whole cache lines of a transposed mask */
+
+static void csr_count_task(int64_t begin, int64_t end, void *context) {
+    const csr_job *job = context;
+    const nm_mask *m = job->mask;
+    int64_t first = begin * BAND, rows = nm_min(end * BAND, m->rows) - first;
+    int32_t *count = job->start + 1 + first;
+    memset(count, 0, (size_t)rows * 4);
     if (m->row_stride == 1) {
         for (int64_t d = 0; d < m->depth; d++) {
-            const uint8_t *line = m->bits + d * m->depth_stride;
-            EACH_SET(m, line, m->rows, r) start[r + 1]++, entries++;
+            const uint8_t *line = m->bits + d * m->depth_stride + first;
+            EACH_SET(m, line, rows, r) count[r]++;
         }
     } else {
-        if (m->depth_stride != 1) return -2;
-        for (int64_t r = 0; r < m->rows; r++) {
-            const uint8_t *line = m->bits + r * m->row_stride;
-            EACH_SET(m, line, m->depth, d) {
-                (void)d;
-                start[r + 1]++, entries++;
-            }
+        for (int64_t r = 0; r < rows; r++) {
+            const uint8_t *line = m->bits + (first + r) * m->row_stride;
+            for (int64_t d = 0; d < m->depth; d += 8) count[r] += __builtin_popcountll(eight(m, line + d, m->depth - d));
         }
     }
-    if (entries > INT32_MAX) return -1;
-    for (int64_t r = 0; r < m->rows; r++) start[r + 1] += start[r];
+}
+
+/* Count the entries of each row into start [rows + 1]; returns their number, or -1 if it is 2^31 or more. */
+int64_t nm_csr_start(const nm_mask *m, int32_t *start) {
+    if (m->depth_stride != 1 && m->row_stride != 1) return -2;
+    csr_job job = {.mask = m, .start = start};
+    start[0] = 0;
+    nm_run(m->parallel, m->threads, nm_ceil(m->rows, BAND), csr_count_task, &job);
+    int64_t entries = 0;
+    for (int64_t r = 0; r < m->rows; r++) {
+        entries += start[r + 1];
+        if (entries > INT32_MAX) return -1;
+        start[r + 1] = (int32_t)entries;
+    }
     return entries;
 }
 
-/* Fill a csr layout: offsets, and for the entries in the order of memory their place in memory and in the layout.
- * `next` [rows] is used up. */
-void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
-                 int32_t *slot) {
-    memcpy(next, start, (size_t)m->rows * 4);
-    int64_t entry = 0;
-    int transposed = m->row_stride == 1;
-    int64_t lines = transposed ? m->depth : m->rows, size = transposed ? m->rows : m->depth;
-    int64_t stride = transposed ? m->depth_stride : m->row_stride;
-    for (int64_t i = 0; i < lines; i++) {
-        const uint8_t *line = m->bits + i * stride;
-        EACH_SET(m, line, size, j) {
-            int64_t row = transposed ? j : i, depth = transposed ? i : j;
-            offset[next[row]] = (int32_t)(depth * NM_PANEL);
-            source[entry] = (int32_t)(i * stride + j);
-            slot[entry++] = next[row]++;
+static void csr_fill_task(int64_t begin, int64_t end, void *context) {
+    const csr_job *job = context;
+    const nm_mask *m = job->mask;
+    int64_t first = begin * BAND, rows = nm_min(end * BAND, m->rows) - first;
+    int64_t entry = job->start[first];
+    memcpy(job->next + first, job->start + first, (size_t)rows * 4);
+    if (m->row_stride == 1) {
+        for (int64_t d = 0; d < m->depth; d++) {
+            const uint8_t *line = m->bits + d * m->depth_stride + first;
+            EACH_SET(m, line, rows, r) {
+                int32_t slot = job->next[first + r]++;
+                job->offset[slot] = (int32_t)(d * NM_PANEL);
+                job->source[entry] = (int32_t)(d * m->depth_stride + first + r);
+                job->slot[entry++] = slot;
+            }
+        }
+    } else {
+        for (int64_t r = 0; r < rows; r++) {
+            const uint8_t *line = m->bits + (first + r) * m->row_stride;
+            EACH_SET(m, line, m->depth, d) {
+                job->offset[entry] = (int32_t)(d * NM_PANEL);
+                job->source[entry] = (int32_t)((first + r) * m->row_stride + d);
+                job->slot[entry] = (int32_t)entry;
+                entry++;
+            }
         }
     }
+}
+
+/* Fill a csr layout: offsets, and for the entries, in the order of memory within a band of rows, their place in memory
+ * and in the layout. `next` [rows] is room to work in. */
+void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
+                 int32_t *slot) {
+    csr_job job = {m, (int32_t *)start, next, offset, source, slot};
+    nm_run(m->parallel, m->threads, nm_ceil(m->rows, BAND), csr_fill_task, &job);
 }
 
 /* Whether a csr layout may be read by the kernels. */
@@ -174,8 +243,25 @@ int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, 
     return 1;
 }
 
+typedef struct {
+    const int32_t *source, *slot;
+    int64_t entries;
+    const void *weight;
+    int32_t dtype, round;
+    float *values;
+} csr_values_job;
+
+enum { ENTRIES = 1 << 14 }; /* that one task takes */
+
+static void csr_values_task(int64_t begin, int64_t end, void *context) {
+    const csr_values_job *job = context;
+    for (int64_t e = begin * ENTRIES; e < nm_min(end * ENTRIES, job->entries); e++)
+        job->values[job->slot[e]] = rounded(read_value(job->weight, job->dtype, job->source[e]), job->round);
+}
+
 /* The values of a csr layout. */
-void nm_csr_values(const int32_t *source, const int32_t *slot, int64_t entries, const void *weight, int32_t dtype,
-                   int32_t round, float *values) {
-    for (int64_t e = 0; e < entries; e++) values[slot[e]] = rounded(read_value(weight, dtype, source[e]), round);
+void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
+                   const void *weight, int32_t dtype, int32_t round, float *values) {
+    csr_values_job job = {source, slot, entries, weight, dtype, round, values};
+    nm_run(parallel, threads, nm_ceil(entries, ENTRIES), csr_values_task, &job);
 }

@@ -16,7 +16,7 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 1 };
+enum { NM_ABI = 2 };
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
 enum { NM_PANEL = 64 }; /* lanes of a panel */
@@ -67,9 +67,9 @@ extern const nm_kernels nm_baseline, nm_avx2, nm_avx512;
 static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
 static inline int64_t nm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static inline void nm_run(const nm_operands *o, int64_t items, nm_task task, void *context) {
-    if (o->parallel && o->threads > 1 && items > 1)
-        o->parallel(0, items, 1, task, context);
+static inline void nm_run(nm_parallel parallel, int64_t threads, int64_t items, nm_task task, void *context) {
+    if (parallel && threads > 1 && items > 1)
+        parallel(0, items, 1, task, context);
     else if (items > 0)
         task(0, items, context);
 }
