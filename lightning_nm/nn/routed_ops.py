@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ def _product(layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, out: int
     how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
     size = _size(gemm, len(x), out, width)
     sparsity = _SPARSITY.get(how.kind)
+    if sparsity == "masked" and not spec.method.masks_entries:
+        sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
     if sparsity is None or sparsity not in router.takes(device):
         reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
         return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
@@ -108,7 +111,7 @@ def forward_gemm(
         return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = _pack(nm, route, kernel, product, weight, _forward_operand(nm, weight, product.key), keep=trains)
+        packed = _pack(nm, route, kernel, product, weight, _forward_operand, keep=trains)
         return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
 
     return _run(route, kernel, product, sparse, dense)
@@ -242,7 +245,7 @@ def _dgrad(
         return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
-        packed = _pack(layer, router, kernel, product, weight, _backward_operand(layer, weight, product.key))
+        packed = _pack(layer, router, kernel, product, weight, _backward_operand)
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
@@ -262,7 +265,7 @@ def _wgrad(
     if product.key.sparsity == "outputs":
 
         def at_kept_entries() -> Tensor:
-            layout = _layout(layer, router, kernel, product, _forward_operand(layer, weight, product.key))
+            layout = _layout(layer, router, kernel, product, lambda: _forward_operand(layer, weight, product.key))
             return kernel.sampled(layout, grad, _plain(x))
 
         return _run(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
@@ -313,8 +316,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     order = masks.permutation if own else None
     bits = masks.bits if (masks.has_forward or own) and method.masks_entries else None
     if bits is None or bits.stride() != weight.stride():
-        rows = layer.matrix(method.backward_weight(layer, weight)).to(dtype)
-        return (rows if order is None else rows[order]).t().contiguous()
+        return _transposed(layer.matrix(method.backward_weight(layer, weight)).to(dtype), order)
     return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
 
 
@@ -339,8 +341,10 @@ def _run(
 def _forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """W_F ``[out, in]`` for kernels."""
     method, bits = layer.spec.method, layer.masks.bits
-    values = weight if method.masks_entries else method.forward_weight(layer, weight)
-    return _operand(layer, values, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
+    if method.masks_entries:
+        return _operand(layer, weight, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
+    values = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
+    return _operand(layer, values, bits, FORWARD_BIT, key, None, values.contiguous)
 
 
 def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
@@ -348,7 +352,13 @@ def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMat
     method, masks = layer.spec.method, layer.masks
     values = weight if method.masks_entries else method.backward_weight(layer, weight)
     bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
-    found = _operand(layer, values, masks.bits, bit, key, order, lambda: packable_backward(layer, weight, key.dtype))
+
+    def dense() -> Tensor:
+        if method.masks_entries:
+            return packable_backward(layer, weight, key.dtype)
+        return _transposed(layer.matrix(values).to(key.dtype), order)
+
+    found = _operand(layer, values, masks.bits, bit, key, order, dense)
     return found._replace(values=found.values.t(), bits=found.bits.t())
 
 
@@ -365,13 +375,37 @@ def _operand(
     return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
 
 
-def _layout(layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: MaskedMatrix) -> Any:
+def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Rows in an order, transposed and contiguous."""
+    return (rows if order is None else rows[order]).t().contiguous()
+
+
+class _Version:
+    """The content of a tensor at a moment: equal until it is written, or for another tensor, even at its address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.written = ref(tensor), (tensor.data_ptr(), tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Version) or self.written != other.written:
+            return False
+        tensor = self.tensor()
+        return tensor is not None and tensor is other.tensor()
+
+    def __hash__(self) -> int:
+        return hash(self.written)
+
+
+def _layout(
+    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: Callable[[], MaskedMatrix]
+) -> Any:
     """What a packed operand has of the masks, which is kept while they stand still."""
     masks = [tensor for tensor in (layer.masks.bits, layer.masks.permutation) if tensor is not None]
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in masks])
-    stamp: Hashable = (versions, layer.masks.has_backward, matrix.pattern)
+    if any(tensor.is_inference() for tensor in masks):  # they have no version
+        return kernel.layout(matrix())
+    stamp: Hashable = (tuple(map(_Version, masks)), layer.masks.has_backward, product.key.pattern)
     side = "dgrad" if product.key.gemm == "dgrad" else "forward"
-    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix))
+    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix()))
 
 
 def _pack(
@@ -380,7 +414,7 @@ def _pack(
     kernel: GemmKernel,
     product: Product,
     weight: Tensor,
-    matrix: MaskedMatrix,
+    operand: Callable[[NMLayer, Tensor, GemmKey], MaskedMatrix],
     *,
     keep: bool = True,
 ) -> Any:
@@ -388,12 +422,16 @@ def _pack(
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
     """
-    layout = _layout(layer, router, kernel, product, matrix)
+
+    def make() -> Any:
+        matrix = operand(layer, weight, product.key)
+        return kernel.pack_masked(matrix, _layout(layer, router, kernel, product, lambda: matrix))
+
     if not keep:
-        return kernel.pack_masked(matrix, layout)
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
+        return make()
+    versions = tuple(map(_Version, (weight, *layer.tensors())))
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
     name = (kernel.name, product.key.gemm, product.key.dtype)
-    return router.packed(layer, name, stamp, lambda: kernel.pack_masked(matrix, layout))
+    return router.packed(layer, name, stamp, make)
