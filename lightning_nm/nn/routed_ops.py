@@ -7,23 +7,29 @@ another size, so equal blocks of a model share one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, MaskedMatrix, Sparsity, token_bucket
+from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, Sparsity, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
-from lightning_nm.kernels.operands import in_one_pass, masked_backward, masked_forward, permuted_columns
+from lightning_nm.kernels.operands import in_one_pass, permuted_columns
 from lightning_nm.nn.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.packing import (
+    backward_operand,
+    forward_operand,
+    layout_of,
+    pack_of,
+    packable_backward,
+    packable_forward,
+)
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
@@ -111,7 +117,7 @@ def forward_gemm(
         return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = _pack(nm, route, kernel, product, weight, _forward_operand, keep=trains)
+        packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains)
         return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
 
     return _run(route, kernel, product, sparse, dense)
@@ -245,7 +251,7 @@ def _dgrad(
         return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
-        packed = _pack(layer, router, kernel, product, weight, _backward_operand)
+        packed = pack_of(layer, router, kernel, product, weight, backward_operand)
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
@@ -265,7 +271,7 @@ def _wgrad(
     if product.key.sparsity == "outputs":
 
         def at_kept_entries() -> Tensor:
-            layout = _layout(layer, router, kernel, product, lambda: _forward_operand(layer, weight, product.key))
+            layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key))
             return kernel.sampled(layout, grad, _plain(x))
 
         return _run(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
@@ -300,26 +306,6 @@ def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
 
-def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
-    method, masks = layer.spec.method, layer.masks
-    bits = masks.bits if masks.has_forward and method.masks_entries else None
-    if bits is None or bits.stride() != weight.stride():
-        return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
-    return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
-
-
-def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B^T ``[in, out]`` likewise, its columns in the order of the permutation if there is a backward mask."""
-    method, masks = layer.spec.method, layer.masks
-    own = masks.has_backward
-    order = masks.permutation if own else None
-    bits = masks.bits if (masks.has_forward or own) and method.masks_entries else None
-    if bits is None or bits.stride() != weight.stride():
-        return _transposed(layer.matrix(method.backward_weight(layer, weight)).to(dtype), order)
-    return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
-
-
 def _plain(tensor: Tensor) -> Tensor:
     """Contiguous, and at an address that kernels take."""
     tensor = tensor.contiguous()
@@ -336,102 +322,3 @@ def _run(
     result = registry.attempt(kernel, product.key, sparse, dense)
     # Cut padding makes a view, which autograd would not let the model change in place.
     return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
-
-
-def _forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_F ``[out, in]`` for kernels."""
-    method, bits = layer.spec.method, layer.masks.bits
-    if method.masks_entries:
-        return _operand(layer, weight, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
-    values = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
-    return _operand(layer, values, bits, FORWARD_BIT, key, None, values.contiguous)
-
-
-def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
-    method, masks = layer.spec.method, layer.masks
-    values = weight if method.masks_entries else method.backward_weight(layer, weight)
-    bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
-
-    def dense() -> Tensor:
-        if method.masks_entries:
-            return packable_backward(layer, weight, key.dtype)
-        return _transposed(layer.matrix(values).to(key.dtype), order)
-
-    found = _operand(layer, values, masks.bits, bit, key, order, dense)
-    return found._replace(values=found.values.t(), bits=found.bits.t())
-
-
-def _operand(
-    layer: NMLayer,
-    values: Tensor,
-    bits: Tensor | None,
-    bit: int,
-    key: GemmKey,
-    order: Tensor | None,
-    dense: Callable[[], Tensor],
-) -> MaskedMatrix:
-    assert bits is not None  # a product without masks has no sparse operand
-    return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
-
-
-def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:
-    """Rows in an order, transposed and contiguous."""
-    return (rows if order is None else rows[order]).t().contiguous()
-
-
-class _Version:
-    """The content of a tensor at a moment: equal until it is written, or for another tensor, even at its address."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.written = ref(tensor), (tensor.data_ptr(), tensor._version)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Version) or self.written != other.written:
-            return False
-        tensor = self.tensor()
-        return tensor is not None and tensor is other.tensor()
-
-    def __hash__(self) -> int:
-        return hash(self.written)
-
-
-def _layout(
-    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: Callable[[], MaskedMatrix]
-) -> Any:
-    """What a packed operand has of the masks, which is kept while they stand still."""
-    masks = [tensor for tensor in (layer.masks.bits, layer.masks.permutation) if tensor is not None]
-    if any(tensor.is_inference() for tensor in masks):  # they have no version
-        return kernel.layout(matrix())
-    stamp: Hashable = (tuple(map(_Version, masks)), layer.masks.has_backward, product.key.pattern)
-    side = "dgrad" if product.key.gemm == "dgrad" else "forward"
-    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix()))
-
-
-def _pack(
-    layer: NMLayer,
-    router: Router,
-    kernel: GemmKernel,
-    product: Product,
-    weight: Tensor,
-    operand: Callable[[NMLayer, Tensor, GemmKey], MaskedMatrix],
-    *,
-    keep: bool = True,
-) -> Any:
-    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
-
-    Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
-    """
-
-    def make() -> Any:
-        matrix = operand(layer, weight, product.key)
-        return kernel.pack_masked(matrix, _layout(layer, router, kernel, product, lambda: matrix))
-
-    if not keep:
-        return make()
-    versions = tuple(map(_Version, (weight, *layer.tensors())))
-    # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
-    name = (kernel.name, product.key.gemm, product.key.dtype)
-    return router.packed(layer, name, stamp, make)
