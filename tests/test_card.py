@@ -268,7 +268,8 @@ def test_precision_plugins(tmp_path, monkeypatch, plugin, precision, method, est
     options = {"kernels": "sparse"} | ({} if plugin is NMPrecision else {"precision": precision})
     checkpoint, val_loss = fit(tmp_path, nm, plugins=[plugin(**options)])
     check_log(log_of(tmp_path), method, estimator)
-    check_checkpoint(checkpoint, val_loss, precision)
+    # Sparse kernels round otherwise than the dense products of the model without the package.
+    check_checkpoint(checkpoint, val_loss, precision, tolerance=1e-5 if precision == "32-true" else 2e-2)
 
 
 @pytest.mark.usefixtures("_no_words_of_pytest")
