@@ -283,7 +283,7 @@ def test_a_precision_plugin_in_yaml(tmp_path, monkeypatch):
     by_yaml = tmp_path / "checkpoints" / "last.ckpt"
     expected, found = (torch.load(path, weights_only=True)["state_dict"] for path in (by_code, by_yaml))
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    check_checkpoint(by_yaml, val_loss, "bf16-mixed")
+    check_checkpoint(by_yaml, val_loss, "bf16-mixed", tolerance=2e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Lightning's FSDPStrategy, its place, needs a CUDA device")
