@@ -21,6 +21,53 @@ zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, an
 a mask alone."""
 
 
+class Convolution(NamedTuple):
+    """The geometry of a convolution in two dimensions, pairs of height and width; one in one dimension has height 1.
+
+    Example::
+
+        >>> conv = Convolution(3, 8, (28, 28), (3, 3), (2, 2), (1, 1))
+        >>> conv.positions, str(conv)
+        ((14, 14), '3>8@28x28,kernel3x3,stride2x2,padding1x1,dilation1x1,groups1')
+    """
+
+    inputs: int  # channels
+    outputs: int
+    size: tuple[int, int]  # of the input
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def __str__(self) -> str:
+        names, values = ("kernel", "stride", "padding", "dilation"), self[3:7]
+        pairs = (f"{name}{a}x{b}" for name, (a, b) in zip(names, values, strict=True))
+        height, width = self.size
+        return ",".join([f"{self.inputs}>{self.outputs}@{height}x{width}", *pairs, f"groups{self.groups}"])
+
+    @classmethod
+    def parse(cls, text: str) -> Convolution:
+        """Read what ``str`` wrote."""
+        inputs, outputs, *rest, groups = map(int, re.findall(r"\d+", text))
+        size, kernel, stride, padding, dilation = zip(rest[::2], rest[1::2], strict=True)
+        return cls(inputs, outputs, size, kernel, stride, padding, dilation, groups)
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        height, width = (
+            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, padding, dilation in zip(*self[2:7], strict=True)
+        )
+        return height, width
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """``[out, in / groups, *kernel]``."""
+        return self.outputs, self.inputs // self.groups, *self.kernel
+
+
 @dataclass(frozen=True)
 class GemmKey:
     """The properties that decide which kernel is fastest: ``A [rows, depth]``, N:M along `depth`, times a dense matrix.
