@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, MaskedMatrix, Sparsity, token_bucket
+from lightning_nm.kernels.api import (
+    Convolution,
+    GemmKernel,
+    GemmKey,
+    GemmName,
+    MaskedMatrix,
+    Sparsity,
+    token_bucket,
+)
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
@@ -27,20 +35,40 @@ from lightning_nm.nn.layer import NMLayer
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 
+ESTIMATED_CONVOLUTION = "no kernel takes an estimated dY of a convolution"
+
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
 
 
-def _product(layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, out: int, width: int) -> Product:
-    """One of the layer's products as it would run now on the batch ``x [tokens, width]``."""
+def product_now(
+    layer: NMLayer,
+    router: Router,
+    gemm: GemmName,
+    x: Tensor,
+    out: int,
+    width: int,
+    conv: Convolution | None = None,
+    tokens: int | None = None,
+) -> Product:
+    """One of the layer's products as it would run now on ``x [tokens, width]``, or on the input of a convolution."""
     how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
-    size = _size(gemm, len(x), out, width)
+    size = _size(gemm, len(x) if tokens is None else tokens, out, width)
     sparsity = _SPARSITY.get(how.kind)
-    if sparsity is None or sparsity not in router.takes(device):
+    reason = ""
+    if conv is not None and gemm == "wgrad" and is_estimating(layer):
+        reason = ESTIMATED_CONVOLUTION
+    elif sparsity is None or sparsity not in router.takes(device):
         reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
+    if reason or sparsity is None:
         return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
     pattern = how.pattern or spec.method.current_pattern(layer)
-    permuted = gemm == "dgrad" and masks.has_backward and masks.permutation is not None
-    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity))
+    permuted = conv is None and gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv))
+
+
+def is_estimating(layer: NMLayer) -> bool:
+    """Whether wgrad is of an estimate of dY now."""
+    return layer.spec.estimator is not None and layer.progress.estimating
 
 
 def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
@@ -67,12 +95,12 @@ def record_dense(layer: NMLayer, router: Router | None, gemm: GemmName, tokens: 
 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
-_OPTIONS: dict[str, Any] = {"mutates_args": ()}
+OPTIONS: dict[str, Any] = {"mutates_args": ()}
 if hasattr(torch.Tag, "cudagraph_unsafe"):  # an older torch knows neither the tag nor, perhaps, the argument
-    _OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
+    OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("lightning_nm::forward_gemm", **_OPTIONS)
+@torch.library.custom_op("lightning_nm::forward_gemm", **OPTIONS)
 def forward_gemm(
     x: Tensor,
     weight: Tensor,
@@ -100,7 +128,7 @@ def forward_gemm(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     gemms = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = [_product(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
+    product, *later = [product_now(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
     route.record([product, *later])
     kernel = route.kernel(product)
 
@@ -108,10 +136,10 @@ def forward_gemm(
         return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = _pack(nm, route, kernel, product, weight, _forward_operand(nm, weight, product.key), keep=trains)
-        return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
+        packed = kept_pack(nm, route, kernel, product, weight, forward_operand(nm, weight, product.key), keep=trains)
+        return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
 
-    return _run(route, kernel, product, sparse, dense)
+    return run_kernel(route, kernel, product, sparse, dense)
 
 
 @forward_gemm.register_fake
@@ -125,7 +153,7 @@ def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: An
     return 2 * x_shape[0] * x_shape[1] * out_shape[1]
 
 
-@torch.library.custom_op("lightning_nm::backward_gemms", **_OPTIONS)
+@torch.library.custom_op("lightning_nm::backward_gemms", **OPTIONS)
 def backward_gemms(
     grad: Tensor,
     x: Tensor,
@@ -155,12 +183,12 @@ def backward_gemms(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     sizes = grad.shape[1], x.shape[1]
-    dgrad = _product(nm, route, "dgrad", x, *sizes) if needs_input else None
-    wgrad = _product(nm, route, "wgrad", x, *sizes) if needs_weight else None
+    dgrad = product_now(nm, route, "dgrad", x, *sizes) if needs_input else None
+    wgrad = product_now(nm, route, "wgrad", x, *sizes) if needs_weight else None
     route.tune_if_single()
     dgrad_kernel = None if dgrad is None else route.kernel(dgrad)
     wgrad_kernel = None if wgrad is None else route.kernel(wgrad)
-    gradient = _Gradient(nm, route, _plain(grad), noise if needs_weight else None)
+    gradient = _Gradient(nm, route, plain(grad), noise if needs_weight else None)
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
         grad.new_empty(0) if dgrad is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
@@ -201,8 +229,7 @@ class _Gradient:
 
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad
-        estimating = layer.spec.estimator is not None and layer.progress.estimating
-        self.seed = layer.noise.for_call(noise, 0) if estimating and noise is not None else None
+        self.seed = layer.noise.for_call(noise, 0) if is_estimating(layer) and noise is not None else None
         self._transposed: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:
@@ -242,11 +269,11 @@ def _dgrad(
         return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
-        packed = _pack(layer, router, kernel, product, weight, _backward_operand(layer, weight, product.key))
+        packed = kept_pack(layer, router, kernel, product, weight, _backward_operand(layer, weight, product.key))
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
-    return _run(router, kernel, product, sparse, dense)
+    return run_kernel(router, kernel, product, sparse, dense)
 
 
 def _wgrad(
@@ -262,25 +289,25 @@ def _wgrad(
     if product.key.sparsity == "outputs":
 
         def at_kept_entries() -> Tensor:
-            layout = _layout(layer, router, kernel, product, _forward_operand(layer, weight, product.key))
-            return kernel.sampled(layout, grad, _plain(x))
+            layout = kept_layout(layer, router, kernel, product, forward_operand(layer, weight, product.key))
+            return kernel.sampled(layout, grad, plain(x))
 
-        return _run(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
+        return run_kernel(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
     if seed is None:
         return grad.t() @ x
     if layer.observation.active:
         estimate = layer.estimate(grad, seed)
-        matrix, other = estimate.t().contiguous(), _plain(x)
-        found = _run(
+        matrix, other = estimate.t().contiguous(), plain(x)
+        found = run_kernel(
             router, kernel, product, lambda: kernel.matmul(kernel.pack(matrix), other), lambda: estimate.t() @ x
         )
         layer.observation.add(layer.progress.clock, estimate, grad.t() @ x, found)
         return found
 
     def sparse() -> Tensor:
-        return kernel.matmul(kernel.pack(gradient.transposed()), _plain(x))
+        return kernel.matmul(kernel.pack(gradient.transposed()), plain(x))
 
-    return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+    return run_kernel(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
 
 
 def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -318,13 +345,13 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Contiguous, and at an address that kernels take."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def _run(
+def run_kernel(
     router: Router, kernel: GemmKernel, product: Product, sparse: Callable[[], Tensor], dense: Callable[[], Tensor]
 ) -> Tensor:
     """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
@@ -336,11 +363,13 @@ def _run(
     return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
 
-def _forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
+def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """W_F ``[out, in]`` for kernels."""
     method, bits = layer.spec.method, layer.masks.bits
     values = weight if method.masks_entries else method.forward_weight(layer, weight)
-    return _operand(layer, values, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
+    return masked_operand(
+        layer, values, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype)
+    )
 
 
 def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
@@ -348,11 +377,13 @@ def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMat
     method, masks = layer.spec.method, layer.masks
     values = weight if method.masks_entries else method.backward_weight(layer, weight)
     bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
-    found = _operand(layer, values, masks.bits, bit, key, order, lambda: packable_backward(layer, weight, key.dtype))
+    found = masked_operand(
+        layer, values, masks.bits, bit, key, order, lambda: packable_backward(layer, weight, key.dtype)
+    )
     return found._replace(values=found.values.t(), bits=found.bits.t())
 
 
-def _operand(
+def masked_operand(
     layer: NMLayer,
     values: Tensor,
     bits: Tensor | None,
@@ -361,20 +392,26 @@ def _operand(
     order: Tensor | None,
     dense: Callable[[], Tensor],
 ) -> MaskedMatrix:
+    """A weight and its masks for kernels, as they are in memory."""
     assert bits is not None  # a product without masks has no sparse operand
     return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
 
 
-def _layout(layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: MaskedMatrix) -> Any:
-    """What a packed operand has of the masks, which is kept while they stand still."""
+def kept_layout(
+    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: MaskedMatrix, side: str = ""
+) -> Any:
+    """What a packed operand has of the masks, which is kept while they stand still.
+
+    `side` names the operand; by default dgrad has one of its own.
+    """
     masks = [tensor for tensor in (layer.masks.bits, layer.masks.permutation) if tensor is not None]
     versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in masks])
     stamp: Hashable = (versions, layer.masks.has_backward, matrix.pattern)
-    side = "dgrad" if product.key.gemm == "dgrad" else "forward"
+    side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
     return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix))
 
 
-def _pack(
+def kept_pack(
     layer: NMLayer,
     router: Router,
     kernel: GemmKernel,
@@ -383,17 +420,18 @@ def _pack(
     matrix: MaskedMatrix,
     *,
     keep: bool = True,
+    side: str = "",
 ) -> Any:
     """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
     """
-    layout = _layout(layer, router, kernel, product, matrix)
+    layout = kept_layout(layer, router, kernel, product, matrix, side)
     if not keep:
         return kernel.pack_masked(matrix, layout)
     versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
-    name = (kernel.name, product.key.gemm, product.key.dtype)
+    name = (kernel.name, side or product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, lambda: kernel.pack_masked(matrix, layout))

@@ -149,12 +149,14 @@ class CpuPermuteKernel(_CpuKernel):
 class CpuCsrKernel(_CpuKernel):
     """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
 
-    It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens.
+    It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens. In convolutions the lanes are
+    positions of a padded plane, which a nonzero reads shifted by its tap: no input is copied for each tap.
     """
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
     ordered = False
+    convolutions = True
 
     def _function(self) -> object:
         return library.load().nm_csr_product
