@@ -48,6 +48,8 @@ class _CpuKernel(GemmKernel):
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
+        if key.conv is not None and not key.images:
+            return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
 
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
