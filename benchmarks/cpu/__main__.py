@@ -1,8 +1,9 @@
-"""Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [products] [few] [pack] [steps]``.
+"""Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [products] [few] [pack] [peers] [steps]``.
 
 ``products``: forward, dgrad of a row mask and wgrad at kept entries, beside the dense products that torch has (its own
 and oneDNN's, with operands already in oneDNN's form) and torch's CSR product. The gain is against the fastest dense
 product of the same precision. ``few``: one token, where a product reads the weight once. ``pack``: layouts and values.
+``peers``: forward and backward of a layer beside sparseprop and sparselab, if these are installed.
 ``steps``: whole training steps in a Trainer, beside a dense Trainer in the faster of float32 and bf16-mixed.
 
 Everything that is compared is interleaved; medians are printed. Quote no figure from a loaded machine.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.peers import measure_peers
 from benchmarks.cpu.products import Row, measure
 from benchmarks.cpu.steps import CASES, measure_step
 from lightning_nm.kernels.cpu import library
@@ -49,7 +51,7 @@ def print_packs(rows: list[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parts = ["products", "few", "pack", "steps"]
+    parts = ["products", "few", "pack", "peers", "steps"]
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -80,6 +82,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             (print_packs if part == "pack" else print_rows)(rows)
             print()
             found[part] = [row._asdict() for row in rows]
+    if "peers" in args.parts:
+        found["peers"] = {}
+        print("| N:M | forward and backward of 1024 -> 1024, ms |")
+        print("|---|---|")
+        for pattern in args.patterns:
+            ms = measure_peers(1024, 1024, args.tokens, pattern, args.repeats)
+            found["peers"][pattern] = ms  # type: ignore[index]
+            print(f"| {pattern} | {', '.join(f'{name} {time:.1f}' for name, time in ms.items())} |", flush=True)
+        print()
     if "steps" in args.parts:
         print("| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |")
         print("|---|---|---|---|---|---|---|")

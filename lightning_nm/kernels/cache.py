@@ -19,7 +19,7 @@ from torch.utils import collect_env
 
 from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
 from lightning_nm.kernels.backends.cusparselt import library_version
-from lightning_nm.kernels.cpu.library import LEVELS, cpu_name, level, unavailable
+from lightning_nm.kernels.cpu.library import LEVELS, compiled_from, cpu_name, level, unavailable
 
 SCHEMA = 1
 
@@ -49,10 +49,10 @@ class Environment:
 
 
 def environment_of(device: torch.device) -> Environment:
-    """Describe a device of this machine; a CPU by its model, instruction set and number of threads."""
+    """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
     if device.type == "cpu":
-        instructions = "no kernels" if unavailable() else LEVELS[level()]
-        name = f"{cpu_name()}; {instructions}; threads: {torch.get_num_threads()}"
+        kernels = "no kernels" if unavailable() else f"{LEVELS[level()]}; library {compiled_from()}"
+        name = f"{cpu_name()}; {kernels}; threads: {torch.get_num_threads()}"
         return Environment(name, None, torch.__version__, None, None)
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)

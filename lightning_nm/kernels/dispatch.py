@@ -121,6 +121,8 @@ class Router(HasHandle):
         self.registry = KernelRegistry(backends)
         self.file = None if file is None else Path(file).expanduser()
         self.reuse = reuse
+        self.keeps_layouts = True
+        """Whether layouts of masks are kept between products; they take memory for whole weights."""
         self.budget_s = budget_s
         self.timer = timer or DeviceTimer()
         self.reset()
@@ -147,7 +149,7 @@ class Router(HasHandle):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: decisions and packs belong to this process and its device."""
-        settings = ("kernels", "registry", "file", "reuse", "budget_s", "timer")
+        settings = ("kernels", "registry", "file", "reuse", "budget_s", "timer", "keeps_layouts")
         return {name: self.__dict__[name] for name in settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -268,7 +270,8 @@ class Router(HasHandle):
         An N:M operand always: if no kernel takes it, the decision says why.
         """
         if device not in self._takes:
-            self._takes[device] = self.registry.takes(device) | {"n:m"}
+            found = frozenset() if self.kernels == "reference" else self.registry.takes(device)
+            self._takes[device] = found | {"n:m"}
         return self._takes[device]
 
     def convolves(self, device_type: str) -> bool:
@@ -297,11 +300,12 @@ class Router(HasHandle):
 
     def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
         """Return what a packed operand has of a mask; it is kept while `stamp`, the state of the masks, is the same."""
-        if _capturing():
+        if _capturing() or not self.keeps_layouts:
             return make()
         packs = self._packs.setdefault(owner, {})
         kept = packs.get(name)
         if kept is None or kept[0] != stamp:
+            packs.pop(name, None)  # its memory is free for the next
             packs[name] = kept = (stamp, make())
         return kept[1]
 

@@ -134,7 +134,7 @@ class KernelRegistry:
                     f"contiguous {shape} {key.dtype}"
                 )
             return result
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

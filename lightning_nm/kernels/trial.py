@@ -100,7 +100,7 @@ def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, fl
             return product, 0.0
         if key.gemm == "wgrad":
             return product, _milliseconds(timer, key, kernel.pack, [m.contiguous() for m in _copies(key)[0]])
-        operands = [_masked(key, matrix) for matrix in _copies(key)[0]]
+        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in _copies(key)[0]]
         for operand in operands:
             operand.dense()  # made once: making it is masking
         return product, _milliseconds(timer, key, lambda each: kernel.pack_masked(each, kernel.layout(each)), operands)
@@ -111,9 +111,7 @@ def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
     with _no_autocast():
         matrices, others = _copies(key)
         packs = [_packed(kernel, key, matrix) for matrix in matrices]
-        order = None
-        if key.permuted and kernel.ordered:
-            order = torch.randperm(key.depth, generator=torch.Generator().manual_seed(0)).to(key.device)
+        order = _order(key, kernel)
 
         def product_of(packed: Tensor, dense: Tensor) -> Tensor:
             return _product(kernel, key, packed, dense if order is None else permuted_columns(dense, order))
@@ -181,11 +179,19 @@ def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
     return matrices, others
 
 
-def _masked(key: GemmKey, matrix: Tensor) -> MaskedMatrix:
-    """A matrix and its nonzeros as the mask."""
+def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
+    """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
     dense = matrix.contiguous()
-    bits = matrix.ne(0).view(torch.uint8)
-    return MaskedMatrix(matrix, bits, FORWARD_BIT, key.pattern, key.dtype, None, lambda: dense)
+    values = matrix if order is None else matrix.t()[order.argsort()].t()
+    bits = values.ne(0).view(torch.uint8)
+    return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
+
+
+def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
+    """The permutation of a permuted product, for a kernel that takes it."""
+    if not (key.permuted and kernel.ordered):
+        return None
+    return torch.randperm(key.depth, generator=torch.Generator().manual_seed(0)).to(key.device)
 
 
 def _needed(key: GemmKey) -> MaskedMatrix:
@@ -201,7 +207,7 @@ def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
         return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
     if key.gemm == "wgrad":  # estimated, which a convolution is not
         return kernel.pack(matrix.contiguous())
-    masked = _masked(key, matrix)
+    masked = _masked(key, matrix, _order(key, kernel))
     return kernel.pack_masked(masked, kernel.layout(masked))
 
 

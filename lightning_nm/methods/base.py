@@ -101,6 +101,9 @@ class Method:
             owner = next(base for base in cls.__mro__ if flag in vars(base) or not names.isdisjoint(vars(base)))
             if flag not in vars(owner):
                 setattr(cls, flag, default)
+        used = {"gradient_at_pruned", "weight_gradient"}
+        if "gradient_at_pruned" not in vars(next(base for base in cls.__mro__ if not used.isdisjoint(vars(base)))):
+            cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
 
     def defined_hooks(self) -> frozenset[str]:
         """The hooks of a step that this method overrides; the others are not called."""
@@ -138,8 +141,10 @@ class Method:
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether the step of the present window needs the weight's gradient at entries that the forward mask prunes.
 
-        ``False`` promises that 0 does there: ``nm_ddp`` may then leave these entries out. All processes must answer
-        the same: it may depend on counters, schedule, ``dense_gradient`` and whether there is a mask, not on weights.
+        ``False`` promises that 0 does there: kernels and ``nm_ddp`` may then leave these entries out, and
+        :meth:`weight_gradient` gets 0 or the gradient there. A class that overrides that hook and not this one answers
+        ``True``. All processes must answer the same: it may depend on counters, schedule, ``dense_gradient`` and
+        whether there is a mask, not on weights.
         """
         return True
 

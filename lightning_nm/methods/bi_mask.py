@@ -81,7 +81,8 @@ class BiMask(SRSTE):
         backward = None
         if not layer.dgrad_reason:
             backward = self.select_backward(layer, rows, forward, search=layer.crossed(self.permute_every))
-        layer.set_masks(*(None if mask is None else layer.unrows(mask) for mask in (forward, backward)))
+        forward = None if forward is None else layer.unrows(forward)
+        layer.set_masks(forward, None if backward is None else layer.unrows(backward))
 
     def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
         """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.

@@ -110,7 +110,7 @@ def _wgrad(layer: NMLayer) -> Gemm:
     if not layer.progress.estimating:
         return dense._replace(reason="; ".join(filter(None, ("dense phase", dense.reason))))
     pattern = estimator.pattern_of(layer)
-    gemm = Gemm(dense.kind) if pattern is None else Gemm.sparse(pattern)
+    gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
     return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
 
 

@@ -17,6 +17,7 @@ class LayerMasks:
 
     def __init__(self) -> None:
         self.bits: Tensor | None = None  # uint8, of the weight's shape; None without masks
+        self.moves = 0  # calls that may have changed the masks, for what is derived from them
         self.has_forward = False  # whether the forward weight is masked
         self.has_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
@@ -52,6 +53,7 @@ class LayerMasks:
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
             like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
+        self.moves += 1
         self.has_forward, self.has_backward = forward is not None, backward is not None
         if forward is None and backward is None:
             self.bits = self.flips = None
@@ -74,11 +76,13 @@ class LayerMasks:
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
         assert self.bits is not None
+        self.moves += 1
         self.has_backward = True
         self.bits.copy_((self.bits & FORWARD_BIT) + backward.to(torch.uint8) * BACKWARD_BIT)
 
     def set_permutation(self, permutation: Tensor | None) -> None:
         """Set the order of the output rows; in place where there is one."""
+        self.moves += 1
         if self.permutation is None or permutation is None:
             self.permutation = permutation
         else:
@@ -103,6 +107,7 @@ class LayerMasks:
 
     def to(self, device: torch.device) -> None:
         """Move every tensor to a device."""
+        self.moves += 1
         for name in ("bits", "permutation", "flips", "total_flips"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:

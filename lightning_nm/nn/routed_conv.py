@@ -16,22 +16,12 @@ from torch import Tensor
 from torch.nn import grad as nn_grad
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.functional.mask_bits import BACKWARD_BIT
-from lightning_nm.kernels.api import Convolution, GemmName, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmName
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.routed_ops import (
-    GEMMS,
-    OPTIONS,
-    forward_operand,
-    kept_layout,
-    kept_pack,
-    masked_operand,
-    plain,
-    product_now,
-    run_kernel,
-)
+from lightning_nm.nn.packing import conv_backward_operand, forward_operand, layout_of, pack_of
+from lightning_nm.nn.routed_ops import GEMMS, OPTIONS, plain, product_now, run_kernel
 
 
 def _convolution(x: Tensor, weight: Tensor, geometry: Sequence[int]) -> Convolution:
@@ -100,8 +90,7 @@ def forward_conv(
         return F.conv2d(x, matrix, bias, *conv.arguments)
 
     def sparse() -> Tensor:
-        operand = forward_operand(nm, weight, product.key)
-        packed = kept_pack(nm, route, kernel, product, weight, operand, keep=trains, side="conv")
+        packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains, side="conv")
         return kernel.conv(packed, plain(x), conv, None if bias is None else plain(bias))
 
     return run_kernel(route, kernel, product, sparse, dense).contiguous(memory_format=_form(x))
@@ -197,10 +186,10 @@ def _dgrad(
         return nn_grad.conv2d_input(x.shape, matrix, grad, *conv.arguments)
 
     def sparse() -> Tensor:
-        own = layer.masks.has_backward
-        operand = _backward_operand(layer, weight, product) if own else forward_operand(layer, weight, product.key)
-        same = not own and layer.spec.method.masks_entries  # as the forward's
-        packed = kept_pack(layer, router, kernel, product, weight, operand, side="conv" if same else "conv dgrad")
+        if layer.masks.has_backward or not layer.spec.method.masks_entries:
+            packed = pack_of(layer, router, kernel, product, weight, conv_backward_operand, side="conv dgrad")
+        else:
+            packed = pack_of(layer, router, kernel, product, weight, forward_operand, side="conv")
         return kernel.conv_input(packed, plain(grad), conv)
 
     return run_kernel(router, kernel, product, sparse, dense).contiguous(memory_format=_form(x))
@@ -216,19 +205,7 @@ def _wgrad(
         return nn_grad.conv2d_weight(x, shape, grad, *conv.arguments).contiguous().view(len(weight), -1)
 
     def sparse() -> Tensor:
-        operand = forward_operand(layer, weight, product.key)
-        layout = kept_layout(layer, router, kernel, product, operand, "conv")
+        layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key), "conv")
         return kernel.conv_sampled(layout, plain(grad), plain(x), conv)
 
     return run_kernel(router, kernel, product, sparse, dense)
-
-
-def _backward_operand(layer: NMLayer, weight: Tensor, product: Product) -> MaskedMatrix:
-    """W_B ``[out, in / groups * taps]`` for kernels, of a layer with a backward mask."""
-    method = layer.spec.method
-    values = weight if method.masks_entries else method.backward_weight(layer, weight)
-
-    def dense() -> Tensor:
-        return layer.matrix(method.backward_weight(layer, weight)).to(product.key.dtype).contiguous()
-
-    return masked_operand(layer, values, layer.masks.bits, BACKWARD_BIT, product.key, None, dense)

@@ -7,7 +7,7 @@ another size, so equal blocks of a model share one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.api import (
-    Convolution,
-    GemmKernel,
-    GemmKey,
-    GemmName,
-    MaskedMatrix,
-    Sparsity,
-    token_bucket,
-)
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, GemmName, Sparsity, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
-from lightning_nm.kernels.operands import in_one_pass, masked_backward, masked_forward, permuted_columns
+from lightning_nm.kernels.operands import in_one_pass, permuted_columns
 from lightning_nm.nn.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.packing import (
+    backward_operand,
+    forward_operand,
+    layout_of,
+    pack_of,
+    packable_backward,
+    packable_forward,
+)
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
@@ -54,6 +53,8 @@ def product_now(
     how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
     size = _size(gemm, len(x) if tokens is None else tokens, out, width)
     sparsity = _SPARSITY.get(how.kind)
+    if sparsity == "masked" and not spec.method.masks_entries:
+        sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):
         reason = ESTIMATED_CONVOLUTION
@@ -136,7 +137,7 @@ def forward_gemm(
         return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = kept_pack(nm, route, kernel, product, weight, forward_operand(nm, weight, product.key), keep=trains)
+        packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains)
         return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
 
     return run_kernel(route, kernel, product, sparse, dense)
@@ -269,7 +270,7 @@ def _dgrad(
         return grad @ _backward_matrix(layer, weight, grad.dtype)
 
     def sparse() -> Tensor:
-        packed = kept_pack(layer, router, kernel, product, weight, _backward_operand(layer, weight, product.key))
+        packed = pack_of(layer, router, kernel, product, weight, backward_operand)
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
@@ -289,7 +290,7 @@ def _wgrad(
     if product.key.sparsity == "outputs":
 
         def at_kept_entries() -> Tensor:
-            layout = kept_layout(layer, router, kernel, product, forward_operand(layer, weight, product.key))
+            layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key))
             return kernel.sampled(layout, grad, plain(x))
 
         return run_kernel(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
@@ -324,27 +325,6 @@ def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
 
-def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
-    method, masks = layer.spec.method, layer.masks
-    bits = masks.bits if masks.has_forward and method.masks_entries else None
-    if bits is None or bits.stride() != weight.stride():
-        return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
-    return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
-
-
-def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B^T ``[in, out]`` likewise, its columns in the order of the permutation if there is a backward mask."""
-    method, masks = layer.spec.method, layer.masks
-    own = masks.has_backward
-    order = masks.permutation if own else None
-    bits = masks.bits if (masks.has_forward or own) and method.masks_entries else None
-    if bits is None or bits.stride() != weight.stride():
-        rows = layer.matrix(method.backward_weight(layer, weight)).to(dtype)
-        return (rows if order is None else rows[order]).t().contiguous()
-    return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
-
-
 def plain(tensor: Tensor) -> Tensor:
     """Contiguous, and at an address that kernels take."""
     tensor = tensor.contiguous()
@@ -361,77 +341,3 @@ def run_kernel(
     result = registry.attempt(kernel, product.key, sparse, dense)
     # Cut padding makes a view, which autograd would not let the model change in place.
     return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
-
-
-def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_F ``[out, in]`` for kernels."""
-    method, bits = layer.spec.method, layer.masks.bits
-    values = weight if method.masks_entries else method.forward_weight(layer, weight)
-    return masked_operand(
-        layer, values, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype)
-    )
-
-
-def _backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
-    method, masks = layer.spec.method, layer.masks
-    values = weight if method.masks_entries else method.backward_weight(layer, weight)
-    bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
-    found = masked_operand(
-        layer, values, masks.bits, bit, key, order, lambda: packable_backward(layer, weight, key.dtype)
-    )
-    return found._replace(values=found.values.t(), bits=found.bits.t())
-
-
-def masked_operand(
-    layer: NMLayer,
-    values: Tensor,
-    bits: Tensor | None,
-    bit: int,
-    key: GemmKey,
-    order: Tensor | None,
-    dense: Callable[[], Tensor],
-) -> MaskedMatrix:
-    """A weight and its masks for kernels, as they are in memory."""
-    assert bits is not None  # a product without masks has no sparse operand
-    return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
-
-
-def kept_layout(
-    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: MaskedMatrix, side: str = ""
-) -> Any:
-    """What a packed operand has of the masks, which is kept while they stand still.
-
-    `side` names the operand; by default dgrad has one of its own.
-    """
-    masks = [tensor for tensor in (layer.masks.bits, layer.masks.permutation) if tensor is not None]
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in masks])
-    stamp: Hashable = (versions, layer.masks.has_backward, matrix.pattern)
-    side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
-    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix))
-
-
-def kept_pack(
-    layer: NMLayer,
-    router: Router,
-    kernel: GemmKernel,
-    product: Product,
-    weight: Tensor,
-    matrix: MaskedMatrix,
-    *,
-    keep: bool = True,
-    side: str = "",
-) -> Any:
-    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
-
-    Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
-    """
-    layout = kept_layout(layer, router, kernel, product, matrix, side)
-    if not keep:
-        return kernel.pack_masked(matrix, layout)
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
-    # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    stamp: Hashable = (versions, layer.progress.step, layer.progress.clock, stream)
-    name = (kernel.name, side or product.key.gemm, product.key.dtype)
-    return router.packed(layer, name, stamp, lambda: kernel.pack_masked(matrix, layout))

@@ -28,6 +28,7 @@ class _TrainerRouting(KernelRouting):
         self._models.clear()
         self._models.add(module)
         self._checked = False
+        self.router.keeps_layouts = self.keeps_packs
         self.router.reset(trainer.accumulate_grad_batches if self.keeps_packs else 1)
         self.router.initialize(trainer.strategy.root_device)
         return super().convert_module(module)  # type: ignore[misc]

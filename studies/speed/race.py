@@ -16,7 +16,7 @@ from studies.speed.side import PRECISIONS, Grant, Precision, Setting, run
 
 PILOT_STEPS, PILOT_S, MOST_PILOT_STEPS = 3, 4.0, 12
 """Counted steps of each precision: at least 3, then more until so many seconds are over or there are 12."""
-HOPELESS = 3.0
+TOO_SLOW = 3.0
 """How much slower the first step of a precision must be for it to get no second one."""
 BLOCK_S = 3.0
 """Seconds of training after which the other side has its turn; a step is never cut."""
@@ -111,14 +111,14 @@ def faster_precision(
 
     step()
     best = min(map(_first, candidates))
-    hopeless = {side.curve.precision: _first(side) for side in candidates if _first(side) > HOPELESS * best}
-    candidates = [side for side in candidates if side.curve.precision not in hopeless]
+    too_slow = {side.curve.precision: _first(side) for side in candidates if _first(side) > TOO_SLOW * best}
+    candidates = [side for side in candidates if side.curve.precision not in too_slow]
     begin, steps = clock(), 0
     while len(candidates) > 1 and (steps < PILOT_STEPS or clock() - begin < PILOT_S) and steps < MOST_PILOT_STEPS:
         step()
         steps += 1
     found = {side.curve.precision: median(side.curve.seconds or [_first(side)]) for side in candidates}
-    return dict(sorted(found.items(), key=lambda item: item[1])) | hopeless
+    return dict(sorted(found.items(), key=lambda item: item[1])) | too_slow
 
 
 def _first(side: Side) -> float:

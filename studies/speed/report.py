@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -14,27 +15,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.kernels.cpu import library
 from studies.speed.curves import WINDOW, Comparison, Curve, findings
 
 
 def machine(threads: int) -> dict[str, Any]:
     """Name of the CPU, threads and versions."""
     return {
-        "cpu": _cpu_name(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cpu": library.cpu_name(),
+        "instructions": "no kernels" if library.unavailable() else library.LEVELS[library.level()],
         "threads": threads or torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def print_table(sparse: Curve, dense: Curve, label: str, console: Console) -> None:
@@ -79,7 +72,16 @@ def write_json(path: Path, sparse: Curve, dense: Curve, facts: dict[str, Any]) -
             for curve in (sparse, dense)
         },
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(_without_nan(content), indent=1) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """The same content with ``None`` for numbers that JSON does not have, such as the loss of a diverged training."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return [_without_nan(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:

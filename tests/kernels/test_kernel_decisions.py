@@ -172,10 +172,11 @@ def test_processes_save_at_the_same_time(tmp_path):
 def cpu(monkeypatch):
     """A CPU whose name, instruction set and threads can be set."""
 
-    def become(name="Xeon", level="avx512", threads=8, unavailable=""):
+    def become(name="Xeon", level="avx512", threads=8, unavailable="", sources="1f"):
         monkeypatch.setattr(cache, "cpu_name", lambda: name)
         monkeypatch.setattr(cache, "level", lambda: cache.LEVELS.index(level))
         monkeypatch.setattr(cache, "unavailable", lambda: unavailable)
+        monkeypatch.setattr(cache, "compiled_from", lambda: sources)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         return environment_of(torch.device("cpu"))
 
@@ -183,7 +184,7 @@ def cpu(monkeypatch):
 
 
 def test_the_environment_of_a_cpu(cpu):
-    assert cpu() == Environment("Xeon; avx512; threads: 8", None, torch.__version__, None, None)
+    assert cpu() == Environment("Xeon; avx512; library 1f; threads: 8", None, torch.__version__, None, None)
     assert cpu(unavailable="no compiler").device == "Xeon; no kernels; threads: 8"
 
 
@@ -200,7 +201,9 @@ def test_an_unknown_device_is_its_own_environment():
     )
 
 
-@pytest.mark.parametrize("other", [{"name": "EPYC"}, {"level": "avx2"}, {"threads": 1}, {"unavailable": "removed"}])
+@pytest.mark.parametrize(
+    "other", [{"name": "EPYC"}, {"level": "avx2"}, {"threads": 1}, {"unavailable": "removed"}, {"sources": "2"}]
+)
 def test_decisions_of_another_cpu_are_not_used(cpu, tmp_path, other):
     path = tmp_path / "kernels.json"
     key = gemm_key(dtype=torch.float32, pattern="1:16")

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import Router
-from lightning_nm.nn.routed_ops import packable_backward, packable_forward
+from lightning_nm.nn.packing import packable_backward, packable_forward
 from tests.kinds import KINDS, make
 from tests.routed import METHODS, attach
 

@@ -165,11 +165,11 @@ class CpuCsrKernel(_CpuKernel):
 
     def layout(self, matrix: MaskedMatrix) -> CsrLayout:
         """Lay out a mask."""
-        return CsrLayout.of(matrix)
+        return CsrLayout.of(matrix._replace(order=None))
 
     def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
         """Read the values at the entries of the layout."""
-        return Packed(layout, layout.values(matrix))
+        return Packed(layout, layout.values(matrix._replace(order=None)))
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""

@@ -192,14 +192,17 @@ def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
     if order is not None:
         if rows == 1:  # its stride may be anything
             row_stride = 1
-        if row_stride != 1:
-            raise ValueError("only a transposed matrix can be permuted along its depth")
+        if row_stride != 1:  # of a transposed weight: the library permutes columns of contiguous rows alone
+            bits, weight = (tensor.t().contiguous().t() for tensor in (bits, weight))
+            row_stride, depth_stride = bits.stride()
         if (order.dtype, order.shape, order.is_contiguous()) != (torch.int64, (depth,), True):
             raise ValueError(f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}")
     bit = matrix.bit.bit_length() - 1
     pointer = None if order is None else order.data_ptr()
     size = (rows, depth, row_stride, depth_stride)
-    return Mask(parallel(), threads(), bits.data_ptr(), bit, *size, pointer), weight
+    found = Mask(parallel(), threads(), bits.data_ptr(), bit, *size, pointer)
+    found.keep = bits  # the structure has its address alone
+    return found, weight
 
 
 def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:

@@ -126,7 +126,7 @@ def load() -> Any:
     """Load the library.
 
     Raises:
-        RuntimeError: If it is missing, damaged, of another version or of other sources, with the way out.
+        RuntimeError: If it is missing, damaged, of another version or of other sources, with what to do.
     """
     advice = (
         "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
@@ -187,6 +187,11 @@ def level() -> int:
         fault = "is unknown" if asked not in LEVELS else "is not an instruction set of this CPU"
         raise RuntimeError(f"LIGHTNING_NM_ISA={asked!r} {fault}: use one of {known}, or unset it")
     return LEVELS.index(asked)
+
+
+def compiled_from() -> str:
+    """Hash of the sources that the library was compiled from."""
+    return str(load().nm_source().decode())
 
 
 @functools.cache
