@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_bits import FORWARD_BIT
-from lightning_nm.kernels.api import MaskedMatrix
+from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
 
 REASON = library.unavailable()
@@ -140,3 +142,65 @@ def compare(kernel, case):
         assert_close(matmul, exact @ right, exact.abs() @ right.abs(), exact.shape[1])
         products.append(matmul)
     return products
+
+
+class ConvCase(NamedTuple):
+    """A convolution with a sparse weight, in float64."""
+
+    conv: Convolution
+    matrix: MaskedMatrix
+    mask: torch.Tensor  # of the weight
+    exact: torch.Tensor  # masked weight
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    grad: torch.Tensor
+
+
+def conv_case(conv, images, density=0.3, dtype=torch.float32, bias=True, seed=0):
+    """Random operands; some output channels have no entries."""
+    generator = torch.Generator().manual_seed(seed)
+    out, *rest = conv.weight_shape
+    mask = random_mask(out, torch.Size(rest).numel(), density, generator)
+    weight = torch.randn(mask.shape, generator=generator)
+    exact = torch.where(mask, weight.to(dtype).double(), 0)
+    matrix = MaskedMatrix(weight, mask.view(torch.uint8), FORWARD_BIT, None, dtype, None, lambda: exact.to(dtype))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return ConvCase(
+        conv,
+        matrix,
+        mask.view(conv.weight_shape),
+        exact.view(conv.weight_shape),
+        normal(images, conv.inputs, *conv.size),
+        normal(out) if bias else None,
+        normal(images, out, *conv.positions),
+    )
+
+
+def compare_conv(kernel, case):
+    """The three products of a convolution with float64; they are returned."""
+    conv, exact, x, grad = case.conv, case.exact, case.x.double(), case.grad.double()
+    layout = kernel.layout(case.matrix)
+    layout.check()
+    packed = kernel.pack_masked(case.matrix, layout)
+    rest = (conv.stride, conv.padding, conv.dilation, conv.groups)
+
+    def products(weight, x, bias, grad):
+        kept = torch.where(case.mask, conv2d_weight(x, exact.shape, grad, *rest), 0)
+        return conv2d(x, weight, bias, *rest), conv2d_input(x.shape, weight, grad, *rest), kept.flatten(1)
+
+    bias = None if case.bias is None else case.bias.double()
+    expected = products(exact, x, bias, grad)
+    sizes = products(exact.abs(), x.abs(), None if bias is None else bias.abs(), grad.abs())
+    terms = (exact[0].numel() + 1, exact[:, 0].numel(), case.grad[:, 0].numel())
+    found = (
+        kernel.conv(packed, case.x, conv, case.bias),
+        kernel.conv_input(packed, case.grad, conv),
+        kernel.conv_sampled(layout, case.grad, case.x, conv),
+    )
+    for a, b, size, count in zip(found, expected, sizes, terms, strict=True):
+        assert_close(a, b, size, count)
+    assert not found[2][~case.mask.flatten(1)].any()
+    return found

@@ -58,7 +58,7 @@ def read_beyond(products):
     kernel, case = products.KERNELS[1], products.case(8, 16, 4, "2:4")
     layout = kernel.layout(case.matrix)
     layout.offset[0] = 16 * library.PANEL + 64
-    kernel.linear(kernel.pack_masked(case.matrix, layout), case.x)
+    kernel.sampled(layout, case.grad, case.x)
 
 
 def misaligned(products):
@@ -80,7 +80,10 @@ def fuzz(products):
             with products.at_level(level):
                 for seed in range(CASES):
                     _one(products, kernel, draw, seed)
-    print(f"no errors in {CASES} cases of each kernel at {', '.join(products.LEVELS)}")
+        with products.at_level(level):
+            for seed in range(CASES):
+                _one_conv(products, draw, seed)
+    print(f"no errors in {CASES} cases of each kernel, and of convolutions, at {', '.join(products.LEVELS)}")
 
 
 def _one(products, kernel, draw, seed):
@@ -104,6 +107,26 @@ def _one(products, kernel, draw, seed):
         products.compare(kernel, products.case(**arguments))
     except Exception:
         print(f"{kernel.name}: {arguments}")
+        raise
+
+
+def _one_conv(products, draw, seed):
+    def pair(low, high):
+        return draw.randint(low, high), draw.randint(low, high)
+
+    groups = draw.choice([1, 1, 2])
+    kernel, stride, padding, dilation = pair(1, 5), pair(1, 3), pair(0, 3), pair(1, 3)
+    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)]
+    size = tuple(low + draw.randint(0, draw.choice([2, 40])) for low in least)
+    channels = groups * draw.randint(1, 8), groups * draw.randint(1, 12)
+    conv = products.Convolution(*channels, size, kernel, stride, padding, dilation, groups)
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    arguments = (conv, draw.randint(1, 4), draw.choice([0, 0.1, 1]), dtype, draw.random() < 0.5, seed)
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    try:
+        products.compare_conv(products.KERNELS[1], products.conv_case(*arguments))
+    except Exception:
+        print(f"convolution: {arguments}")
         raise
 
 

@@ -42,6 +42,7 @@ class _Counter(Router):
     def __init__(self, deciding: Router) -> None:
         super().__init__("reference", [])
         self.deciding = deciding
+        self.convolving = deciding.convolving
         self.counts: Counter[Product] = Counter()
 
     def takes(self, device: str) -> frozenset[Sparsity]:

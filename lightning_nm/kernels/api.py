@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import grad as nn_grad
 
 from lightning_nm.pattern import NMPattern
 
@@ -19,6 +20,58 @@ Sparsity = Literal["n:m", "masked", "outputs"]
 """What is sparse in a product. ``"n:m"``: A is N:M along the contraction axis, perhaps permuted. ``"masked"``: A is
 zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, and the result is needed at the entries of
 a mask alone."""
+
+
+class Convolution(NamedTuple):
+    """The geometry of a convolution in two dimensions, pairs of height and width; one in one dimension has height 1.
+
+    Example::
+
+        >>> conv = Convolution(3, 8, (28, 28), (3, 3), (2, 2), (1, 1))
+        >>> conv.positions, str(conv)
+        ((14, 14), '3>8@28x28,kernel3x3,stride2x2,padding1x1,dilation1x1,groups1')
+    """
+
+    inputs: int  # channels
+    outputs: int
+    size: tuple[int, int]  # of the input
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def __str__(self) -> str:
+        names, values = ("kernel", "stride", "padding", "dilation"), self[3:7]
+        pairs = (f"{name}{a}x{b}" for name, (a, b) in zip(names, values, strict=True))
+        height, width = self.size
+        return ",".join([f"{self.inputs}>{self.outputs}@{height}x{width}", *pairs, f"groups{self.groups}"])
+
+    @classmethod
+    def parse(cls, text: str) -> Convolution:
+        """Read what ``str`` wrote."""
+        inputs, outputs, *rest, groups = map(int, re.findall(r"\d+", text))
+        size, kernel, stride, padding, dilation = zip(rest[::2], rest[1::2], strict=True)
+        return cls(inputs, outputs, size, kernel, stride, padding, dilation, groups)
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        height, width = (
+            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, padding, dilation in zip(*self[2:7], strict=True)
+        )
+        return height, width
+
+    @property
+    def arguments(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
+        """Stride, padding, dilation and groups, as torch's convolutions take them."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """``[out, in / groups, *kernel]``."""
+        return self.outputs, self.inputs // self.groups, *self.kernel
 
 
 @dataclass(frozen=True)
@@ -43,12 +96,37 @@ class GemmKey:
     device: str  # type and index, for example "cuda:0"
     permuted: bool = False  # A is N:M if its depth is permuted, as for a permuted W_B
     sparsity: Sparsity = "n:m"
+    conv: Convolution | None = None  # of a convolution: `in` is [in / groups * taps], tokens are output positions
 
     def __str__(self) -> str:
-        """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``masked`` or ``outputs`` if it is."""
+        """``gemm rowsxdepthxcolumns dtype pattern device``, and ``permuted``, the sparsity or the geometry."""
         dtype = str(self.dtype).removeprefix("torch.")
         marks = " permuted" * self.permuted + f" {self.sparsity}" * (self.sparsity != "n:m")
+        marks += "" if self.conv is None else f" {self.conv}"
         return f"{self.gemm} {self.rows}x{self.depth}x{self.columns} {dtype} {self.pattern} {self.device}{marks}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, or output positions of all images."""
+        return self.depth if self.gemm == "wgrad" else self.columns
+
+    @property
+    def images(self) -> int:
+        """Images of a convolution with these tokens."""
+        assert self.conv is not None
+        height, width = self.conv.positions
+        return self.tokens // (height * width)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of what a kernel returns."""
+        if self.gemm == "wgrad":
+            return self.rows, self.columns
+        if self.conv is None:
+            return self.columns, self.rows
+        forward = self.gemm == "forward"
+        channels, size = (self.conv.outputs, self.conv.positions) if forward else (self.conv.inputs, self.conv.size)
+        return self.images, channels, *size
 
 
 class MaskedMatrix(NamedTuple):
@@ -103,6 +181,8 @@ class GemmKernel:
     """What may be sparse in its products."""
     ordered = True
     """Whether it takes a permuted matrix, and its dense columns, in the permuted order."""
+    convolutions = False
+    """Whether it also takes products of convolutions, by :meth:`conv` and the two after it."""
 
     def probe(self, device: torch.device) -> str:
         """Why this kernel does not work on a device; empty if a numeric check on the device passed."""
@@ -159,6 +239,19 @@ class GemmKernel:
         """
         return grad.t() @ x
 
+    def conv(self, packed: Any, x: Tensor, conv: Convolution, bias: Tensor | None = None) -> Tensor:
+        """The convolution of ``x [images, in, *size]`` with the packed ``W [out, in / groups * taps]``, contiguous."""
+        return torch.nn.functional.conv2d(x, packed.view(conv.weight_shape), bias, *conv.arguments)
+
+    def conv_input(self, packed: Any, grad: Tensor, conv: Convolution) -> Tensor:
+        """The gradient of a convolution's input for ``grad [images, out, *positions]``, W as for :meth:`conv`."""
+        shape = torch.Size((len(grad), conv.inputs, *conv.size))
+        return nn_grad.conv2d_input(shape, packed.view(conv.weight_shape), grad, *conv.arguments)
+
+    def conv_sampled(self, layout: Any, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
+        """DW of a convolution, as a matrix: right at the entries of a mask, zero or anything elsewhere."""
+        return nn_grad.conv2d_weight(x, torch.Size(conv.weight_shape), grad, *conv.arguments).flatten(1)
+
 
 def token_bucket(tokens: int) -> int:
     """Round a number of tokens up to the next of ``{4, 5, 6, 7} 2^k``; a number up to 8 is its own bucket.
@@ -195,16 +288,16 @@ def uses_of_pack(gemm: GemmName, reuse: int) -> int:
 
 def parse_key(text: str) -> GemmKey:
     """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    match = re.fullmatch(
-        r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+) (\w+) (\d+:\d+) (\S+)( permuted)?( masked| outputs)?", text
-    )
+    product, marks = r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+)", r"( permuted)?( masked| outputs)?(?: (\d+>\S+))?"
+    match = re.fullmatch(product + r" (\w+) (\d+:\d+) (\S+)" + marks, text)
     dtype = getattr(torch, match[5], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
         raise ValueError(f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'")
     rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
     gemm: GemmName = match[1]  # type: ignore[assignment]
     pattern, sparsity = NMPattern.parse(match[6]), (match[9] or " n:m")[1:]
-    return GemmKey(gemm, rows, depth, columns, dtype, pattern, match[7], match[8] is not None, sparsity)  # type: ignore[arg-type]
+    conv = None if match[10] is None else Convolution.parse(match[10])
+    return GemmKey(gemm, rows, depth, columns, dtype, pattern, match[7], match[8] is not None, sparsity, conv)  # type: ignore[arg-type]
 
 
 _REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on the device, not predicted: leave it out"}

@@ -142,6 +142,8 @@ class Router(HasHandle):
         self._known: dict[Product, _Settled] = {}
         self._fastest: dict[Hashable, int] = {}
         self._takes: dict[str, frozenset[Sparsity]] = {}
+        self.convolving = frozenset(k.device_type for k in self.registry.backends if k.convolutions)
+        """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
         self._uses: dict[tuple[Product, str], _Uses] = {}
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
 
@@ -271,6 +273,10 @@ class Router(HasHandle):
             found = frozenset() if self.kernels == "reference" else self.registry.takes(device)
             self._takes[device] = found | {"n:m"}
         return self._takes[device]
+
+    def convolves(self, device_type: str) -> bool:
+        """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""
+        return device_type in self.convolving or "" in self.convolving
 
     def active_or_none(self) -> Router | None:
         """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.

@@ -83,7 +83,11 @@ class KernelRegistry:
 
     def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Why a kernel cannot use what is sparse in a product; empty if it can."""
-        return "" if kernel is self.reference or key.sparsity in kernel.takes else _NOT_TAKEN[key.sparsity]
+        if kernel is self.reference:
+            return ""
+        if key.conv is not None and not kernel.convolutions:
+            return "it takes no convolutions"
+        return "" if key.sparsity in kernel.takes else _NOT_TAKEN[key.sparsity]
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
@@ -121,7 +125,7 @@ class KernelRegistry:
         """
         if (kernel.name, key) in self.failures:
             return dense()
-        shape = (key.rows, key.columns) if key.gemm == "wgrad" else (key.columns, key.rows)
+        shape = key.result_shape
         try:
             result = product()
             if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_mask, nm_prune
 from lightning_nm.functional.mask_bits import FORWARD_BIT
-from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import Algorithm, Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.kernels.timing import Timer, copies_past_cache, rotated
 
@@ -130,7 +131,9 @@ def _generator(key: GemmKey) -> torch.Generator:
 
 
 def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
-    """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY."""
+    """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY; of a convolution W or dY."""
+    if key.conv is not None:
+        return _conv_matrix(key, key.conv, generator)
     axis, m = (0 if key.sparsity == "masked" else 1), key.pattern.m
     shape = [size + -size % m * (axis == i) for i, size in enumerate((key.rows, key.depth))]
     matrix = torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
@@ -142,7 +145,22 @@ def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
     return matrix.contiguous() if key.gemm == "forward" else matrix.t().contiguous().t()
 
 
+def _conv_matrix(key: GemmKey, conv: Convolution, generator: torch.Generator) -> Tensor:
+    """A random ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY."""
+    if key.gemm == "wgrad":
+        shape: tuple[int, ...] = (key.images, conv.outputs, *conv.positions)
+        return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+    out, *rest = conv.weight_shape
+    depth = math.prod(rest)
+    matrix = torch.randn(out, depth + -depth % key.pattern.m, dtype=key.dtype, device=key.device, generator=generator)
+    return nm_prune(matrix, key.pattern, 1)[:, :depth].contiguous()
+
+
 def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+    if key.conv is not None:
+        conv, backward = key.conv, key.gemm == "dgrad"
+        channels, size = (conv.outputs, conv.positions) if backward else (conv.inputs, conv.size)
+        return torch.randn(key.images, channels, *size, dtype=key.dtype, device=key.device, generator=generator)
     shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
@@ -186,14 +204,19 @@ def _needed(key: GemmKey) -> MaskedMatrix:
 
 def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
     if key.sparsity == "outputs":
-        return kernel.layout(_needed(key)), matrix.t().contiguous()
-    if key.gemm == "wgrad":
+        return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
+    if key.gemm == "wgrad":  # estimated, which a convolution is not
         return kernel.pack(matrix.contiguous())
     masked = _masked(key, matrix, _order(key, kernel))
     return kernel.pack_masked(masked, kernel.layout(masked))
 
 
 def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
+    if key.conv is not None:
+        if key.gemm == "wgrad":
+            layout, grad = packed if isinstance(packed, tuple) else (None, packed)
+            return kernel.conv_sampled(layout, grad, dense, key.conv)
+        return (kernel.conv if key.gemm == "forward" else kernel.conv_input)(packed, dense, key.conv)
     if key.gemm != "wgrad":
         return kernel.linear(packed, dense)
     if key.sparsity == "outputs" and isinstance(packed, tuple):

@@ -22,7 +22,14 @@ from torch.nn import grad as nn_grad
 
 from lightning_nm.kernels.dispatch import Router, active
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.routed_ops import backward_gemms, forward_gemm, record_dense
+from lightning_nm.nn.routed_conv import backward_convs, flattened, forward_conv
+from lightning_nm.nn.routed_ops import (
+    ESTIMATED_CONVOLUTION,
+    backward_gemms,
+    forward_gemm,
+    is_estimating,
+    record_dense,
+)
 
 # Convolutions and their gradients by the number of spatial dimensions, less one.
 _CONV: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
@@ -30,7 +37,6 @@ _CONV_INPUT: list[Callable[..., Tensor]] = [nn_grad.conv1d_input, nn_grad.conv2d
 _CONV_WEIGHT: list[Callable[..., Tensor]] = [nn_grad.conv1d_weight, nn_grad.conv2d_weight, nn_grad.conv3d_weight]
 
 # Why a product that no router runs is dense.
-_CUDNN = "a convolution, left to cuDNN"
 _PART = "a part of a joint projection"
 
 
@@ -96,9 +102,14 @@ def nm_conv(
         if tokens.is_contiguous():  # channels last: a matrix product, [batch x positions, in] with [in, out]
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
     x, bias, dtype = _autocast(x, weight, bias)
+    router = active()
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
-        return _Conv.apply(x, weight, bias, layer, dtype, geometry, active(), layer.noise.words, *layer.tensors())
+        # A mismatch of dtypes is the dense product's to refuse.
+        routed = router is not None and x.dim() < 5 and x.dtype == dtype and router.convolves(x.device.type)
+        route = (router, torch.is_grad_enabled()) if routed else None
+        arguments = (x, weight, bias, layer, dtype, geometry, router, route)
+        return _Conv.apply(*arguments, layer.noise.words, *layer.tensors())
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
@@ -196,11 +207,16 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         layer: NMLayer
         router: Router | None
-        x, weight, bias, layer, dtype, geometry, router, noise, *tensors = inputs
+        route: tuple[Router, bool] | None
+        x, weight, bias, layer, dtype, geometry, router, route, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
-        ctx.layer, ctx.dtype, ctx.geometry, ctx.router = layer, dtype, geometry, router
+        ctx.layer, ctx.dtype, ctx.geometry, ctx.router, ctx.routed = layer, dtype, geometry, router, route is not None
+        if route is not None:
+            flat, tag = flattened(*geometry), layer.handle_tensor
+            y = forward_conv(_planes(x), weight, bias, tensors, route[1], flat, tag, route[0].handle)
+            return y if x.dim() == 4 else torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
         y = _CONV[x.dim() - 3](x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
-        record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _CUDNN)
+        record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y
 
     @staticmethod
@@ -209,18 +225,40 @@ class _Conv(torch.autograd.Function):
         layer: NMLayer = ctx.layer
         (grad,) = grads
         spatial = x.dim() - 3
-        grad_x = grad_weight = grad_bias = None
+        grad_x = grad_weight = grad_bias = full = None
         rest: list[Any] = [None] * len(tensors)
         tokens = grad.numel() // grad.shape[1]
-        if ctx.needs_input_grad[0]:
-            record_dense(layer, ctx.router, "dgrad", tokens, x, _CUDNN)
+        needs_input = ctx.needs_input_grad[0]
+        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[9:])
+        routed = ctx.routed and not _differentiated()
+        estimated = noise is not None and is_estimating(layer)
+        if routed and (needs_input or needs_weight):
+            flat, exact = flattened(*ctx.geometry), needs_weight and not estimated
+            tag, handle = layer.handle_tensor, ctx.router.handle
+            made = backward_convs(_planes(grad), _planes(x), weight, tensors, needs_input, exact, flat, tag, handle)
+            grad_x = made[0].view(x.shape) if needs_input else None
+            full = made[1].view(weight.shape) if exact else None
+        elif needs_input:
+            record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
             backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
             grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:]):
-            record_dense(layer, ctx.router, "wgrad", tokens, x, _CUDNN)
-            conv = _CONV_WEIGHT[spatial]
-            full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
+        if needs_weight:
+            if full is None:
+                reason = ESTIMATED_CONVOLUTION if ctx.routed else _dense_reason(x)
+                record_dense(layer, ctx.router, "wgrad", tokens, x, reason)
+                conv = _CONV_WEIGHT[spatial]
+                full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, *range(2, grad.dim())))
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, *rest
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, *rest
+
+
+def _planes(x: Tensor) -> Tensor:
+    """``[images, channels, height, width]``; one dimension has a height of 1."""
+    return x if x.dim() == 4 else x.unsqueeze(2)
+
+
+def _dense_reason(x: Tensor) -> str:
+    """Why a convolution that no router runs is dense."""
+    return "a convolution, left to cuDNN" if x.is_cuda else "a convolution that no kernel takes"

@@ -59,6 +59,16 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     return found._replace(values=found.values.t(), bits=found.bits.t())
 
 
+def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
+    """W_B ``[out, in / groups * taps]`` of a convolution for kernels: not transposed, and in the order of memory."""
+
+    def dense() -> Tensor:
+        return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(key.dtype).contiguous()
+
+    found = backward_operand(layer, weight, key)
+    return found._replace(values=found.values.t(), bits=found.bits.t(), order=None, dense=dense)
+
+
 def _operand(
     layer: NMLayer,
     values: Tensor,
@@ -85,11 +95,19 @@ def mask_version(layer: NMLayer) -> Hashable:
 
 
 def layout_of(
-    layer: NMLayer, router: Router, kernel: GemmKernel, product: Product, matrix: Callable[[], MaskedMatrix]
+    layer: NMLayer,
+    router: Router,
+    kernel: GemmKernel,
+    product: Product,
+    matrix: Callable[[], MaskedMatrix],
+    side: str = "",
 ) -> Any:
-    """What a packed operand has of the masks, which is kept while they stand still."""
+    """What a packed operand has of the masks, which is kept while they stand still.
+
+    `side` names the operand; by default dgrad has one of its own.
+    """
     stamp: Hashable = (mask_version(layer), product.key.pattern)
-    side = "dgrad" if product.key.gemm == "dgrad" else "forward"
+    side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
     return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix()))
 
 
@@ -102,6 +120,7 @@ def pack_of(
     operand: Callable[[NMLayer, Tensor, GemmKey], MaskedMatrix],
     *,
     keep: bool = True,
+    side: str = "",
 ) -> Any:
     """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
 
@@ -110,7 +129,7 @@ def pack_of(
 
     def make() -> Any:
         matrix = operand(layer, weight, product.key)
-        return kernel.pack_masked(matrix, layout_of(layer, router, kernel, product, lambda: matrix))
+        return kernel.pack_masked(matrix, layout_of(layer, router, kernel, product, lambda: matrix, side))
 
     if not keep:
         return make()
@@ -118,5 +137,5 @@ def pack_of(
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     stamp: Hashable = (versions, layer.masks.moves, layer.progress.step, layer.progress.clock, stream)
-    name = (kernel.name, product.key.gemm, product.key.dtype)
+    name = (kernel.name, side or product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, make)

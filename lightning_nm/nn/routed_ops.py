@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName, Sparsity, token_bucket
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, GemmName, Sparsity, token_bucket
 from lightning_nm.kernels.backends.two_four import ALIGNMENT
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
@@ -34,22 +34,42 @@ from lightning_nm.nn.packing import (
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 
+ESTIMATED_CONVOLUTION = "no kernel takes an estimated dY of a convolution"
+
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
 
 
-def _product(layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, out: int, width: int) -> Product:
-    """One of the layer's products as it would run now on the batch ``x [tokens, width]``."""
+def product_now(
+    layer: NMLayer,
+    router: Router,
+    gemm: GemmName,
+    x: Tensor,
+    out: int,
+    width: int,
+    conv: Convolution | None = None,
+    tokens: int | None = None,
+) -> Product:
+    """One of the layer's products as it would run now on ``x [tokens, width]``, or on the input of a convolution."""
     how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
-    size = _size(gemm, len(x), out, width)
+    size = _size(gemm, len(x) if tokens is None else tokens, out, width)
     sparsity = _SPARSITY.get(how.kind)
     if sparsity == "masked" and not spec.method.masks_entries:
         sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
-    if sparsity is None or sparsity not in router.takes(device):
+    reason = ""
+    if conv is not None and gemm == "wgrad" and is_estimating(layer):
+        reason = ESTIMATED_CONVOLUTION
+    elif sparsity is None or sparsity not in router.takes(device):
         reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
+    if reason or sparsity is None:
         return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
     pattern = how.pattern or spec.method.current_pattern(layer)
-    permuted = gemm == "dgrad" and masks.has_backward and masks.permutation is not None
-    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity))
+    permuted = conv is None and gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv))
+
+
+def is_estimating(layer: NMLayer) -> bool:
+    """Whether wgrad is of an estimate of dY now."""
+    return layer.spec.estimator is not None and layer.progress.estimating
 
 
 def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
@@ -76,12 +96,12 @@ def record_dense(layer: NMLayer, router: Router | None, gemm: GemmName, tokens: 
 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
-_OPTIONS: dict[str, Any] = {"mutates_args": ()}
+OPTIONS: dict[str, Any] = {"mutates_args": ()}
 if hasattr(torch.Tag, "cudagraph_unsafe"):  # an older torch knows neither the tag nor, perhaps, the argument
-    _OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
+    OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("lightning_nm::forward_gemm", **_OPTIONS)
+@torch.library.custom_op("lightning_nm::forward_gemm", **OPTIONS)
 def forward_gemm(
     x: Tensor,
     weight: Tensor,
@@ -109,7 +129,7 @@ def forward_gemm(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     gemms = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = [_product(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
+    product, *later = [product_now(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
     route.record([product, *later])
     kernel = route.kernel(product)
 
@@ -118,9 +138,9 @@ def forward_gemm(
 
     def sparse() -> Tensor:
         packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains)
-        return kernel.linear(packed, _plain(x), None if bias is None else _plain(bias))
+        return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
 
-    return _run(route, kernel, product, sparse, dense)
+    return run_kernel(route, kernel, product, sparse, dense)
 
 
 @forward_gemm.register_fake
@@ -134,7 +154,7 @@ def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: An
     return 2 * x_shape[0] * x_shape[1] * out_shape[1]
 
 
-@torch.library.custom_op("lightning_nm::backward_gemms", **_OPTIONS)
+@torch.library.custom_op("lightning_nm::backward_gemms", **OPTIONS)
 def backward_gemms(
     grad: Tensor,
     x: Tensor,
@@ -164,12 +184,12 @@ def backward_gemms(
     """
     nm, route = lookup(tag.shape[0]), lookup(router)
     sizes = grad.shape[1], x.shape[1]
-    dgrad = _product(nm, route, "dgrad", x, *sizes) if needs_input else None
-    wgrad = _product(nm, route, "wgrad", x, *sizes) if needs_weight else None
+    dgrad = product_now(nm, route, "dgrad", x, *sizes) if needs_input else None
+    wgrad = product_now(nm, route, "wgrad", x, *sizes) if needs_weight else None
     route.tune_if_single()
     dgrad_kernel = None if dgrad is None else route.kernel(dgrad)
     wgrad_kernel = None if wgrad is None else route.kernel(wgrad)
-    gradient = _Gradient(nm, route, _plain(grad), noise if needs_weight else None)
+    gradient = _Gradient(nm, route, plain(grad), noise if needs_weight else None)
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
         grad.new_empty(0) if dgrad is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
@@ -210,8 +230,7 @@ class _Gradient:
 
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad
-        estimating = layer.spec.estimator is not None and layer.progress.estimating
-        self.seed = layer.noise.for_call(noise, 0) if estimating and noise is not None else None
+        self.seed = layer.noise.for_call(noise, 0) if is_estimating(layer) and noise is not None else None
         self._transposed: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:
@@ -255,7 +274,7 @@ def _dgrad(
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
         return kernel.linear(packed, grad if order is None else gradient.permuted(order))
 
-    return _run(router, kernel, product, sparse, dense)
+    return run_kernel(router, kernel, product, sparse, dense)
 
 
 def _wgrad(
@@ -272,24 +291,24 @@ def _wgrad(
 
         def at_kept_entries() -> Tensor:
             layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key))
-            return kernel.sampled(layout, grad, _plain(x))
+            return kernel.sampled(layout, grad, plain(x))
 
-        return _run(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
+        return run_kernel(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
     if seed is None:
         return grad.t() @ x
     if layer.observation.active:
         estimate = layer.estimate(grad, seed)
-        matrix, other = estimate.t().contiguous(), _plain(x)
-        found = _run(
+        matrix, other = estimate.t().contiguous(), plain(x)
+        found = run_kernel(
             router, kernel, product, lambda: kernel.matmul(kernel.pack(matrix), other), lambda: estimate.t() @ x
         )
         layer.observation.add(layer.progress.clock, estimate, grad.t() @ x, found)
         return found
 
     def sparse() -> Tensor:
-        return kernel.matmul(kernel.pack(gradient.transposed()), _plain(x))
+        return kernel.matmul(kernel.pack(gradient.transposed()), plain(x))
 
-    return _run(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+    return run_kernel(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
 
 
 def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -306,13 +325,13 @@ def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Contiguous, and at an address that kernels take."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def _run(
+def run_kernel(
     router: Router, kernel: GemmKernel, product: Product, sparse: Callable[[], Tensor], dense: Callable[[], Tensor]
 ) -> Tensor:
     """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""

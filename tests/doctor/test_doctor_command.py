@@ -152,7 +152,7 @@ def test_the_removed_option_names_what_replaces_it(capsys):
 def test_the_demo(capsys):
     assert main(["doctor", "-c", str(CONFIGS / "digits-bi-mask.yaml")]) == 0
     out = capsys.readouterr().out
-    for words in ("stages.2.0.conv2", "left to cuDNN", "stem.0", "first convolution", "0 of 24 products could"):
+    for words in ("stages.2.0.conv2", "takes no convolutions", "stem.0", "first convolution", "0 of 24 products could"):
         assert words in out
     assert "Seed set" not in out
 

@@ -90,7 +90,7 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
             (version, None, []),
             (SOURCES / "library.c", None, []),
             (SOURCES / "layout.c", None, []),
-            *((SOURCES / "kernels.c", level, extra) for level, extra in levels.items()),
+            *((SOURCES / file, level, extra) for file in ("kernels.c", "conv.c") for level, extra in levels.items()),
         ]:
             objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")
             define = [] if level is None else [f"-DNM_LEVEL={level}"]

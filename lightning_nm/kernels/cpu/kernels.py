@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_bits import FORWARD_BIT
-from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
-from lightning_nm.kernels.cpu.library import DTYPES, LINEAR, MATMUL, SAMPLED
+from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
 from lightning_nm.pattern import NMPattern
 
 
@@ -20,7 +20,7 @@ class Packed(NamedTuple):
     """A sparse matrix: where its entries are, and their values."""
 
     layout: PermuteLayout | CsrLayout
-    values: Tensor
+    values: Tensor | None
 
 
 class _CpuKernel(GemmKernel):
@@ -48,6 +48,8 @@ class _CpuKernel(GemmKernel):
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
+        if key.conv is not None and not key.images:
+            return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
 
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -149,12 +151,14 @@ class CpuPermuteKernel(_CpuKernel):
 class CpuCsrKernel(_CpuKernel):
     """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
 
-    It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens.
+    It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens. In convolutions the lanes are
+    positions of a padded plane, which a nonzero reads shifted by its tap: no input is copied for each tap.
     """
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
     ordered = False
+    convolutions = True
 
     def _function(self) -> object:
         return library.load().nm_csr_product
@@ -187,6 +191,45 @@ class CpuCsrKernel(_CpuKernel):
         dense = library.operands(rows, len(matrix), columns, matrix, y)
         library.run(self._function(), MATMUL, dense, packed.layout.operand(packed.values))
         return y
+
+    def conv(self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None) -> Tensor:
+        """The convolution of `x` with the packed ``W [out, in / groups * taps]``."""
+        _check_conv(packed.layout, conv)
+        _check(x, (len(x), conv.inputs, *conv.size))
+        if bias is not None:
+            _check(bias, (conv.outputs,), x.dtype)
+        y = x.new_empty(len(x), conv.outputs, *conv.positions)
+        self._conv(FORWARD, packed, library.conv_operands(conv, len(x), y, x, bias))
+        return y
+
+    def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
+        """The gradient of a convolution's input, with W packed as for :meth:`conv`."""
+        _check_conv(packed.layout, conv)
+        _check(grad, (len(grad), conv.outputs, *conv.positions))
+        dx = grad.new_empty(len(grad), conv.inputs, *conv.size)
+        self._conv(DGRAD, packed, library.conv_operands(conv, len(grad), dx, grad=grad))
+        return dx
+
+    def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
+        """The gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
+        _check_conv(layout, conv)
+        _check(x, (len(grad), conv.inputs, *conv.size))
+        _check(grad, (len(grad), conv.outputs, *conv.positions), x.dtype)
+        y = x.new_empty(layout.rows, layout.depth)
+        self._conv(WGRAD, Packed(layout, None), library.conv_operands(conv, len(x), y, x, grad=grad))
+        return y
+
+    def _conv(self, product: int, packed: Packed, operands: library.ConvOperands) -> None:
+        library.run(library.load().nm_conv_product, product, operands, packed.layout.operand(packed.values))
+
+
+def _check_conv(layout: PermuteLayout | CsrLayout, conv: Convolution) -> None:
+    """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
+    out, inputs, height, width = conv.weight_shape
+    if not isinstance(layout, CsrLayout) or (layout.rows, layout.depth) != (out, inputs * height * width):
+        raise ValueError(f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}")
+    if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
+        raise ValueError(f"the convolution {conv} does not exist")
 
 
 def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

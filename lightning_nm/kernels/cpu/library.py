@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
-ABI = 2
+ABI = 3
 LEVELS = ("baseline", "avx2", "avx512")
 """Instruction sets by number; each includes those before it."""
 LINEAR, MATMUL, SAMPLED = range(3)
+FORWARD, DGRAD, WGRAD = range(3)
+"""Products of convolutions."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 EMPTY = 0x80
 PANEL = 64
@@ -51,6 +54,31 @@ class CsrOperand(ctypes.Structure):
     """``nm_csr`` of the library."""
 
     _fields_ = [("start", c_void_p), ("offset", c_void_p), ("values", c_void_p)]
+
+
+class ConvOperands(ctypes.Structure):
+    """``nm_conv`` of the library."""
+
+    _fields_ = [
+        ("parallel", c_void_p),
+        ("threads", c_int64),
+        ("images", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("groups", c_int64),
+        ("size", c_int64 * 2),
+        ("kernel", c_int64 * 2),
+        ("stride", c_int64 * 2),
+        ("padding", c_int64 * 2),
+        ("dilation", c_int64 * 2),
+        ("positions", c_int64 * 2),
+        ("dtype", c_int32),
+        ("failed", c_int32),
+        ("x", c_void_p),
+        ("bias", c_void_p),
+        ("grad", c_void_p),
+        ("y", c_void_p),
+    ]
 
 
 class Mask(ctypes.Structure):
@@ -89,6 +117,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
     "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
+    "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
 }
 
 
@@ -213,7 +242,25 @@ def operands(
     return found
 
 
-def run(function: Any, product: int, dense: Operands, sparse: Any) -> None:
+def conv_operands(
+    conv: Convolution,
+    images: int,
+    y: Tensor,
+    x: Tensor | None = None,
+    bias: Tensor | None = None,
+    grad: Tensor | None = None,
+) -> ConvOperands:
+    """The dense operands of a convolution, as the library takes them; the tensors must outlive the call."""
+    pairs = (conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions)
+    found = ConvOperands(parallel(), threads(), images, conv.inputs, conv.outputs, conv.groups)
+    found.size, found.kernel, found.stride, found.padding, found.dilation, found.positions = pairs
+    found.dtype = DTYPES[y.dtype]
+    found.x, found.bias, found.grad = (None if each is None else each.data_ptr() for each in (x, bias, grad))
+    found.y = y.data_ptr()
+    return found
+
+
+def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any) -> None:
     """Call a product.
 
     Raises:

@@ -46,3 +46,15 @@ int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_
     (product == NM_LINEAR ? kernels->csr_linear : product == NM_MATMUL ? kernels->csr_matmul : kernels->csr_sampled)(o, a);
     return o->failed;
 }
+
+enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
+
+int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a) {
+    const nm_conv_kernels *kernels = &nm_conv_baseline;
+#if defined(__x86_64__)
+    kernels = level == 2 ? &nm_conv_avx512 : level == 1 ? &nm_conv_avx2 : kernels;
+#endif
+    c->failed = 0;
+    (product == NM_FORWARD ? kernels->forward : product == NM_DGRAD ? kernels->dgrad : kernels->sampled)(c, a);
+    return c->failed;
+}

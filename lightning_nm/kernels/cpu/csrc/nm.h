@@ -9,14 +9,15 @@
  *            into blocks of `lanes`; index[tile][block][slot][2 * lanes] has in its low bits the input within the
  *            block, and NM_EMPTY where an output has no such nonzero. Values have the same order.
  *   csr      For any matrix. Row r has the entries start[r] .. start[r + 1]; an entry multiplies 64 consecutive values
- *            of a panel [depth][64] that begin at offset[entry].
+ *            of a panel [depth][64] that begin at offset[entry]. Convolutions take it with a depth of
+ *            [in / groups][taps], see conv.c.
  *
  * Every output is summed in an order that depends on neither the number of threads nor the other outputs. */
 #ifndef NM_H
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 2 };
+enum { NM_ABI = 3 };
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
 enum { NM_PANEL = 64 }; /* lanes of a panel */
@@ -50,6 +51,20 @@ typedef struct {
     const float *values;
 } nm_csr;
 
+/* A convolution of images x [images, in, size], sparse W [out, in / groups, kernel], to y or dY [images, out, positions].
+ * Pairs are height and width. */
+typedef struct {
+    nm_parallel parallel;
+    int64_t threads;
+    int64_t images, in, out, groups;
+    int64_t size[2], kernel[2], stride[2], padding[2], dilation[2], positions[2];
+    int32_t dtype, failed;
+    const void *x;
+    const void *bias; /* [out] or NULL */
+    const void *grad;
+    void *y;
+} nm_conv;
+
 typedef struct {
     int64_t lanes; /* of the permute layout; 0 where the instruction set has no permutation */
     /* y [tokens, rows] = x [tokens, depth] A^T + bias */
@@ -62,7 +77,15 @@ typedef struct {
     void (*csr_sampled)(nm_operands *, const nm_csr *);
 } nm_kernels;
 
+/* The layout is that of W [out, in / groups * taps] in all three. */
+typedef struct {
+    void (*forward)(nm_conv *, const nm_csr *); /* y = conv(x, W) + bias */
+    void (*dgrad)(nm_conv *, const nm_csr *);   /* y = the gradient of x */
+    void (*sampled)(nm_conv *, const nm_csr *); /* y = the gradient of W at the entries, zero elsewhere */
+} nm_conv_kernels;
+
 extern const nm_kernels nm_baseline, nm_avx2, nm_avx512;
+extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
 
 static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
 static inline int64_t nm_min(int64_t a, int64_t b) { return a < b ? a : b; }
