@@ -1,8 +1,9 @@
-"""Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [products] [few] [pack] [peers] [steps]``.
+"""Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [PART ...]``, all parts by default.
 
 ``products``: forward, dgrad of a row mask and wgrad at kept entries, beside the dense products that torch has (its own
 and oneDNN's, with operands already in oneDNN's form) and torch's CSR product. The gain is against the fastest dense
 product of the same precision. ``few``: one token, where a product reads the weight once. ``pack``: layouts and values.
+``convolutions``: forward, dgrad and wgrad together, beside torch's.
 ``peers``: forward and backward of a layer beside sparseprop and sparselab, if these are installed.
 ``steps``: whole training steps in a Trainer, beside a dense Trainer in the faster of float32 and bf16-mixed.
 
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.convolutions import SHAPES as SHAPES_OF_CONVOLUTIONS
+from benchmarks.cpu.convolutions import measure_convolution
 from benchmarks.cpu.peers import measure_peers
 from benchmarks.cpu.products import Row, measure
 from benchmarks.cpu.steps import CASES, measure_step
@@ -51,7 +54,7 @@ def print_packs(rows: list[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parts = ["products", "few", "pack", "peers", "steps"]
+    parts = ["products", "few", "pack", "convolutions", "peers", "steps"]
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -82,6 +85,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             (print_packs if part == "pack" else print_rows)(rows)
             print()
             found[part] = [row._asdict() for row in rows]
+    if "convolutions" in args.parts:
+        found["convolutions"] = []
+        print("| convolution | dtype | N:M | forward, dgrad, wgrad: dense / sparse ms | gain of the three |")
+        print("|---|---|---|---|---|")
+        for dtype in dtypes:
+            for conv, images in SHAPES_OF_CONVOLUTIONS:
+                row = measure_convolution(conv, images, args.patterns[0], dtype, args.repeats)
+                found["convolutions"].append(row)  # type: ignore[attr-defined]
+                times = ", ".join("{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad"))
+                name = str(dtype).removeprefix("torch.")
+                print(f"| {row['shape']} | {name} | {row['pattern']} | {times} | {row['gain']:.2f}x |", flush=True)
+        print()
     if "peers" in args.parts:
         found["peers"] = {}
         print("| N:M | forward and backward of 1024 -> 1024, ms |")
