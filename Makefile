@@ -12,7 +12,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 # The arithmetic of a CPU without AVX, in torch's own kernels, MKL and oneDNN.
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo speed test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
+# Tests that compute nothing, or with fixed numbers.
+NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_build_hook.py doctor studies
+
+.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -37,8 +40,7 @@ test-all: .venv/.dev
 
 ## Run the tests that compute in the arithmetic of a CPU without AVX: none may depend on the last bits of this CPU's products.
 test-other-arithmetic: .venv/.dev
-	$(OTHER_ARITHMETIC) $(PYTEST) tests/functional tests/estimators tests/methods tests/metrics tests/nn tests/distributed \
-		tests/kernels tests/callbacks tests/test_contract.py tests/test_sparsifier.py tests/test_sparsifier_state.py
+	$(OTHER_ARITHMETIC) $(PYTEST) $(NO_ARITHMETIC:%=--ignore tests/%)
 
 ## Run the test suite on the lowest versions that pyproject.toml allows, in .venv-lowest (6 GB: PyPI's torch has CUDA).
 test-lowest: BIN := .venv-lowest/bin

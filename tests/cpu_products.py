@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, cross_entropy
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.kernels import routing
 from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
 
@@ -204,3 +205,20 @@ def compare_conv(kernel, case):
         assert_close(a, b, size, count)
     assert not found[2][~case.mask.flatten(1)].any()
     return found
+
+
+def trained(model, sparsifier, router, batches, dtype):
+    """Train a classifier on batches, its products by a router; return the losses and the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    sparsifier.register(optimizer)
+    losses = []
+    for x in batches:
+        with routing(router), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            loss = cross_entropy(model(x).float(), torch.arange(len(x)) % 10)
+        loss.backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), *(parameter.detach() for parameter in model.parameters())

@@ -289,18 +289,14 @@ class Router(HasHandle):
 
     def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
         """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
-        if self.reuse == 1 or _capturing():  # a replayed graph would use the pack of the capture
-            return make()
-        packs = self._packs.setdefault(owner, {})
-        kept = packs.get(name)
-        if kept is None or kept[0] != stamp:
-            packs.pop(name, None)  # its memory is free for the next
-            packs[name] = kept = (stamp, make())
-        return kept[1]
+        return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
 
     def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
         """Return what a packed operand has of a mask; it is kept while `stamp`, the state of the masks, is the same."""
-        if _capturing() or not self.keeps_layouts:
+        return self._kept(owner, name, stamp, make) if self.keeps_layouts else make()
+
+    def _kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        if _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
         kept = packs.get(name)

@@ -78,9 +78,9 @@ def test_a_backward_weight_beyond_the_forward_mask():
     masked(model, "1:8", DenseBackward())
     router = Router("sparse")
     compare(model, router, torch.randn(32, 64))
-    assert kernels_of(router) == {"forward": "cpu-permute", "dgrad": "reference", "wgrad": "reference"} or (
-        kernels_of(router)["forward"] == "cpu-csr"
-    )
+    found = kernels_of(router)
+    assert found.pop("forward").startswith("cpu-")
+    assert found == {"dgrad": "reference", "wgrad": "reference"}
 
 
 @pytest.mark.parametrize("mode", ["reference", "sparse"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class _CpuKernel(GemmKernel):
     """What both kernels share: the device, the dtypes, the self-check."""
 
     device_type = "cpu"
+    layouts: type[PermuteLayout | CsrLayout]
 
     def probe(self, device: torch.device) -> str:
         """Why the kernel does not work: another device, no library, or a small product that is wrong."""
@@ -39,8 +40,8 @@ class _CpuKernel(GemmKernel):
         return ""
 
     def supports(self, key: GemmKey) -> str:
-        """Why a product cannot run: the probe's reason, or :meth:`static_reason`."""
-        return self.probe(torch.device(key.device)) if key.device != "cpu" else self.static_reason(key)
+        """Why a product cannot run."""
+        return self.static_reason(key)
 
     def static_reason(self, key: GemmKey) -> str:
         """Why no CPU runs a product: its dtype or its sizes."""
@@ -55,6 +56,7 @@ class _CpuKernel(GemmKernel):
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
         rows, depth = packed.layout.rows, packed.layout.depth
+        self._own(packed.layout)
         _check(x, (len(x), depth))
         if bias is not None:
             _check(bias, (rows,), x.dtype)
@@ -65,6 +67,7 @@ class _CpuKernel(GemmKernel):
 
     def sampled(self, layout: PermuteLayout | CsrLayout, grad: Tensor, x: Tensor) -> Tensor:
         """``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
+        self._own(layout)
         _check(x, (len(grad), layout.depth))
         _check(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
@@ -74,6 +77,11 @@ class _CpuKernel(GemmKernel):
 
     def _function(self) -> object:
         raise NotImplementedError
+
+    def _own(self, layout: PermuteLayout | CsrLayout) -> None:
+        """Refuse the layout of another kernel, which the library would misread."""
+        if not isinstance(layout, self.layouts):
+            raise ValueError(f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}")
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
@@ -115,6 +123,7 @@ class CpuPermuteKernel(_CpuKernel):
 
     name = "cpu-permute"
     takes = frozenset({"n:m", "outputs"})
+    layouts = PermuteLayout
 
     def _missing(self) -> str:
         return "" if library.load().nm_lanes(library.level()) else "the baseline instruction set has no permutation"
@@ -159,6 +168,7 @@ class CpuCsrKernel(_CpuKernel):
     takes = frozenset({"n:m", "masked", "outputs"})
     ordered = False
     convolutions = True
+    layouts = CsrLayout
 
     def _function(self) -> object:
         return library.load().nm_csr_product
@@ -180,12 +190,13 @@ class CpuCsrKernel(_CpuKernel):
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        layout, columns = packed.layout, matrix.shape[-1]
+        self._own(packed.layout)
+        layout, columns = cast("CsrLayout", packed.layout), matrix.shape[-1]
         rows, depth = layout.rows, layout.depth
         _check(matrix, (len(matrix), columns))
         if len(matrix) > depth:
             raise ValueError(f"a matrix of {len(matrix)} rows does not fit {depth} columns")
-        if len(matrix) < depth and isinstance(layout, CsrLayout) and layout.used_depth() > len(matrix):
+        if len(matrix) < depth and layout.used_depth() > len(matrix):
             raise ValueError(f"a matrix of {depth} columns has nonzeros beyond the {len(matrix)} rows of its operand")
         y = matrix.new_empty(rows, columns)
         dense = library.operands(rows, len(matrix), columns, matrix, y)

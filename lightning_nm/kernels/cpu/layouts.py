@@ -7,7 +7,7 @@ whenever the weight changed.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from lightning_nm.kernels.cpu.library import (
 from lightning_nm.pattern import NMPattern
 
 
-class PermuteLayout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PermuteLayout:
     """A matrix that is N:M along its depth: for each tile of rows, block of the depth and slot the input of each row.
 
     ``inputs`` is uint8 ``[tiles, blocks, slots, 2 lanes]``: the input within the block of `lanes`, or 128 where a row
@@ -73,6 +74,10 @@ class PermuteLayout(NamedTuple):
             raise ValueError(f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis")
         return cls(inputs, rows, depth)
 
+    def __post_init__(self) -> None:
+        """Check the layout: the kernels do not, and would read beyond its blocks."""
+        self.check()
+
     def check(self) -> None:
         """Refuse a layout that the kernels would read beyond its block.
 
@@ -104,7 +109,8 @@ class PermuteLayout(NamedTuple):
         return PermuteOperand(self.inputs.data_ptr(), None if values is None else values.data_ptr(), self.slots)
 
 
-class CsrLayout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CsrLayout:
     """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
 
     ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
@@ -139,6 +145,10 @@ class CsrLayout(NamedTuple):
         tensors = (start, following, offset, source, slot)
         library.nm_csr_fill(ctypes.byref(mask), *(tensor.data_ptr() for tensor in tensors))
         return cls(start, offset, source, slot, rows, depth)
+
+    def __post_init__(self) -> None:
+        """Check the layout: the kernels do not, and would read beyond its matrix."""
+        self.check()
 
     def check(self) -> None:
         """Refuse a layout that the kernels would read beyond its matrix.

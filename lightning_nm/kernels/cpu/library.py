@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
-ABI = 3
+ABI = 4
 LEVELS = ("baseline", "avx2", "avx512")
 """Instruction sets by number; each includes those before it."""
 LINEAR, MATMUL, SAMPLED = range(3)
@@ -23,24 +23,30 @@ FORWARD, DGRAD, WGRAD = range(3)
 """Products of convolutions."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 EMPTY = 0x80
+_NO_MEMORY, _NO_KERNEL = 1, 2
 PANEL = 64
+
+
+_THREADS: list[Any] = [("parallel", c_void_p), ("threads", c_int64)]
+_DENSE: list[Any] = [
+    ("dtype", c_int32),
+    ("failed", c_int32),
+    ("x", c_void_p),
+    ("bias", c_void_p),
+    ("grad", c_void_p),
+    ("y", c_void_p),
+]
 
 
 class Operands(ctypes.Structure):
     """``nm_operands`` of the library."""
 
     _fields_ = [
-        ("parallel", c_void_p),
-        ("threads", c_int64),
+        *_THREADS,
         ("rows", c_int64),
         ("depth", c_int64),
         ("tokens", c_int64),
-        ("dtype", c_int32),
-        ("failed", c_int32),
-        ("x", c_void_p),
-        ("bias", c_void_p),
-        ("grad", c_void_p),
-        ("y", c_void_p),
+        *_DENSE,
     ]
 
 
@@ -60,8 +66,7 @@ class ConvOperands(ctypes.Structure):
     """``nm_conv`` of the library."""
 
     _fields_ = [
-        ("parallel", c_void_p),
-        ("threads", c_int64),
+        *_THREADS,
         ("images", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
@@ -72,12 +77,7 @@ class ConvOperands(ctypes.Structure):
         ("padding", c_int64 * 2),
         ("dilation", c_int64 * 2),
         ("positions", c_int64 * 2),
-        ("dtype", c_int32),
-        ("failed", c_int32),
-        ("x", c_void_p),
-        ("bias", c_void_p),
-        ("grad", c_void_p),
-        ("y", c_void_p),
+        *_DENSE,
     ]
 
 
@@ -85,8 +85,7 @@ class Mask(ctypes.Structure):
     """``nm_mask`` of the library."""
 
     _fields_ = [
-        ("parallel", c_void_p),
-        ("threads", c_int64),
+        *_THREADS,
         ("bits", c_void_p),
         ("bit", c_int32),
         ("rows", c_int64),
@@ -265,10 +264,12 @@ def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any
 
     Raises:
         MemoryError: If the library was short of memory for its panels.
-        RuntimeError: If the instruction set has no such kernel.
+        RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
     """
     status = function(level(), product, ctypes.byref(dense), ctypes.byref(sparse))
-    if status == 1:
+    if status == _NO_MEMORY:
         raise MemoryError("there is no memory for the panels of a CPU kernel")
-    if status:
+    if status == _NO_KERNEL:
         raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
+    if status:
+        raise RuntimeError("the planes of the convolution are too large for the kernel's 32-bit offsets")

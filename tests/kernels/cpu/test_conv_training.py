@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_nm import BAME, NMPattern, NMSparsifier
@@ -12,7 +11,7 @@ from lightning_nm.kernels.api import Convolution, bucketed, parse_key
 from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.kernels.timing import DeviceTimer
 from lightning_nm.kernels.trial import check, dense_ms, sparse_ms
-from tests.cpu_products import needs_library
+from tests.cpu_products import needs_library, trained
 from tests.fake_kernels import FakeKernel
 from tests.routed import METHODS, assert_equal, attach, gradients, ran
 
@@ -39,22 +38,9 @@ def train(method, router, dtype=torch.float32, channels_last=False, conv_layout=
     sparsifier = NMSparsifier(model, "1:8", method, seed=0, planned_steps=steps, conv_layout=conv_layout).attach()
     if channels_last:
         model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    sparsifier.register(optimizer)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(20, 3, 12, 12, generator=torch.Generator().manual_seed(step))
-        if channels_last:
-            x = x.to(memory_format=torch.channels_last)
-        with routing(router), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            loss = cross_entropy(model(x).float(), torch.arange(20) % 10)
-        loss.backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), *(parameter.detach() for parameter in model.parameters())
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    x = [torch.randn(20, 3, 12, 12, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    return trained(model, sparsifier, router, [each.to(memory_format=form) for each in x], dtype)
 
 
 @pytest.mark.parametrize("conv_layout", ["channels", "flat"])

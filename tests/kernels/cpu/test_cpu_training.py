@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from lightning_nm import BAME, NMSparsifier
-from lightning_nm.kernels import Router, routing
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
-from tests.cpu_products import LEVELS, at_level, needs_library
+from tests.cpu_products import LEVELS, at_level, needs_library, trained
 from tests.routed import METHODS, assert_equal, attach, gradients, ran
 
 pytestmark = needs_library
@@ -32,20 +31,8 @@ def train(method, estimator, router, pattern, dtype, steps=6):
     model = nn.Sequential(nn.Linear(48, 72), nn.GELU(), nn.Linear(72, 48), nn.GELU(), nn.Linear(48, 10))
     method = BAME(every=2) if method == "bame" else method
     sparsifier = NMSparsifier(model, pattern, method, estimator, seed=0, planned_steps=steps).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    sparsifier.register(optimizer)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(40, 48, generator=torch.Generator().manual_seed(step))
-        with routing(router), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            loss = cross_entropy(model(x).float(), torch.arange(40) % 10)
-        loss.backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses), *(parameter.detach() for parameter in model.parameters())
+    x = [torch.randn(40, 48, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    return trained(model, sparsifier, router, x, dtype)
 
 
 @pytest.mark.parametrize("kind", ["both", "csr"])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
-from lightning_nm.kernels.cpu import CpuPermuteKernel, CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import EMPTY, PANEL
 from tests.cpu_products import LEVELS, STORAGES, at_level, case, needs_library
 
@@ -159,7 +161,9 @@ def test_a_csr_layout_with_a_wrong_entry_is_refused(change):
     elif change == "crooked":
         layout.offset[4] += 1
     elif change == "count":
-        layout = layout._replace(offset=layout.offset[:-1])
+        with pytest.raises(ValueError, match="make it from a mask"):
+            replace(layout, offset=layout.offset[:-1])
+        return
     elif change == "first":
         layout.start[0] = 1
     else:
@@ -196,3 +200,16 @@ def test_matrices_too_large_for_32_bit_offsets_are_refused():
         )
         with pytest.raises(ValueError, match="too large for 32-bit offsets"):
             CsrLayout.of(matrix)
+
+
+def test_a_kernel_refuses_a_layout_that_is_broken_or_of_another_kernel():
+    made, permute, csr = case(24, 16, 3, "2:4"), CpuPermuteKernel(), CpuCsrKernel()
+    for own, other in ((permute, csr), (csr, permute)):
+        packed = own.pack_masked(made.matrix, own.layout(made.matrix))
+        with pytest.raises(ValueError, match=f"{other.name} takes a"):
+            other.linear(packed, made.x)
+        with pytest.raises(ValueError, match=f"{other.name} takes a"):
+            other.sampled(packed.layout, made.grad, made.x)
+    layout = permute.layout(made.matrix)
+    with pytest.raises(ValueError, match="make it from a mask"):
+        replace(layout, inputs=layout.inputs + 64)

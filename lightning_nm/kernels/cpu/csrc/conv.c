@@ -48,6 +48,20 @@ static int make_plan(plan *p, nm_conv *c, const nm_csr *a) {
     return 1;
 }
 
+/* Where every entry begins in the planes [phases][in] of the input, each of `step` floats. */
+static void place_entries(const plan *p, int64_t step, int32_t *offset) {
+    const nm_conv *c = p->c;
+    const nm_csr *a = p->a;
+    for (int64_t r = 0; r < c->out; r++) {
+        int64_t base = r / (c->out / c->groups) * p->inputs;
+        for (int32_t e = a->start[r]; e < a->start[r + 1]; e++) {
+            int64_t column = a->offset[e] / NM_PANEL, tap = column % p->taps;
+            int64_t plane = p->phase[tap] * c->in + base + column / p->taps;
+            offset[e] = (int32_t)(plane * step + p->down[tap] * p->line + p->right[tap]);
+        }
+    }
+}
+
 static int64_t first_at(int64_t above, int64_t stride) { return above > 0 ? nm_ceil(above, stride) : 0; }
 static int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : nm_min(value, high); }
 
@@ -183,7 +197,7 @@ static void planes_task(int64_t begin, int64_t end, void *context) {
     float *planes = scratch(floats);
     segment segments[MOST * LANES + 2];
     if (!planes) {
-        p->c->failed = 1;
+        p->c->failed = NM_NO_MEMORY;
         return;
     }
     memset(planes, 0, (size_t)floats * 4);
@@ -230,7 +244,7 @@ static void run_planes(planes_job *job) {
     job->step = (job->chunk + job->deep) * job->p->line;
     int64_t items = c->images * job->chunks;
     job->parts = c->threads > 1 && items < 4 * c->threads && items % c->threads ? nm_min(job->channels, c->threads) : 1;
-    if (planes * job->step > INT32_MAX) c->failed = 1;
+    if (planes * job->step > INT32_MAX) c->failed = NM_TOO_LARGE;
 }
 
 static void free_job(planes_job *job) {
@@ -243,7 +257,7 @@ static void conv_forward(nm_conv *c, const nm_csr *a) {
     plan p;
     view v = {{0, c->positions[0]}, {0, c->positions[1]}, 0, c->positions[1], 1};
     if (!make_plan(&p, c, a)) {
-        c->failed = 1;
+        c->failed = NM_NO_MEMORY;
         return;
     }
     planes_job job = {
@@ -264,16 +278,9 @@ static void conv_forward(nm_conv *c, const nm_csr *a) {
     };
     run_planes(&job);
     job.offset = malloc((size_t)(a->start[c->out] + 1) * 4);
-    if (!job.offset) c->failed = 1;
+    if (!job.offset) c->failed = NM_NO_MEMORY;
     if (!c->failed) {
-        for (int64_t r = 0; r < c->out; r++) {
-            int64_t base = r / (c->out / c->groups) * p.inputs;
-            for (int32_t e = a->start[r]; e < a->start[r + 1]; e++) {
-                int64_t column = a->offset[e] / NM_PANEL, tap = column % p.taps;
-                int64_t plane = p.phase[tap] * c->in + base + column / p.taps;
-                job.offset[e] = (int32_t)(plane * job.step + p.down[tap] * p.line + p.right[tap]);
-            }
-        }
+        place_entries(&p, job.step, job.offset);
         nm_run(c->parallel, c->threads, c->images * job.chunks * job.parts, planes_task, &job);
     }
     free(job.offset);
@@ -312,7 +319,7 @@ static void transpose_entries(planes_job *job) {
 static void conv_dgrad(nm_conv *c, const nm_csr *a) {
     plan p;
     if (!make_plan(&p, c, a)) {
-        c->failed = 1;
+        c->failed = NM_NO_MEMORY;
         return;
     }
     view *views = malloc((size_t)p.phases * sizeof *views);
@@ -332,7 +339,7 @@ static void conv_dgrad(nm_conv *c, const nm_csr *a) {
         .values = malloc((size_t)(entries + 1) * 4),
         .y = c->y,
     };
-    if (!views || !job.start || !job.offset || !job.values) c->failed = 1;
+    if (!views || !job.start || !job.offset || !job.values) c->failed = NM_NO_MEMORY;
     int whole = p.phases == c->stride[0] * c->stride[1];
     for (int64_t f = 0; f < p.phases && !c->failed; f++) {
         int64_t y = p.top[f] - c->padding[0], x = p.left[f] - c->padding[1];
@@ -372,18 +379,6 @@ typedef struct {
     int32_t *offset;
     float *sums; /* [slices][entries] */
 } sampled_job;
-
-INLINE float total(vec v) {
-#if NM_LEVEL == 2
-    return _mm512_reduce_add_ps((__m512)v);
-#elif NM_LEVEL == 1
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-#else
-    return v[0] + v[1] + (v[2] + v[3]);
-#endif
-}
 
 /* Add to `sums` the dot products of dY [images][positions] with `entries` shifted planes; `image` floats are between the
  * planes of two images, `along` vectors in dY of one. */
@@ -448,7 +443,7 @@ static void sampled_task(int64_t begin, int64_t end, void *context) {
             }
         }
     } else {
-        c->failed = 1;
+        c->failed = NM_NO_MEMORY;
     }
     free(planes);
     free(grad);
@@ -461,7 +456,7 @@ static void sampled_task(int64_t begin, int64_t end, void *context) {
 static void conv_sampled(nm_conv *c, const nm_csr *a) {
     plan p;
     if (!make_plan(&p, c, a)) {
-        c->failed = 1;
+        c->failed = NM_NO_MEMORY;
         return;
     }
     int64_t entries = a->start[c->out], columns = p.inputs * p.taps, planes = p.phases * c->in;
@@ -478,20 +473,13 @@ static void conv_sampled(nm_conv *c, const nm_csr *a) {
     job.block = job.chunks > 1 ? 1 : clamp(SAMPLED_PLANES / job.image, 1, c->images);
     job.blocks = nm_ceil(c->images, job.block);
     job.slices = nm_min(SLICES, job.blocks * job.chunks);
-    if (job.image > INT32_MAX) c->failed = 1;
+    if (job.image > INT32_MAX) c->failed = NM_TOO_LARGE;
     job.offset = malloc((size_t)(entries + 1) * 4);
     job.sums = scratch(job.slices * entries);
     float *line = scratch(columns);
-    if (!job.offset || !job.sums || !line) c->failed = 1;
+    if (!job.offset || !job.sums || !line) c->failed = NM_NO_MEMORY;
     if (!c->failed) {
-        for (int64_t r = 0; r < c->out; r++) {
-            int64_t base = r / (c->out / c->groups) * p.inputs;
-            for (int32_t e = a->start[r]; e < a->start[r + 1]; e++) {
-                int64_t column = a->offset[e] / NM_PANEL, tap = column % p.taps;
-                int64_t plane = p.phase[tap] * c->in + base + column / p.taps;
-                job.offset[e] = (int32_t)(plane * job.step + p.down[tap] * p.line + p.right[tap]);
-            }
-        }
+        place_entries(&p, job.step, job.offset);
         nm_run(c->parallel, c->threads, job.slices, sampled_task, &job);
     }
     for (int64_t r = 0; r < c->out && !c->failed; r++) {

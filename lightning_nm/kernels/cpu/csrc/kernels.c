@@ -26,7 +26,7 @@ INLINE vec permute(lane_index i, vec v) { return (vec)_mm256_permutevar8x32_ps((
 typedef struct {
     nm_operands *o;
     const nm_permute *a;
-    int64_t parts, tokens;
+    int64_t parts;
 } permute_job;
 
 /* Copy `count` rows of x [.., depth] from row `first` into [block][token][LANES], of which a block has `step` floats and
@@ -90,7 +90,7 @@ static void permute_linear_task(int64_t begin, int64_t end, void *context) {
     int64_t blocks = nm_ceil(o->depth, LANES), tiles = nm_ceil(o->rows, TILE), filled = -1;
     float *x = scratch(blocks * TOKENS * LANES);
     if (!x) {
-        o->failed = 1;
+        o->failed = NM_NO_MEMORY;
         return;
     }
     for (int64_t item = begin; item < end; item++) {
@@ -119,7 +119,7 @@ static void permute_linear(nm_operands *o, const nm_permute *a) {
     if (!o->tokens) return;
     int64_t groups = nm_ceil(o->tokens, TOKENS), tiles = nm_ceil(o->rows, TILE);
     int64_t parts = groups >= 8 * o->threads ? 1 : nm_min(tiles, nm_ceil(4 * o->threads, groups));
-    permute_job job = {o, a, o->threads > 1 ? parts : 1, 0};
+    permute_job job = {o, a, o->threads > 1 ? parts : 1};
     nm_run(o->parallel, o->threads, groups * job.parts, permute_linear_task, &job);
 }
 
@@ -198,7 +198,7 @@ static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
             write_floats(o->y, o->dtype, r * o->depth, row, o->depth);
         }
     } else {
-        o->failed = 1;
+        o->failed = NM_NO_MEMORY;
     }
     free(x);
     free(grad);
@@ -207,7 +207,7 @@ static void permute_sampled_task(int64_t begin, int64_t end, void *context) {
 }
 
 static void permute_sampled(nm_operands *o, const nm_permute *a) {
-    permute_job job = {o, a, 0, 0};
+    permute_job job = {o, a, 0};
     nm_run(o->parallel, o->threads, nm_ceil(o->rows, TILE), permute_sampled_task, &job);
 }
 #endif
@@ -404,7 +404,7 @@ static void csr_task(int64_t begin, int64_t end, void *context) {
     int32_t *next = (int32_t *)(y + most * NM_PANEL);
     int64_t filled = -1;
     if (!panel) {
-        o->failed = 1;
+        o->failed = NM_NO_MEMORY;
         return;
     }
     for (int64_t item = begin; item < end; item++) {
@@ -447,12 +447,6 @@ static void csr_product(nm_operands *o, const nm_csr *a, int transposed) {
 static void csr_linear(nm_operands *o, const nm_csr *a) { csr_product(o, a, 1); }
 static void csr_matmul(nm_operands *o, const nm_csr *a) { csr_product(o, a, 0); }
 
-INLINE float total(vec v) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
-}
-
 /* Rows begin * 16 .. end * 16 of the gradient at kept entries; here a panel has tokens as lanes on both sides. */
 static void csr_sampled_task(int64_t begin, int64_t end, void *context) {
     const csr_job *job = context;
@@ -483,7 +477,7 @@ static void csr_sampled_task(int64_t begin, int64_t end, void *context) {
             write_floats(o->y, o->dtype, (first_row + r) * o->depth, line, o->depth);
         }
     } else {
-        o->failed = 1;
+        o->failed = NM_NO_MEMORY;
     }
     free(panel);
     free(grad);

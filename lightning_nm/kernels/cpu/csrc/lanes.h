@@ -31,6 +31,19 @@ INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec v) { *(loose *)p = v; }
 INLINE vec fill(float v) { return v - (vec){0}; }
 
+/* The sum of the lanes. */
+INLINE float total(vec v) {
+#if NM_LEVEL == 2
+    return _mm512_reduce_add_ps((__m512)v);
+#elif NM_LEVEL == 1
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return v[0] + v[1] + (v[2] + v[3]);
+#endif
+}
+
 INLINE float *scratch(int64_t floats) { return aligned_alloc(64, (size_t)nm_ceil(floats + 16, 16) * 64); }
 
 /* ------------------------------------------------------------------------------------------------------- dtypes */

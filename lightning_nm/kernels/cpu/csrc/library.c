@@ -29,12 +29,12 @@ int64_t nm_lanes(int32_t level) { return kernels_of(level)->lanes; }
 
 enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
 
-/* Returns 0, 1 where memory was short, 2 where there is no such kernel. */
+/* The products return 0, or why there is no result. */
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a) {
     const nm_kernels *kernels = kernels_of(level);
     void (*kernel)(nm_operands *, const nm_permute *) =
         product == NM_LINEAR ? kernels->permute_linear : product == NM_SAMPLED ? kernels->permute_sampled : NULL;
-    if (!kernel) return 2;
+    if (!kernel) return NM_NO_KERNEL;
     o->failed = 0;
     kernel(o, a);
     return o->failed;

@@ -17,7 +17,8 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 3 };
+enum { NM_ABI = 4 };
+enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
 enum { NM_PANEL = 64 }; /* lanes of a panel */
@@ -33,7 +34,7 @@ typedef struct {
     int64_t rows, depth;
     int64_t tokens; /* rows of x and grad; columns of x and y in csr_matmul */
     int32_t dtype;
-    int32_t failed; /* set where memory was short */
+    int32_t failed; /* NM_NO_MEMORY, or 0 */
     const void *x;
     const void *bias; /* [rows] or NULL */
     const void *grad; /* [tokens, rows] */
