@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,26 +30,32 @@ PATTERNS = ["1:16", "1:8", "1:4", "2:4"]
 SHAPES = [(1024, 1024), (4096, 1024), (1024, 4096)]
 
 
-def print_rows(rows: list[Row]) -> None:
-    """Print a table in Markdown."""
+def print_rows(rows: Iterable[Row]) -> list[Row]:
+    """Print a table in Markdown, each row when it is measured; return the rows."""
+    kept = []
     print("| product | in -> out | tokens | dtype | N:M | fastest dense, ms | fastest sparse, ms | gain | all, ms |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
+        kept.append(row)
         (dense, dense_ms), (sparse, sparse_ms) = row.dense, row.sparse
         every = ", ".join(f"{name} {ms:.2f}" for name, ms in row.ms.items())
         cells = [row.product, row.shape, str(row.tokens), row.dtype, row.pattern]
         cells += [f"{dense_ms:.2f} {dense}", f"{sparse_ms:.2f} {sparse}", f"{row.gain:.2f}x", every]
         print("| " + " | ".join(cells) + " |", flush=True)
+    return kept
 
 
-def print_packs(rows: list[Row]) -> None:
-    """Print what packing costs, in Markdown."""
+def print_packs(rows: Iterable[Row]) -> list[Row]:
+    """Print what packing costs, likewise."""
+    kept = []
     print("| in -> out | N:M | dense product, ms | packing, ms (share of the product) |")
     print("|---|---|---|---|")
     for row in rows:
+        kept.append(row)
         dense = row.dense[1]
         parts = [f"{name} {ms:.2f} ({ms / dense:.1%})" for name, ms in row.ms.items() if name.startswith("cpu-")]
         print(f"| {row.shape} | {row.pattern} | {dense:.2f} | {', '.join(parts)} |", flush=True)
+    return kept
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for part, setting in settings.items():
         if part in args.parts:
-            rows = list(measure(*setting, args.repeats))
-            (print_packs if part == "pack" else print_rows)(rows)
+            rows = (print_packs if part == "pack" else print_rows)(measure(*setting, args.repeats))
             print()
             found[part] = [row._asdict() for row in rows]
     if "convolutions" in args.parts:
