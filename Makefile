@@ -15,7 +15,7 @@ OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 # Tests that compute nothing, or with fixed numbers.
 NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_build_hook.py doctor studies
 
-.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest interpreter lint types notebooks benchmarks clean
+.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -47,11 +47,15 @@ test-lowest: BIN := .venv-lowest/bin
 test-lowest: .venv-lowest/.dev
 	$(PYTEST)
 
+## Both in one run: the lowest versions in the arithmetic of a CPU without AVX.
+test-lowest-other-arithmetic: BIN := .venv-lowest/bin
+test-lowest-other-arithmetic: .venv-lowest/.dev
+	$(OTHER_ARITHMETIC) $(PYTEST)
+
 ## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
-	$(BIN)/python -m pytest -q -m slow tests/kernels
-
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels --ignore tests/kernels/cpu
+	$(PYTEST) -m slow tests/kernels --ignore tests/kernels/cpu
 
 ## Compile the library of CPU kernels.
 library:
