@@ -3,43 +3,31 @@
 Blocks are ``[B, M]``: one row for each M consecutive entries of a weight.
 
 Source: BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). The scores and the selection are a reconstruction from its
-abstract and its reviews.
+abstract and its reviews; accumulated evidence is ours.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Score = Literal["virtual", "taylor-abs"]
-Selection = Literal["ratio", "quantile"]
-
-FROZEN_QUANTILE = 0.9
-"""Under ``selection="quantile"``, blocks that oscillate more than this quantile do not change."""
-
 
 class Swaps(NamedTuple):
-    """The best exchanges of every block, best first; S is the largest number of them.
+    """The best exchange of every block.
 
     Args:
-        pruned: Entry to prune, int16 ``[B, S]``.
-        regrown: Entry to regrow, int16 ``[B, S]``.
-        ahead: What the regrown entry would hold had it made the coming step, -eta G, ``[B, S]``.
-        improving: How many of the S raise the score, int16 ``[B]``.
-        gain: What these raise the score by, ``[B]``, 0 or more.
-        loss_change: First-order change of the loss that these should cause, ``[B]``.
+        pruned: The kept entry to prune, int16 ``[B]``.
+        regrown: The pruned entry to regrow, int16 ``[B]``.
+        gain: What the exchange raises the score by, ``[B]``; 0 where none does.
     """
 
     pruned: Tensor
     regrown: Tensor
-    ahead: Tensor
-    improving: Tensor
     gain: Tensor
-    loss_change: Tensor
 
 
 def as_blocks(rows: Tensor, m: int) -> Tensor:
@@ -65,57 +53,49 @@ def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -
     return outer[0], blocks % per_row * m + entries, *outer[1:]
 
 
-def swap_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, score: Score = "virtual") -> Tensor:
-    r"""How much each entry is worth keeping, pruned entries as candidates to regrow.
+def look_ahead_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float) -> Tensor:
+    r"""The magnitude of each entry one dense step ahead, :math:`|m W - \eta G|`; ``step`` is :math:`\eta`."""
+    return (torch.where(mask, weight, 0) - step * grad).abs()
 
-    ``"virtual"``: :math:`|m W - \eta G|`, the magnitude one dense step ahead. ``"taylor-abs"``: :math:`|G W|` for kept
-    entries and :math:`\eta G^2` for pruned ones. All tensors are of one shape; ``step`` is :math:`\eta`.
+
+def evidence_scores(weight: Tensor, evidence: Tensor, mask: Tensor) -> Tensor:
+    """:math:`|W|` of kept entries, and of pruned ones :math:`|U|`, their accumulated evidence."""
+    return torch.where(mask, weight, evidence).abs()
+
+
+def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
+    """For each block, the kept entry of the lowest score and the pruned entry of the highest.
+
+    The exchange counts if that raises the score strictly; of equal scores the lower entry is taken.
+
+    Args:
+        scores: ``[B, M]``.
+        mask: The kept entries, bool ``[B, M]``.
     """
-    if score == "virtual":
-        return (torch.where(mask, weight, 0) - step * grad).abs()
-    return torch.where(mask, (grad * weight).abs(), step * grad.square())
+    low = scores.masked_fill(~mask, torch.inf).min(1)
+    high = scores.masked_fill(mask, -torch.inf).max(1)
+    better = high.values > low.values  # also if a NaN is among them
+    gain = torch.where(better, high.values - low.values, 0)
+    return Swaps(low.indices.to(torch.int16), high.indices.to(torch.int16), gain)
 
 
-def best_swaps(
-    weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, score: Score = "virtual", max_swaps: int = 1
-) -> Swaps:
-    r"""The exchanges of a kept and a pruned entry that raise a block's score most, and what they do to the loss.
+def expected_loss_change(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, swaps: Swaps) -> Tensor:
+    r"""The first-order change of the loss that each block's exchange causes, after one step of size :math:`\eta`.
 
-    The s-th exchange prunes the kept entry of the s-th lowest score and regrows the pruned entry of the s-th highest;
-    it counts if that raises the score strictly; equal scores go to the lower entry. The predicted loss change is the
-    first-order one, after one step of size :math:`\eta`:
+    .. math:: \Delta L = -G_p W_p + \eta_p G_p^2 - \eta_r G_r^2
 
-    .. math:: \Delta L = \sum_{pruned} (-G W + \eta G^2) - \sum_{regrown} \eta G^2.
+    for the pruned entry p and the regrown entry r, which starts at 0; 0 for a block without a gain.
 
     Args:
         weight: W in blocks ``[B, M]``.
         grad: The dense gradient G ``[B, M]``.
         mask: Bool ``[B, M]``.
         step: The effective step size :math:`\eta`, a number or ``[B, M]``.
-        score: See :func:`swap_scores`.
-        max_swaps: Exchanges per block at most.
+        swaps: The exchanges.
     """
-    scores = swap_scores(weight, grad, mask, step, score)
-    if max_swaps == 1:
-        low = scores.masked_fill(~mask, torch.inf).min(1, keepdim=True)
-        high = scores.masked_fill(mask, -torch.inf).max(1, keepdim=True)
-        lost, pruned, won, regrown = low.values, low.indices, high.values, high.indices
-    else:
-        lost, pruned = scores.masked_fill(~mask, torch.inf).sort(dim=1, stable=True)
-        won, regrown = scores.masked_fill(mask, -torch.inf).sort(dim=1, stable=True, descending=True)
-        lost, pruned, won, regrown = (x[:, :max_swaps] for x in (lost, pruned, won, regrown))
-    # A prefix of the swaps, also if a NaN is among them; never a place that holds an infinity of the wrong kind.
-    better = (won > lost).cumprod(1).bool()
     absence = step * grad.square() - torch.where(mask, grad * weight, 0)
-    change = absence.gather(1, pruned) - absence.gather(1, regrown)
-    return Swaps(
-        pruned.to(torch.int16),
-        regrown.to(torch.int16),
-        -(step * grad).gather(1, regrown),
-        better.sum(1, dtype=torch.int16),
-        torch.where(better, won - lost, 0).sum(1),
-        torch.where(better, change, 0).sum(1),
-    )
+    pruned, regrown = (absence.gather(1, entry.long().unsqueeze(1)).squeeze(1) for entry in swaps[:2])
+    return torch.where(swaps.gain > 0, pruned - regrown, 0)
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:
@@ -123,42 +103,26 @@ def swap_budget(blocks: int, share: float, progress: float) -> int:
     return math.ceil(round(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)), 6))  # 7.000000000000001 is 7
 
 
-def select_blocks(value: Tensor, oscillation: Tensor, budget: int, selection: Selection = "ratio") -> Tensor:
-    """Choose the blocks that change by their value and by how often they went back and forth.
+def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
+    """Choose the blocks that change, in the order of :math:`R_b / (1 + f_b)`.
 
-    Only blocks of positive, finite value are candidates. ``"ratio"`` orders them by :math:`R_b / (1 + f_b)`;
-    ``"quantile"`` leaves out the tenth of all blocks that oscillated most and orders the others by :math:`R_b`.
+    Only blocks of positive, finite value are candidates.
 
     Args:
         value: R, ``[B]``.
         oscillation: f, accumulated oscillations, uint8 ``[B]``.
         budget: How many blocks may change.
-        selection: See above.
 
     Returns:
         The numbers of the chosen blocks, ascending int64 ``[at most budget]``; of equal blocks the first.
     """
     candidates = (value > 0) & value.isfinite()
-    if selection == "quantile":
-        counts = torch.bincount(oscillation, minlength=1).cumsum(0)
-        candidates &= oscillation <= (counts < FROZEN_QUANTILE * len(oscillation)).sum()
-        joint = value
-    else:
-        joint = value / (1 + oscillation.to(value.dtype))
     if budget == 0:
         candidates = torch.zeros_like(candidates)
     elif int(candidates.sum()) > budget:
-        joint = torch.where(candidates, joint, -torch.inf)
+        joint = torch.where(candidates, value / (1 + oscillation.to(value.dtype)), -torch.inf)
         last = joint.topk(budget, sorted=False).values.min()  # the least that is chosen; a sort would take more memory
         candidates = joint > last
         ties = (joint == last).nonzero().squeeze(1)
         candidates[ties[: budget - int(candidates.sum())]] = True
     return candidates.nonzero().squeeze(1)
-
-
-def chosen_swaps(swaps: Swaps, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block, pruned entry and regrown entry of each exchange of the chosen blocks, int64 ``[K]``, and its ``ahead``."""
-    counted = torch.arange(swaps.pruned.shape[1], device=chosen.device) < swaps.improving[chosen].unsqueeze(1)
-    blocks = chosen.unsqueeze(1).expand_as(counted)[counted]
-    pruned, regrown, ahead = (each[chosen][counted] for each in (swaps.pruned, swaps.regrown, swaps.ahead))
-    return blocks, pruned.long(), regrown.long(), ahead

@@ -2,61 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states
+from lightning_nm.functional.evolution import (
+    Swaps,
+    as_blocks,
+    best_swaps,
+    block_index,
+    evidence_scores,
+    expected_loss_change,
+    look_ahead_scores,
+    select_blocks,
+)
+from lightning_nm.methods.bame.evidence import Evidence
+from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states, moment_correction, step_size
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.sharding import gather, is_sharded, local_shard, local_values
 
 Index = tuple[Tensor, ...]
 
+_CHUNK = 1 << 20  # weights that an adaptation handles at a time: it bounds the temporaries
+
 
 @dataclass
 class Exchange:
-    """The entries to exchange: found before the optimizer's step, applied after it, then kept until the batch ends.
+    """The entries to exchange.
 
     Args:
         blocks: Block of each exchange, as :func:`~lightning_nm.functional.evolution.as_blocks` counts, int64 ``[K]``.
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
-        adapted: Number of blocks that change.
-        held: Number of blocks that do not, though an exchange would raise their score.
-        loss_change: The expected change of the loss.
+        held: Number of blocks that do not change, though an exchange would raise their score.
+        loss_change: The expected change of the loss; ``None`` where nothing was expected of a certain batch.
     """
 
     blocks: Tensor
     pruned: Index
     regrown: Index
-    adapted: int
     held: Tensor
-    loss_change: Tensor
+    loss_change: Tensor | None = None
 
 
 @dataclass
-class PendingExchange:
+class PendingStep:
     """The state that one call of a step leaves to the next."""
 
     fresh: bool = False  # the masks are new: pruned entries of the weight and the optimizer's state may be nonzero
     ready: bool = False  # before_step() has run for the coming step
     exchange: Exchange | None = None  # to be made after that step; afterwards the last one, until the batch ends
+    evidence: Evidence | None = None  # with the coming step's gradient: it counts once the optimizer has stepped
+    due: bool = False  # an exchange by evidence follows the coming step
 
 
 @torch.no_grad()
-def exchange_entries(optimizer: Optimizer, layer: NMLayer, mask: Tensor, exchange: Exchange) -> None:
-    """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, or at the mean where it scales steps.
+def exchange_by_gradient(layer: NMLayer, optimizer: Optimizer, mask: Tensor, budget: Callable[[int], int]) -> Exchange:
+    """Find the exchanges that one dense gradient speaks for, before the optimizer's step.
 
-    The mean is taken over the entries of the block that ``mask`` kept before the exchange.
+    ``budget`` gives the number of blocks that may change for the number of all.
+    """
+    assert layer.weight.grad is not None
+    size = step_size(optimizer, layer.param)
+
+    def best(weight: Tensor, grad: Tensor, keep: Tensor, moment: Tensor | None = None) -> tuple[Swaps, Tensor]:
+        grad = -grad if size.maximize else grad
+        step = size.of_blocks(moment, grad, keep)
+        swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+        return swaps, expected_loss_change(weight, grad, keep, step, swaps)
+
+    tensors = [layer.weight.detach(), layer.weight.grad, mask]
+    return _find(layer, best, tensors if size.moment is None else [*tensors, size.moment], budget)
+
+
+@torch.no_grad()
+def exchange_by_evidence(layer: NMLayer, mask: Tensor, evidence: Evidence, budget: Callable[[int], int]) -> Exchange:
+    """Find the exchanges that the accumulated evidence speaks for, after the optimizer's step."""
+
+    def best(weight: Tensor, value: Tensor, keep: Tensor) -> tuple[Swaps, None]:
+        return best_swaps(evidence_scores(weight, value, keep), keep), None
+
+    return _find(layer, best, [layer.weight.detach(), evidence.value, mask], budget)
+
+
+def _find(
+    layer: NMLayer,
+    best: Callable[..., tuple[Swaps, Tensor | None]],
+    tensors: Sequence[Tensor],
+    budget: Callable[[int], int],
+) -> Exchange:
+    """Choose the exchanges, a few rows of the weight at a time; ``best`` gets blocks of the tensors."""
+    m = layer.pattern.m
+    rows = [layer.rows(tensor) for tensor in tensors]
+    per_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
+    parts, changes = [], []
+    for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
+        # Half precision would make ties of scores that differ.
+        swaps, change = best(*(x if x.dtype == torch.bool else _single(x) for x in (as_blocks(x, m) for x in chunk)))
+        parts.append(swaps)
+        changes.append(change)
+    swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget(len(swaps.gain)))
+    loss = [change for change in changes if change is not None]
+    pruned, regrown = (layer.locate(block_index(rows[0].shape, m, chosen, entry[chosen].long())) for entry in swaps[:2])
+    held = (swaps.gain > 0).sum() - len(chosen)
+    return Exchange(chosen, pruned, regrown, held, torch.cat(loss)[chosen].sum() if loss else None)
+
+
+def _single(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@torch.no_grad()
+def exchange_state(
+    optimizer: Optimizer, layer: NMLayer, mask: Tensor, exchange: Exchange, evidence: Evidence | None
+) -> None:
+    """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, but for what scales steps.
+
+    That is the mean square of the entry's gradients in the evidence; without evidence, the mean over the entries of the
+    block that ``mask`` kept before the exchange.
     """
     m = layer.pattern.m
     for key, kept_state in entry_states(optimizer, layer.param, layer.name):
         state = gather(kept_state)
-        start: Tensor | int = 0
-        if key in SECOND_MOMENTS:
+        start: Tensor | float = 0.0
+        if key in SECOND_MOMENTS and evidence is not None:
+            scale = moment_correction(optimizer, layer.param)
+            start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
+        elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.rows(mask), m)[exchange.blocks]
             start = torch.where(kept, as_blocks(layer.rows(state), m)[exchange.blocks], 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0

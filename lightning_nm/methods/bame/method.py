@@ -5,73 +5,79 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
-from lightning_nm.functional.evolution import (
-    Score,
-    Selection,
-    Swaps,
-    as_blocks,
-    best_swaps,
-    block_index,
-    chosen_swaps,
-    select_blocks,
-    swap_budget,
+from lightning_nm.functional.evolution import swap_budget
+from lightning_nm.methods.bame.evidence import (
+    COUNT,
+    Evidence,
+    drop_evidence,
+    read_evidence,
+    step_size,
+    write_evidence,
 )
-from lightning_nm.methods.bame.exchange import Exchange, PendingExchange, exchange_entries
-from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, step_size
+from lightning_nm.methods.bame.exchange import (
+    Exchange,
+    PendingStep,
+    exchange_by_evidence,
+    exchange_by_gradient,
+    exchange_state,
+)
+from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
-_CHUNK = 1 << 20  # weights that an adaptation handles at a time: it bounds the temporaries
-
-
-def _pending(layer: NMLayer) -> PendingExchange:
-    """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
-    return layer.pending or PendingExchange(fresh=True)
+_FEW = 1e-3  # share of blocks: an adaptation phase that exchanged in fewer of them did nothing
 
 
 class BAME(MaskMethod):
     r"""Block-aware mask evolution (Yang et al., ICML 2025, OpenReview XAZKPGUcQm), a reconstruction.
 
-    There are no latent weights: pruned entries are exactly zero in the parameter after every step, and between
-    adaptations only kept entries receive a gradient. Every ``every`` steps from ``start`` to ``stop`` a step's dense
-    gradient G shows, for each block, which kept entry to exchange for which pruned one (loss-aware mask adaption), and
-    the most promising blocks that did not go back and forth too often adapt (oscillation-aware block freezing). The
-    exchanges follow the step. A regrown entry starts at zero. After ``stop`` the mask is frozen.
+    There are no latent weights: pruned entries are exactly zero in the parameter after every step, and but for the
+    steps whose dense gradient the masks need, only kept entries receive a gradient. From ``start`` to ``stop`` masks
+    adapt every ``every`` steps of the layer's optimizer: in the blocks that promise most and did not go back and forth
+    too often, a kept entry is exchanged for a pruned one. After ``stop`` the masks are frozen.
 
-    The paper's exact score was not public when this was written. This follows its abstract and its reviews, with
-    :math:`\eta` the effective step size read from the optimizer:
+    The paper's exact score was not public when this was written. ``evidence`` selects one of two:
 
-    * an entry's score under ``"virtual"`` is :math:`|m W - \eta G|`, its magnitude one dense step ahead; under
-      ``"taylor-abs"`` :math:`|G W|` for kept entries, :math:`\eta G^2` for pruned ones;
-    * a block's gain R is what its exchanges raise the score by; the predicted loss change, whatever the score, is
-      :math:`\sum_{pruned} (-G W + \eta G^2) - \sum_{regrown} \eta G^2`;
-    * a block's oscillation f counts the adaptations that undid an earlier one of the same entry;
-    * at a share p of the window, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B
-      blocks of a layer adapt, in the order of :math:`R / (1 + f)`.
+    * ``"accumulated"`` (ours): each pruned entry has a virtual weight U, which takes the steps that training would
+      have made with it: :math:`U \leftarrow U - r\, G / (\sqrt{\hat V} + \epsilon)` for the dense gradient G and the
+      mean square :math:`\hat V` of its own gradients. r is ``evidence_rate`` times the root mean square of the layer's
+      kept weights, times the learning rate over its maximum. An exchange prunes the kept entry of the least
+      :math:`|W|`, whose U starts at 0, for the pruned entry of the largest :math:`|U|`, which starts at U. A block's
+      gain R is :math:`|U| - |W|`.
+    * ``"batch"``: the paper's abstract and reviews. With the dense gradient G of the step and :math:`\eta` the
+      effective step size read from the optimizer, an entry's score is :math:`|m W - \eta G|`, its magnitude one dense
+      step ahead; R is what the exchange raises the score by, and the regrown entry starts at zero.
+
+    In both, a block's oscillation f counts the adaptations that undid an earlier one of the same entry, and at a share
+    p of the phase, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B blocks of a layer
+    adapt, in the order of :math:`R / (1 + f)`.
+
+    U and V are kept in the optimizer's state of pruned entries, which is zero otherwise: Adam, AdamW, NAdam and RAdam
+    need no memory for them, SGD with momentum needs one more tensor of the weight's size until ``stop``, and other
+    cases two. While the optimizer steps there is a copy of both.
 
     Args:
         start: When adaptations begin: an integer counts training steps (batches after which an optimizer stepped), a
             float in [0, 1] is a share of those that the training is planned to take when it begins.
         stop: When they end, likewise.
-        every: Training steps between two adaptations.
-        score: ``"virtual"`` or ``"taylor-abs"``, as above.
-        selection: ``"ratio"``, as above, or ``"quantile"``: the tenth of the blocks that oscillated most is frozen, the
-            others adapt in the order of R. The latter suits noisy gradients.
+        every: Steps of the layer's optimizer between two adaptations; by default 1 with accumulated evidence, 100 with
+            that of a batch.
+        evidence: ``"accumulated"`` or ``"batch"``, as above.
+        gradient_every: Steps between two dense gradients for accumulated evidence. Each then counts for more: r is
+            multiplied by the root of this number.
+        evidence_rate: Step size of U relative to the size of kept weights, see above.
         budget: The share of a layer's blocks that may adapt at first, in (0, 1].
-        max_swaps_per_block: Exchanges in a block at one adaptation.
-        rank_by: ``"score"`` takes R as above; ``"loss"`` takes the predicted decrease of the loss for it.
-        oscillation: ``"return"`` counts as above, ``"flip"`` counts every adaptation that changes the block.
         dgrad: ``"masked"`` uses the forward weight for the input gradient, as the paper's arithmetic does; it is not
-            N:M along `out`, so hardware gains nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
+            N:M along `out`, so tensor cores gain nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
             :class:`BiMask` does.
 
     Raises:
@@ -79,7 +85,7 @@ class BAME(MaskMethod):
             given but no number of steps, or the optimizer's state cannot be matched to entries of the weight.
 
     Example:
-        >>> BAME(stop=0.5, every=50).schedule(planned_steps=1000)
+        >>> BAME(stop=0.5).schedule(planned_steps=1000)
         (0, 500)
     """
 
@@ -94,35 +100,37 @@ class BAME(MaskMethod):
         self,
         start: Moment = 0,
         stop: Moment = 0.66,
-        every: int = 100,
-        score: Score = "virtual",
-        selection: Selection = "ratio",
+        every: int | None = None,
+        evidence: Literal["accumulated", "batch"] = "accumulated",
+        gradient_every: int = 1,
+        evidence_rate: float = 0.02,
         budget: float = 0.3,
-        max_swaps_per_block: int = 1,
-        rank_by: Literal["score", "loss"] = "score",
-        oscillation: Literal["return", "flip"] = "return",
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
         check_moment("start", start)
         check_moment("stop", stop)
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
             raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
-        for name, number in (("every", every), ("max_swaps_per_block", max_swaps_per_block)):
+        check_option("evidence", evidence, "accumulated", "batch")
+        check_option("dgrad", dgrad, "masked", "bi-mask")
+        every = (1 if evidence == "accumulated" else 100) if every is None else every
+        for name, number in (("every", every), ("gradient_every", gradient_every)):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number} must be an integer of at least 1")
+        if evidence == "batch" and gradient_every != 1:
+            raise ValueError(
+                f"gradient_every={gradient_every} has no meaning for evidence='batch', whose dense gradients come "
+                "with `every` adaptation: leave it out"
+            )
+        if not 0 < evidence_rate < float("inf"):
+            raise ValueError(f"evidence_rate={evidence_rate} must be a positive number; the default is 0.02")
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
-        check_option("score", score, *get_args(Score))
-        check_option("selection", selection, *get_args(Selection))
-        check_option("rank_by", rank_by, "score", "loss")
-        check_option("oscillation", oscillation, "return", "flip")
-        check_option("dgrad", dgrad, "masked", "bi-mask")
         self.start, self.stop, self.every = start, stop, every
-        self.score: Score = score
-        self.selection: Selection = selection
-        self.budget, self.max_swaps_per_block = budget, max_swaps_per_block
-        self.rank_by, self.oscillation, self.dgrad = rank_by, oscillation, dgrad
+        self.evidence, self.gradient_every, self.evidence_rate = evidence, gradient_every, evidence_rate
+        self.budget, self.dgrad = budget, dgrad
         self._bi_mask = BiMask() if dgrad == "bi-mask" else None
+        self._warned = False
 
     @property
     def sparse_dgrad(self) -> bool:  # type: ignore[override]
@@ -148,15 +156,21 @@ class BAME(MaskMethod):
             room = f"every={self.every} steps do not fit between step {start} and step {last}"
             warnings.warn(f"BAME adapts once and never again: {room}; use a smaller `every`", stacklevel=2)
 
-    def needs_dense_gradient(self, layer: NMLayer) -> bool:
-        """Whether the coming window adapts: it is its turn, or an earlier one could not."""
+    def _adapting(self, layer: NMLayer) -> bool:
+        """Whether the coming window lies in the adaptation phase."""
         start, stop = layer.schedule
-        if layer.forward_mask is None or not (start <= layer.clock < stop or layer.clock == start == stop):
+        return layer.forward_mask is not None and (start <= layer.clock < stop or layer.clock == start == stop)
+
+    def needs_dense_gradient(self, layer: NMLayer) -> bool:
+        """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
+        if not self._adapting(layer):
             return False
-        return layer.dense_gradient or (layer.clock - start) % self.every == 0
+        if self.evidence == "accumulated":
+            return layer.dense_gradient or layer.step % self.gradient_every == 0
+        return layer.dense_gradient or (layer.clock - layer.schedule[0]) % self.every == 0
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Only in a window that adapts."""
+        """Only in a window whose gradient is dense."""
         return layer.dense_gradient
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -167,7 +181,7 @@ class BAME(MaskMethod):
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
         layer.masks.set_permutation(None)
-        layer.pending = PendingExchange(fresh=True)
+        layer.pending = PendingStep(fresh=True)
         layer.buffers.clear()
         forward = None
         if not layer.forward_reason:
@@ -180,6 +194,8 @@ class BAME(MaskMethod):
                     "oscillation": torch.zeros(size // layer.pattern.m, dtype=torch.uint8, device=device),
                     # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
                     "adaptation": torch.zeros(3, device=device),
+                    # Exchanges so far.
+                    "exchanges": torch.zeros((), dtype=torch.int64, device=device),
                 }
             )
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
@@ -194,131 +210,169 @@ class BAME(MaskMethod):
         return layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Pruned entries receive no gradient, except in a window that adapts."""
+        """Pruned entries receive no gradient, except in a window whose gradient is dense."""
         mask = None if layer.dense_gradient else layer.forward_mask_view
         return (grad if mask is None else grad.masked_fill_(~mask, 0),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Find the exchanges from the dense gradient, then leave the optimizer the gradient of kept entries."""
+        """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
         mask = layer.forward_mask_view
         if mask is None:
             return
-        exchange = None
+        pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         grad = layer.local_grad if layer.dense_gradient else None
+        if self.evidence == "accumulated":
+            if self._adapting(layer):
+                pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
+                pending.due = layer.step % self.every == 0
+        elif grad is not None:
+            pending.exchange = exchange_by_gradient(layer, optimizer, mask, lambda blocks: self._budget(layer, blocks))
         if grad is not None:
-            exchange = self._find(layer, optimizer, layer.rows(mask))
             grad.masked_fill_(~layer.local_shard(mask), 0)
-        layer.pending = PendingExchange(_pending(layer).fresh, ready=True, exchange=exchange)
+        layer.pending = pending
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Keep pruned entries at zero, whatever the optimizer did; then exchange what was found before the step."""
-        mask, pending = layer.forward_mask_view, _pending(layer)
+        """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
+        mask, pending = layer.forward_mask_view, self._pending(layer)
         if mask is None:
             return
         layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
+        if layer.dense_gradient and layer.param.grad is not None:
+            if not pending.ready:
+                raise RuntimeError(
+                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
+                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
+                    "self.optimizers()"
+                )
+            layer.progress.release_dense_gradient()
         if pending.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
             clear_entries(optimizer, layer.param, ~mask, layer.name)
-        if pending.ready and pending.exchange is not None:
-            self._apply(layer, optimizer, mask, pending.exchange)
-            layer.progress.release_dense_gradient()
-        elif layer.dense_gradient and layer.param.grad is not None and not pending.ready:
-            raise RuntimeError(
-                f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: call "
-                "sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of self.optimizers()"
-            )
-        layer.pending = PendingExchange(exchange=pending.exchange if pending.ready else None)
+        evidence, exchange = pending.evidence, pending.exchange if pending.ready else None
+        if evidence is not None and pending.due:
+            exchange = exchange_by_evidence(layer, mask, evidence, lambda blocks: self._budget(layer, blocks))
+        if exchange is not None:
+            self._exchange(layer, optimizer, mask, exchange, evidence)
+        if evidence is not None:
+            forward = layer.forward_mask_view
+            assert forward is not None
+            write_evidence(layer, optimizer, forward, evidence)
+        elif COUNT in layer.buffers and not self._adapting(layer):
+            drop_evidence(layer, optimizer, mask)
+        layer.pending = PendingStep(exchange=exchange)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
-        layer.pending = replace(_pending(layer), exchange=None)
+        layer.pending = replace(self._pending(layer), exchange=None)
         if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
             backward = self._select_backward(layer, layer.forward_mask, search=True)
             if backward is not None:
                 layer.masks.set_backward(backward)
+        if layer.clock == layer.schedule[1]:
+            self._warn_of_idleness(layer)
 
-    def _find(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Exchange:
-        """Choose the exchanges, a few rows of the weight at a time, so that the temporaries stay small."""
-        weight, m = layer.weight.detach(), layer.pattern.m
-        assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.param)
-        max_swaps = min(self.max_swaps_per_block, layer.pattern.n, m - layer.pattern.n)
-        rows = [layer.rows(tensor) for tensor in (weight, layer.weight.grad)]
-        rows += [mask] if size.moment is None else [mask, layer.rows(size.moment)]
-        per_chunk = max(1, _CHUNK * len(mask) // mask.numel())
-        parts = []
-        for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
-            w, g, keep, *moment = (as_blocks(tensor, m) for tensor in chunk)
-            # Half precision would make ties of scores that differ.
-            w, g, *moment = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (w, g, *moment))
-            g = -g if size.maximize else g
-            step = size.of_blocks(moment[0] if moment else None, g, keep)
-            parts.append(best_swaps(w, g, keep, step, self.score, max_swaps))
-        swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        del parts
+    @staticmethod
+    def _pending(layer: NMLayer) -> PendingStep:
+        """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
+        return layer.pending or PendingStep(fresh=COUNT not in layer.buffers)
+
+    def _budget(self, layer: NMLayer, blocks: int) -> int:
+        """How many of so many blocks may change."""
         start, stop = layer.schedule
-        progress = (layer.clock - start) / (stop - start) if stop > start else 0.0
-        value = swaps.gain if self.rank_by == "score" else torch.where(swaps.improving > 0, -swaps.loss_change, 0)
-        budget = swap_budget(len(value), self.budget, progress)
-        chosen = select_blocks(value, layer.buffers["oscillation"], budget, self.selection)
-        blocks, pruned, regrown, _ = chosen_swaps(swaps, chosen)
-        return Exchange(
-            blocks,
-            layer.locate(block_index(mask.shape, m, blocks, pruned)),
-            layer.locate(block_index(mask.shape, m, blocks, regrown)),
-            len(chosen),
-            (value > 0).sum() - len(chosen),
-            swaps.loss_change[chosen].sum(),
-        )
+        return swap_budget(blocks, self.budget, (layer.clock - start) / (stop - start) if stop > start else 0.0)
 
-    def _apply(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange) -> None:
-        """Make the exchanges: weights, optimizer state, masks, and the count of oscillations."""
-        weight = layer.weight.detach()
-        exchange_entries(optimizer, layer, mask, exchange)
-        weight[exchange.pruned] = 0
+    def _gather(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, fresh: bool) -> Evidence:
+        """The evidence so far, with the gradient of the coming step if that is dense."""
+        weight = layer.weight
+        evidence = Evidence.none(weight) if fresh else read_evidence(layer, optimizer, mask)
+        if layer.dense_gradient and weight.grad is not None:
+            rate = self.evidence_rate * self.gradient_every**0.5
+            sign = -1 if group_of(optimizer, layer.param).get("maximize") else 1
+            evidence.add(weight.grad, mask, sign * step_size(weight, mask, rate, optimizer, layer.param))
+        return evidence
+
+    def _exchange(
+        self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange, evidence: Evidence | None
+    ) -> None:
+        """Make the exchanges: weights, evidence, optimizer state, masks, and the count of oscillations."""
+        weight, pruned, regrown = layer.weight.detach(), exchange.pruned, exchange.regrown
+        exchange_state(optimizer, layer, mask, exchange, evidence)
+        weight[pruned] = 0
+        if evidence is not None:
+            weight[regrown] = evidence.value[regrown].to(weight.dtype)
+            evidence.value[regrown] = 0
         if layer.weight.grad is not None:  # gradients that are not zeroed before the next window
-            layer.weight.grad[exchange.pruned] = 0
+            layer.weight.grad[pruned] = 0
         forward = mask.clone()
-        forward[exchange.pruned] = False
-        forward[exchange.regrown] = True
+        forward[pruned] = False
+        forward[regrown] = True
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
 
-        exchanged = unpack_mask(layer.buffers["exchanged"], weight.shape)
-        again = (exchanged[exchange.pruned] | exchanged[exchange.regrown]) | (self.oscillation == "flip")
-        oscillation = layer.buffers["oscillation"]
-        blocks = exchange.blocks[again]  # a block that occurs twice counts once
-        oscillation[blocks] = oscillation[blocks].clamp(max=254) + 1
-        exchanged[exchange.pruned] = True
-        exchanged[exchange.regrown] = True
-        layer.buffers["exchanged"].copy_(pack_mask(exchanged))
-        figures = (torch.as_tensor(exchange.adapted), exchange.held, exchange.loss_change)
-        layer.buffers["adaptation"].copy_(torch.stack([x.to(weight.device, torch.float32) for x in figures]))
+        buffers = layer.buffers
+        exchanged = unpack_mask(buffers["exchanged"], weight.shape)
+        blocks = exchange.blocks[exchanged[pruned] | exchanged[regrown]]
+        buffers["oscillation"][blocks] = buffers["oscillation"][blocks].clamp(max=254) + 1
+        exchanged[pruned] = True
+        exchanged[regrown] = True
+        buffers["exchanged"].copy_(pack_mask(exchanged))
+        if "exchanges" in buffers:  # states of versions before 0.2 do not count them
+            buffers["exchanges"] += len(exchange.blocks)
+        loss = 0.0 if exchange.loss_change is None else exchange.loss_change
+        last = (len(exchange.blocks), exchange.held, loss)
+        buffers["adaptation"].copy_(torch.stack([torch.as_tensor(x).to(weight.device, torch.float32) for x in last]))
+
+    def _warn_of_idleness(self, layer: NMLayer) -> None:
+        """Warn once of an adaptation phase that exchanged almost nothing, though it was long enough."""
+        start, stop = layer.schedule
+        turns = (stop - start) // self.every
+        possible = (stop - start) * self.evidence_rate >= 1 if self.evidence == "accumulated" else turns >= 2
+        done, blocks = int(layer.buffers.get("exchanges", -1)), layer.param.numel() // layer.pattern.m
+        if self._warned or not possible or layer.forward_mask is None or not 0 <= done < max(_FEW * blocks, 1):
+            return
+        self._warned = True
+        way_out = (
+            f"raise evidence_rate={self.evidence_rate}"
+            if self.evidence == "accumulated"
+            else "use evidence='accumulated' (with it every=1), or a higher learning rate"
+        )
+        warnings.warn(
+            f"BAME's masks hardly moved: from step {start} to {stop} layer '{layer.name}' made {done} exchanges in "
+            f"{blocks} blocks at {turns} adaptations, so this trained nearly a fixed mask; {way_out}",
+            stacklevel=2,
+        )
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
 
-        ``oscillation``: accumulated oscillations per block. Of the last adaptation, ``adapted_blocks``: share of blocks
-        that changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain;
-        ``predicted_loss_change``: sum over the layers. After the window 0, 1 and 0.
+        ``oscillation``: accumulated oscillations per block. ``regrown_alive``: the share of exchanges whose regrown
+        entry is kept now; an entry that was regrown twice counts twice. Of the last adaptation, ``adapted_blocks``:
+        share of blocks that changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a
+        gain; with the evidence of a batch also ``predicted_loss_change``, summed over the layers. After the phase
+        these are 0, 1 and 0.
         """
-        blocks = oscillations = adapted = held = loss = 0.0
+        blocks = oscillations = adapted = held = loss = alive = exchanges = 0.0
         for layer in layers:
             if not layer.buffers:
                 continue
             counts = layer.buffers["oscillation"]
             blocks += len(counts)
             oscillations += int(counts.sum())
+            mask = layer.forward_mask_view
+            if mask is not None and "exchanges" in layer.buffers:
+                alive += int((unpack_mask(layer.buffers["exchanged"], mask.shape) & mask).sum())
+                exchanges += int(layer.buffers["exchanges"])
             if layer.clock > max(layer.schedule[1], layer.schedule[0] + 1):
                 held += len(counts)
             else:
                 last = layer.buffers["adaptation"].tolist()
                 adapted, held, loss = adapted + last[0], held + last[1], loss + last[2]
         blocks = max(blocks, 1)
-        return {
+        found = {
             "oscillation": oscillations / blocks,
             "adapted_blocks": adapted / blocks,
             "frozen_blocks": held / blocks,
-            "predicted_loss_change": loss,
+            "regrown_alive": alive / max(exchanges, 1),
         }
+        return found if self.evidence == "accumulated" else {**found, "predicted_loss_change": loss}

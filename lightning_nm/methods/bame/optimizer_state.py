@@ -51,7 +51,7 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
     SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d, what a gradient adds up to in the end. The Adam family: the
     learning rate over the root of the second moment. Weight decay is no part of it.
     """
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    group = group_of(optimizer, parameter)
     state = {
         key: gather(value) if isinstance(value, Tensor) else value
         for key, value in optimizer.state.get(parameter, {}).items()
@@ -72,6 +72,17 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
     if "max_exp_avg_sq" in state:  # AMSGrad
         return StepSize(rate, state["max_exp_avg_sq"], 1.0, 0.0, correction, group["eps"], maximize)
     return StepSize(rate, state.get("exp_avg_sq"), beta, 1 - beta, correction, group["eps"], maximize)
+
+
+def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The optimizer's group of a parameter."""
+    return next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+
+
+def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
+    r"""What corrects Adam's second moment after its steps so far: :math:`1 - \beta_2^t`, or 1 before the first."""
+    steps = float(optimizer.state.get(parameter, {}).get("step", 0))
+    return 1 - float(group_of(optimizer, parameter)["betas"][1]) ** steps if steps else 1.0
 
 
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:

@@ -1,0 +1,135 @@
+"""Accumulated evidence: the value that each pruned entry would have by now, had it been trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
+
+from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.sharding import gather, local_shard, local_values
+
+DECAY = 0.999  # of the second moment
+EPSILON = 1e-12
+COUNT, VALUE, SQUARE = "evidence_count", "evidence", "evidence_square"  # names of buffers
+
+
+@dataclass
+class Evidence:
+    r"""The evidence of one weight; all tensors are full, also where processes shard the weight.
+
+    For a dense gradient G and a step of size r,
+
+    .. math::
+
+        V \leftarrow \beta V + (1 - \beta) G^2, \qquad
+        U \leftarrow U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
+
+    where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
+
+    Args:
+        value: U, of the weight's shape, 0 at kept entries.
+        square: V, likewise, of all entries.
+        count: t, a scalar.
+    """
+
+    value: Tensor
+    square: Tensor
+    count: Tensor
+
+    @classmethod
+    def none(cls, weight: Tensor) -> Evidence:
+        """No gradient was gathered yet."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        return cls(zero, zero.clone(), torch.zeros((), device=weight.device))
+
+    def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
+        """Add a dense gradient of the loss; ``size`` is r."""
+        grad = grad.to(self.square.dtype)
+        self.count = self.count + 1
+        self.square.mul_(DECAY).addcmul_(grad, grad, value=1 - DECAY)
+        step = self.mean_square().sqrt_().add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
+        self.value.sub_(step).masked_fill_(mask, 0)
+
+    def mean_square(self) -> Tensor:
+        """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
+        return self.square / _correction(self.count.clamp(min=1))
+
+
+def _correction(count: Tensor) -> Tensor:
+    """``1 - beta^t``."""
+    return -torch.expm1(count * math.log(DECAY))
+
+
+def step_size(weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """``rate`` times the root mean square of kept weights, in the shape of the learning-rate schedule.
+
+    That shape is the learning rate over the largest one known: ``max_lr`` or ``initial_lr``, which schedulers keep in
+    the parameter's group.
+    """
+    group = group_of(optimizer, parameter)
+    now = float(group["lr"])
+    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
+    kept = weight.detach().float().masked_fill(~mask, 0)
+    return rate * (now / largest if largest else 0.0) * kept.norm() / mask.sum().clamp(min=1).sqrt()
+
+
+def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
+    """The optimizer's tensors whose pruned entries hold U and V; ``None`` for a buffer of the layer.
+
+    The optimizer does not need these entries, as their gradient is zero and their weight is set to zero after each
+    step. What it does to them in its step is overwritten. Half precision would lose small steps.
+    """
+    if parameter.dtype in (torch.float32, torch.float64):
+        if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
+            return "exp_avg", "exp_avg_sq"
+        if type(optimizer) is SGD and group_of(optimizer, parameter)["momentum"]:
+            return "momentum_buffer", None
+    return None, None
+
+
+def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> Tensor | None:
+    """The full tensor that is kept under a key of the optimizer's state, or under a name of a buffer."""
+    kept = layer.buffers.get(name) if key is None else optimizer.state.get(layer.param, {}).get(key)
+    return None if kept is None else gather(kept)
+
+
+def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidence:
+    """The evidence that :func:`write_evidence` kept; none where a part of it is not there any more."""
+    places = _places(optimizer, layer.param)
+    value, square = (_kept(layer, optimizer, *place) for place in zip(places, (VALUE, SQUARE), strict=True))
+    count = layer.buffers.get(COUNT)
+    if count is None or value is None or square is None:
+        return Evidence.none(layer.weight)
+    if places[1] is None:
+        square = square.clone()
+    else:  # of kept entries it is the optimizer's own, which counts from the optimizer's first step
+        own = square * (_correction(count) / moment_correction(optimizer, layer.param))
+        square = torch.where(mask, own, square)
+    return Evidence(value.masked_fill(mask, 0), square, count)
+
+
+def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence) -> None:
+    """Keep the evidence until the next step; ``mask`` is the forward mask that it is for."""
+    state = optimizer.state.get(layer.param, {})
+    layer.buffers[COUNT] = evidence.count
+    places = _places(optimizer, layer.param)
+    for key, name, tensor in zip(places, (VALUE, SQUARE), (evidence.value, evidence.square), strict=True):
+        layer.buffers.pop(name, None)
+        if key is None:
+            layer.buffers[name] = tensor
+        elif key in state:  # else the optimizer has not stepped this weight yet
+            local = local_values(state[key])
+            local.copy_(torch.where(local_shard(mask, state[key]), local, local_shard(tensor, state[key])))
+
+
+def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:
+    """Free what :func:`write_evidence` kept: the optimizer's state of pruned entries is zero then."""
+    for name in (COUNT, VALUE, SQUARE):
+        layer.buffers.pop(name, None)
+    clear_entries(optimizer, layer.param, ~mask, layer.name)
