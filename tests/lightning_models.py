@@ -100,9 +100,9 @@ def callback(method="bi-mask", **options):
     if method == "asp-late":
         method = ASP(start=4)
     if method == "bame":
-        method = BAME(stop=0.9, every=3, budget=1.0, score="taylor-abs")
+        method = BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5)
     if method == "bame-bi-mask":
-        method = BAME(start=1, stop=12, every=2, budget=1.0, score="taylor-abs", dgrad="bi-mask")
+        method = BAME(start=1, stop=12, every=2, budget=1.0, evidence_rate=0.5, dgrad="bi-mask")
     if method == "three-gemms":  # the checkpoints of these tests lie in every phase
         method, options["grad_estimator"] = TransposableMask(3, 1e-3, 4, 0.2), MVUE("1:2", 2, 0.3)
     if method == "mvue":

@@ -140,7 +140,7 @@ def test_one_callback(tmp_path, method, estimator):
 
 
 def test_blocks_that_evolve(tmp_path):
-    nm = NMSparsityCallback("2:4", BAME(stop=0.9, every=2, score="taylor-abs"), show_tables=False)
+    nm = NMSparsityCallback("2:4", BAME(stop=0.9, every=2, evidence_rate=0.5), show_tables=False)
     checkpoint, val_loss = fit(tmp_path, nm)
     log = log_of(tmp_path)
     check_log(log, "bame")

@@ -28,9 +28,9 @@ METHODS = {
     **{name: lambda name=name: name for name in get_args(MethodName)},
     "asp-late": lambda: ASP(start=2),
     "transposable": lambda: TransposableMask(update_every=2),
-    "bame": lambda: BAME(stop=100, every=2, budget=1.0),
-    "bame-late": lambda: BAME(start=1, stop=100, every=2, score="taylor-abs", selection="quantile", budget=1.0),
-    "bame-bi-mask": lambda: BAME(stop=100, every=2, budget=1.0, max_swaps_per_block=2, dgrad="bi-mask"),
+    "bame": lambda: BAME(stop=100, every=2, budget=1.0, evidence="batch"),
+    "bame-late": lambda: BAME(start=1, stop=100, every=2, gradient_every=2, evidence_rate=0.5, budget=1.0),
+    "bame-bi-mask": lambda: BAME(stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }

@@ -77,7 +77,7 @@ METHODS = {
     "bi-mask-phases": lambda: BiMask(permute_every=1, candidates=5, dense_start=1),
     "transposable": lambda: TransposableMask(update_every=2),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
-    "bame-bi-mask": lambda: BAME(start=1, stop=6, every=2, budget=0.5, score="taylor-abs", dgrad="bi-mask"),
+    "bame-bi-mask": lambda: BAME(start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"),
 }
 ESTIMATORS = {
     "none": lambda: None,

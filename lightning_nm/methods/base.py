@@ -86,6 +86,9 @@ class Method:
     restores_masks: bool = False
     """Whether a saved state replaces all that :meth:`init_masks` does, which is then not called for a layer whose
     training continues. ``False`` in a class that defines ``init_masks`` and does not set this."""
+    passes_read_buffers: bool = True
+    """Whether forward or backward passes read ``layer.buffers``; if not, the buffers may change their number and shapes
+    without another compiled graph."""
     headline: str = "kept_magnitude"
     """The statistic for progress bars: one of the sparsifier's or the method's own."""
     fixed: tuple[str, ...] = ()

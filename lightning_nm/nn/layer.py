@@ -327,7 +327,13 @@ class NMLayer(HasHandle):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        found = [self.masks.bits, self.masks.permutation, *self.buffers.values(), *self.parameters.values()]
+        read = self.read_tensors()
+        return read if self.spec.method.passes_read_buffers else [*read, *self.buffers.values()]
+
+    def read_tensors(self) -> list[Tensor]:
+        """The tensors beside the weight that forward and backward passes read."""
+        buffers = self.buffers.values() if self.spec.method.passes_read_buffers else ()
+        found = [self.masks.bits, self.masks.permutation, *buffers, *self.parameters.values()]
         return [tensor for tensor in found if tensor is not None]
 
     def to_weight_device(self) -> None:

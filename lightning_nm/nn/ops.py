@@ -70,7 +70,7 @@ def nm_linear(
         # Outside of the function, so that its output is no view: that may be changed in place.
         tokens = x.reshape(-1, x.shape[-1])
         route = None if router is None else (router, torch.is_grad_enabled())
-        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise.words, *layer.tensors())
+        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise.words, *layer.read_tensors())
         # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
@@ -109,7 +109,7 @@ def nm_conv(
         routed = router is not None and x.dim() < 5 and x.dtype == dtype and router.convolves(x.device.type)
         route = (router, torch.is_grad_enabled()) if routed else None
         arguments = (x, weight, bias, layer, dtype, geometry, router, route)
-        return _Conv.apply(*arguments, layer.noise.words, *layer.tensors())
+        return _Conv.apply(*arguments, layer.noise.words, *layer.read_tensors())
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:

@@ -133,7 +133,7 @@ def pack_of(
 
     if not keep:
         return make()
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.tensors())])
+    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.read_tensors())])
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     stamp: Hashable = (versions, layer.masks.moves, layer.progress.step, layer.progress.clock, stream)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def callback(method=None, **options):
-    method = method or BAME(stop=0.75, every=2, budget=1.0, score="taylor-abs")
+    method = method or BAME(stop=0.75, every=2, budget=1.0, evidence_rate=0.5)
     return NMSparsityCallback("2:4", method, show_tables=False, **options)
 
 
@@ -170,7 +170,7 @@ def test_the_learning_rate_finder_does_not_shorten_the_plan(tmp_path, first):
 
 def test_the_adaptation_sees_the_gradient_before_clipping(tmp_path):
     def masks(clip):
-        nm = callback(BAME(stop=10, every=1, budget=1.0, max_swaps_per_block=2))
+        nm = callback(BAME(stop=10, every=1, budget=1.0, evidence="batch"))
         look = Look(nm, lambda s: {name: layer.forward_mask for name, layer in s.layers.items()})
         options = {"gradient_clip_val": clip} if clip else {}
         make_trainer(tmp_path, [nm, look], max_steps=2, **options).fit(new_model(), Data())
@@ -191,7 +191,7 @@ def test_bame_adapts_with_manual_optimization(tmp_path):
             self.manual_backward(self.step(batch, "train"))
             optimizer.step()
 
-    nm = callback(BAME(stop=9, every=2, score="taylor-abs"))
+    nm = callback(BAME(stop=9, every=2, evidence_rate=0.5))
     look = Look(nm, lambda s: s.layers["net.6"].masks.total_flips)
     make_trainer(tmp_path, [nm, look]).fit(Manual(), Data())
     assert look.seen[-1] > 0
@@ -199,7 +199,9 @@ def test_bame_adapts_with_manual_optimization(tmp_path):
 
 def test_statistics_hold_until_the_next_adaptation(tmp_path):
     logger = CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, [callback()], logger=logger, log_every_n_steps=1)
+    trainer = make_trainer(
+        tmp_path, [callback(BAME(stop=0.75, every=2, budget=1.0, evidence="batch"))], logger=logger, log_every_n_steps=1
+    )
     trainer.fit(new_model(), Data())
     header, *rows = (line.split(",") for line in Path(logger.log_dir, "metrics.csv").read_text().splitlines())
     for name in ("oscillation", "adapted_blocks", "frozen_blocks"):

@@ -21,8 +21,8 @@ METHODS = {
     "asp": lambda: (ASP(start=2), None),
     "transposable": lambda: (TransposableMask(update_every=1, decay=1e-2), None),
     "bi-mask": lambda: (BiMask(permute_every=3), None),
-    "bame": lambda: (BAME(start=1, stop=7, every=2, budget=1.0, score="taylor-abs"), None),
-    "bame-bi-mask": lambda: (BAME(stop=6, every=3, budget=1.0, score="taylor-abs", dgrad="bi-mask"), None),
+    "bame": lambda: (BAME(start=1, stop=7, every=2, budget=1.0, evidence_rate=0.5), None),
+    "bame-bi-mask": lambda: (BAME(stop=6, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"), None),
     "three-gemms": lambda: (TransposableMask(update_every=3), MVUE("1:2", dense_start=1)),
 }
 FAST = ("sr-ste", "bame")

@@ -91,7 +91,7 @@ def test_bad_settings_are_refused_at_once():
 def test_statistics_of_the_method_and_the_estimator_can_be_asked_for(tmp_path):
     names = ["adapted_blocks", "predicted_loss_change", "grad_snr"]
     nm = callback(
-        BAME(start=0, stop=9, every=2, score="taylor-abs"),
+        BAME(start=0, stop=9, every=2, evidence="batch"),
         grad_estimator="mvue",
         grad_snr_every=1,
         monitor=MaskMonitor(names),

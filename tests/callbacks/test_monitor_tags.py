@@ -22,8 +22,8 @@ ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio"}  # tests/strategies/test_monitor_in_
 RUNS = {
     **{method: {"method": method} for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")},
     **{name: {"method": "transposable", "grad_estimator": name} for name in ("mvue", "approx-mvue", "top-n")},
-    "bame": {"method": BAME(stop=4, every=1, score="taylor-abs")},
-    "bame-bi-mask": {"method": BAME(stop=4, every=1, dgrad="bi-mask"), "grad_estimator": "mvue"},
+    "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
+    "bame-bi-mask": {"method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"), "grad_estimator": "mvue"},
 }
 
 

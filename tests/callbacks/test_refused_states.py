@@ -86,8 +86,8 @@ def test_weights_of_another_run_are_refused(tmp_path):
         ),
         (
             {"method": BAME(stop=4, every=2)},
-            {"method": BAME(stop=4, every=1, score="taylor-abs")},
-            "BAME's every 2 in the checkpoint, 1 here; BAME's score virtual in the checkpoint, taylor-abs here",
+            {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
+            "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.02 in the checkpoint, 0.5 here",
         ),
         ({"method": ASP()}, {"method": ASP(start=5)}, "ASP's start 0 in the checkpoint, 5 here"),
     ],

@@ -60,7 +60,7 @@ METHODS = {
     "sr-ste": lambda: SRSTE(1e-2),
     "bi-mask": lambda: BiMask(permute_every=3),
     "asp": lambda: ASP(start=2),
-    "bame": lambda: BAME(stop=9, every=3, budget=1.0, score="taylor-abs"),
+    "bame": lambda: BAME(stop=9, every=3, budget=1.0, evidence_rate=0.5),
 }
 ESTIMATORS = {
     "shared 1:2": lambda: SharedMVUE("1:2"),

@@ -11,8 +11,8 @@ from lightning_nm import functional as nmf
 from tests.bame import OPTIMIZERS, backward, batch, linear, run
 
 
-def simulate(weight, pattern, steps, *, every, start, stop, budget, score, selection, swaps, rank_by, osc, rate, mu):
-    """BAME under SGD with momentum, one number at a time."""
+def simulate(weight, pattern, steps, *, every, start, stop, budget, rate, mu):
+    """BAME by the gradient of a batch, under SGD with momentum, one number at a time."""
     n, m = pattern
     rows, cols = weight.shape
     w = weight.tolist()
@@ -37,60 +37,36 @@ def simulate(weight, pattern, steps, *, every, start, stop, budget, score, selec
                 span = range(c * m, (c + 1) * m)
 
                 def u(j, i=i, g=g):
-                    if score == "virtual":
-                        return abs(w[i][j] - eta * g[i][j])
-                    return abs(g[i][j] * w[i][j]) if mask[i][j] else eta * g[i][j] ** 2
+                    return abs(w[i][j] - eta * g[i][j])
 
-                kept = sorted((j for j in span if mask[i][j]), key=lambda j: (u(j), j))
-                gone = sorted((j for j in span if not mask[i][j]), key=lambda j: (-u(j), j))
-                pairs = [(p, r) for p, r in list(zip(kept, gone, strict=False))[:swaps] if u(r) > u(p)]
-                gain = sum(u(r) - u(p) for p, r in pairs)
-                loss = sum(-g[i][p] * w[i][p] + eta * g[i][p] ** 2 - eta * g[i][r] ** 2 for p, r in pairs)
-                value = gain if rank_by == "score" else -loss
-                if pairs and value > 0:
-                    found.append((b, pairs, value, loss))
+                p = min((j for j in span if mask[i][j]), key=lambda j: (u(j), j))
+                r = min((j for j in span if not mask[i][j]), key=lambda j: (-u(j), j))
+                if u(r) > u(p):
+                    loss = -g[i][p] * w[i][p] + eta * g[i][p] ** 2 - eta * g[i][r] ** 2
+                    found.append((b, p, r, u(r) - u(p), loss))
             progress = (t - start) / (stop - start)
             k = math.ceil(len(blocks) * budget * 0.5 * (1 + math.cos(math.pi * progress)))
-            if selection == "quantile":
-                threshold = sorted(f)[math.ceil(0.9 * len(f)) - 1]
-                found = [item for item in found if f[item[0]] <= threshold]
-                found.sort(key=lambda item: (-item[2], item[0]))
-            else:
-                found.sort(key=lambda item: (-item[2] / (1 + f[item[0]]), item[0]))
+            found.sort(key=lambda item: (-item[3] / (1 + f[item[0]]), item[0]))
             chosen = found[:k]
         for i in range(rows):
             for j in range(cols):
                 if mask[i][j]:
                     buffer[i][j] = mu * buffer[i][j] + g[i][j] if t else g[i][j]
                     w[i][j] -= rate * buffer[i][j]
-        for b, pairs, _, _ in chosen:
+        for b, p, r, _, _ in chosen:
             i = blocks[b][0]
-            entries = [e for pair in pairs for e in pair]
-            f[b] += osc == "flip" or any(exchanged[i][e] for e in entries)
-            for p, r in pairs:
-                mask[i][p], mask[i][r] = False, True
-                w[i][p] = w[i][r] = buffer[i][p] = buffer[i][r] = 0.0
-                exchanged[i][p] = exchanged[i][r] = True
-        losses.append(sum(item[3] for item in chosen))
+            f[b] += exchanged[i][p] or exchanged[i][r]
+            mask[i][p], mask[i][r] = False, True
+            w[i][p] = w[i][r] = buffer[i][p] = buffer[i][r] = 0.0
+            exchanged[i][p] = exchanged[i][r] = True
+        losses.append(sum(item[4] for item in chosen))
     return torch.tensor(w, dtype=torch.float64), torch.tensor(mask), f, losses, adaptations
 
 
 @pytest.mark.parametrize("pattern", [(2, 4), (1, 4), (1, 16), (3, 8)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"score": "taylor-abs"},
-        {"selection": "quantile"},
-        {"max_swaps_per_block": 2},
-        {"rank_by": "loss"},
-        {"oscillation": "flip"},
-        {"start": 3, "every": 1, "budget": 1.0},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())) or "default",
-)
-def test_the_whole_method_is_what_is_written(pattern, options):
-    options = {"start": 0, "stop": 20, "every": 2, "budget": 0.5, **options}
+@pytest.mark.parametrize("options", [{}, {"start": 3, "every": 1, "budget": 1.0}], ids=["default", "often"])
+def test_the_evidence_of_a_batch_is_what_is_written(pattern, options):
+    options = {"evidence": "batch", "start": 0, "stop": 20, "every": 2, "budget": 0.5, **options}
     make = lambda p: torch.optim.SGD(p, 0.4, momentum=0.5)  # noqa: E731
     module, sparsifier, optimizer, layer = linear(BAME(**options), "{}:{}".format(*pattern), make)
     weight = module[0].weight.detach().clone()
@@ -105,11 +81,6 @@ def test_the_whole_method_is_what_is_written(pattern, options):
         start=options["start"],
         stop=20,
         budget=options["budget"],
-        score=options.get("score", "virtual"),
-        selection=options.get("selection", "ratio"),
-        swaps=min(options.get("max_swaps_per_block", 1), pattern[0], pattern[1] - pattern[0]),
-        rank_by=options.get("rank_by", "score"),
-        osc=options.get("oscillation", "return"),
         rate=0.4,
         mu=0.5,
     )
@@ -122,7 +93,7 @@ def test_the_whole_method_is_what_is_written(pattern, options):
     assert adaptations > 8
 
 
-@pytest.mark.parametrize("options", [{}, {"rank_by": "loss"}, {"score": "taylor-abs"}, {"selection": "quantile"}])
+@pytest.mark.parametrize("options", [{}, {"every": 5, "gradient_every": 2}, {"evidence": "batch", "every": 20}])
 def test_the_mask_of_a_sparse_teacher_is_found(options):
     def found(method, steps=400):
         generator = torch.Generator().manual_seed(0)
@@ -145,14 +116,15 @@ def test_the_mask_of_a_sparse_teacher_is_found(options):
 
     with pytest.warns(UserWarning, match="never adapts"):
         assert found(BAME(start=1.0, stop=1.0)) < 0.3
-    assert found(BAME(every=20, **options)) > 0.95
+    assert found(BAME(**options)) > 0.95
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pruned_weights_and_their_state_are_zero_after_every_step(name):
     module, sparsifier, optimizer, layer = linear(
-        BAME(stop=30, every=3, budget=1.0, score="taylor-abs"), make=OPTIMIZERS[name], dtype=torch.float32
+        BAME(stop=30, every=3, budget=1.0, evidence="batch"), make=OPTIMIZERS[name], dtype=torch.float32
     )
+    layer.weight.data.mul_(0.01)  # so that a step of the optimizer is worth an exchange
     flips = []
 
     def look(step):
@@ -171,22 +143,23 @@ def test_pruned_weights_and_their_state_are_zero_after_every_step(name):
     assert layer.weight.count_nonzero() > 50, "it must train"
 
 
-def test_no_more_blocks_change_than_the_budget_and_the_swaps_allow():
-    module, sparsifier, optimizer, layer = linear(BAME(stop=40, every=1, budget=0.2, max_swaps_per_block=2), "4:8")
+def test_no_more_blocks_change_than_the_budget_allows():
+    module, sparsifier, optimizer, layer = linear(BAME(stop=40, budget=0.2, evidence_rate=0.5), "4:8")
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 40, look=lambda step: masks.append(layer.forward_mask))
     changes = []
     for step in range(40):
         changed = (masks[step] ^ masks[step + 1]).unflatten(1, (-1, 8)).sum(-1)
-        assert changed.max() <= 4
+        assert changed.max() <= 2
         assert changed.count_nonzero() <= math.ceil(16 * 0.2 * 0.5 * (1 + math.cos(math.pi * step / 40)))
         changes.append(int(changed.count_nonzero()))
-    assert changes[0] == 4
+    assert max(changes) == 4
 
 
+@pytest.mark.parametrize("evidence", [{"evidence": "batch"}, {"gradient_every": 2, "evidence_rate": 0.5}])
 @pytest.mark.parametrize("windows", [1, 3])
-def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(windows):
-    module, sparsifier, optimizer, layer = linear(BAME(start=1, stop=30, every=2, budget=1.0))
+def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(windows, evidence):
+    module, sparsifier, optimizer, layer = linear(BAME(start=1, stop=30, every=2, budget=1.0, **evidence))
     for step in range(6):
         mask = layer.forward_mask
         dense_module = nn.Linear(16, 8, bias=False, dtype=torch.float64)
@@ -194,7 +167,7 @@ def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(
         backward(dense_module, step)
         dense = dense_module.weight.grad
         backward(module, step, windows)
-        expected = dense if step % 2 == 1 else torch.where(mask, dense, 0)
+        expected = dense if step % 2 == ("batch" in evidence.values()) and step else torch.where(mask, dense, 0)
         torch.testing.assert_close(layer.weight.grad, expected)
         sparsifier.before_step(optimizer)
         torch.testing.assert_close(layer.weight.grad, torch.where(mask, dense, 0))
@@ -202,9 +175,12 @@ def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(
         sparsifier.step()
 
 
-def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending():
+@pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("evidence", [{"evidence": "batch"}, {"evidence_rate": 0.5}], ids=["batch", "accumulated"])
+def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending(evidence, make):
     def train(overflows):
-        module, sparsifier, optimizer, layer = linear(BAME(start=1, stop=20, every=3, budget=1.0), dtype=torch.float32)
+        method = BAME(start=1, stop=20, every=3, budget=1.0, **evidence)
+        module, sparsifier, optimizer, layer = linear(method, dtype=torch.float32, make=make)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
         step = 0
         while layer.step < 6:
@@ -222,7 +198,7 @@ def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending():
                 assert layer.step == before[0]
                 assert torch.equal(layer.forward_mask, before[1])
                 assert torch.equal(layer.weight, before[2]) or layer.step == 0
-                assert layer.dense_gradient == (layer.step in (1, 4))
+                assert layer.dense_gradient == (layer.step in (1, 4) or (layer.step > 0 and "evidence" not in evidence))
             step += 1
         return layer
 
@@ -234,7 +210,9 @@ def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending():
 
 def test_a_fused_step_that_skips_itself_leaves_the_adaptation_pending_even_if_only_pruned_entries_overflow():
     make = lambda p: torch.optim.SGD(p, 0.4, momentum=0.5, fused=True)  # noqa: E731
-    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2, budget=1.0), make=make, dtype=torch.float32)
+    module, sparsifier, optimizer, layer = linear(
+        BAME(stop=20, budget=1.0, evidence_rate=9.0), make=make, dtype=torch.float32
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     x, y = batch(0, torch.float32)
     scaler.scale((module(x) - y).square().mean()).backward()
@@ -249,7 +227,7 @@ def test_a_fused_step_that_skips_itself_leaves_the_adaptation_pending_even_if_on
 
 
 def test_a_forgotten_before_step_is_named():
-    module, sparsifier, optimizer, _ = linear(BAME(stop=20, every=2))
+    module, sparsifier, optimizer, _ = linear(BAME(stop=20, gradient_every=2))
     run(module, sparsifier, optimizer, 1)
     for step in (1, 2):
         backward(module, step)
@@ -262,8 +240,9 @@ def test_a_forgotten_before_step_is_named():
 
 
 def test_oscillations_saturate():
-    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=1, budget=1.0, oscillation="flip"))
+    module, sparsifier, optimizer, layer = linear(BAME(stop=20, budget=1.0, evidence_rate=2.0))
     layer.buffers["oscillation"].fill_(254)
+    layer.buffers["exchanged"].fill_(255)
     run(module, sparsifier, optimizer, 8)
     assert layer.buffers["oscillation"].max() == 255
     assert layer.buffers["oscillation"].min() >= 254
@@ -276,20 +255,20 @@ def test_half_precision_scores_are_computed_in_single():
         module = nn.Sequential(nn.Linear(64, 64, bias=False))
         with torch.no_grad():
             module[0].weight.copy_((torch.randn(64, 64) * 0.02).bfloat16())
-        grad = (torch.randn(64, 64) * 1e-4).bfloat16()
+        grad = (torch.randn(64, 64) * 1e-3).bfloat16()
         module.to(dtype)
-        sparsifier = NMSparsifier(module, "2:4", BAME(stop=9, every=4, score="taylor-abs"), skip_first_last=False)
+        sparsifier = NMSparsifier(module, "2:4", BAME(stop=9, every=4, evidence="batch"), skip_first_last=False)
         optimizer = torch.optim.SGD(module.parameters(), 10.0)
         sparsifier.attach().register(optimizer)
         module[0].weight.grad = grad.to(dtype)
         sparsifier.before_step(optimizer)
-        moved.append(sparsifier.layers["0"].pending.exchange.adapted)
+        moved.append(sparsifier.layers["0"].pending.exchange.blocks.numel())
     assert moved[0] == moved[1] > 20
     assert abs(moved[2] - moved[0]) <= 0.1 * moved[0], "float16 rounds the smallest gradients themselves"
 
 
 def test_gradients_that_are_not_zeroed_do_not_revive_what_was_pruned():
-    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2, budget=1.0, score="taylor-abs"))
+    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2, budget=1.0, evidence="batch"))
     for step in range(5):
         x, y = batch(step)
         (module(x) - y).square().mean().backward()  # gradients add up over the steps
@@ -314,7 +293,7 @@ def test_masks_evolve_alike_on_a_gpu(name, dgrad):
     def train(device):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.float64)).to(device)
-        method = BAME(stop=20, every=2, budget=0.5, score="taylor-abs", dgrad=dgrad)
+        method = BAME(stop=20, every=2, budget=0.5, evidence_rate=0.5, dgrad=dgrad)
         sparsifier = NMSparsifier(module, "2:4", method, skip_first_last=False).attach()
         optimizer = OPTIMIZERS[name](module.parameters())
         sparsifier.register(optimizer)

@@ -61,7 +61,7 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
         torch.manual_seed(0)
         conv = nn.Conv2d(16, 8, 3).double().to(memory_format=memory_format)
         module = nn.Sequential(conv)
-        method = BAME(stop=20, every=2, budget=1.0, score="taylor-abs")
+        method = BAME(stop=20, every=2, budget=1.0, evidence_rate=0.5)
         sparsifier = NMSparsifier(module, "2:4", method, skip_first_last=False, conv_layout="flat").attach()
         optimizer = torch.optim.AdamW(module.parameters(), 0.05)
         sparsifier.register(optimizer)
@@ -74,7 +74,6 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
             optimizer.step()
             pruned = ~layer.forward_mask
             assert not layer.weight[pruned].any()
-            assert not optimizer.state[conv.weight]["exp_avg"][pruned].any()
             sparsifier.step()
         return conv.weight.detach().contiguous(), int(layer.masks.total_flips)
 

@@ -11,19 +11,22 @@ from lightning_nm import BAME, NMSparsifier
 from tests.bame import backward, linear, run
 
 
-def test_between_adaptations_the_mask_stands_still_and_after_stop_for_good():
-    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=11, every=4, budget=1.0))
+@pytest.mark.parametrize(
+    ("evidence", "turns"), [({"evidence": "batch"}, [2, 6, 10]), ({"evidence_rate": 0.5}, [4, 8])], ids=["batch", "own"]
+)
+def test_between_adaptations_the_mask_stands_still_and_after_stop_for_good(evidence, turns):
+    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=11, every=4, budget=1.0, **evidence))
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 24, look=lambda step: masks.append(layer.forward_mask))
     moved = [step for step in range(24) if not torch.equal(masks[step], masks[step + 1])]
-    assert moved == [2, 6, 10]
+    assert moved == turns
 
 
 @pytest.mark.parametrize("masked", ["*", "1"], ids=["beside-another", "no-masked-layer-trains-before"])
 def test_a_layer_that_joins_late_evolves_and_freezes_with_the_others(masked):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    method = BAME(stop=8, every=2, budget=1.0, score="taylor-abs")
+    method = BAME(stop=8, every=2, budget=1.0, evidence="batch")
     sparsifier = NMSparsifier(module, "2:4", method, include=masked, skip_first_last=False).attach()
     optimizer = torch.optim.SGD(module[0].parameters(), 0.5)
     sparsifier.register(optimizer)
@@ -31,7 +34,7 @@ def test_a_layer_that_joins_late_evolves_and_freezes_with_the_others(masked):
     masks = [late.forward_mask]
     for step in range(14):
         if step == 5:
-            optimizer.add_param_group({"params": module[1].parameters(), "lr": 0.5})
+            optimizer.add_param_group({"params": module[1].parameters(), "lr": 20.0})
         optimizer.zero_grad()
         (module(torch.randn(8, 16)) - 1).square().mean().backward()
         sparsifier.before_step(optimizer)
@@ -68,7 +71,7 @@ def test_a_step_of_a_subclass_that_calls_its_bases_counts_once():
 
 
 def test_a_window_without_a_gradient_leaves_the_adaptation_pending():
-    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=6, every=3, budget=1.0))
+    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=6, every=3, budget=1.0, evidence="batch"))
     masks = [layer.forward_mask]
     other = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [other]})
@@ -111,11 +114,11 @@ def test_a_layer_without_a_gradient_in_its_window_is_left_alone():
         ({"budget": 1.1}, r"budget=1\.1"),
         ({"budget": math.nan}, "budget=nan"),
         ({"stop": math.nan}, "stop=nan is not a share"),
-        ({"max_swaps_per_block": 0}, "max_swaps_per_block=0"),
-        ({"score": "taylor"}, "score='taylor' is unknown: use 'virtual' or 'taylor-abs'"),
-        ({"selection": "rank"}, "selection='rank'"),
-        ({"rank_by": "gain"}, "rank_by='gain'"),
-        ({"oscillation": "ema"}, "oscillation='ema'"),
+        ({"evidence": "mean"}, "evidence='mean' is unknown: use 'accumulated' or 'batch'"),
+        ({"gradient_every": 0}, "gradient_every=0 must be an integer of at least 1"),
+        ({"evidence": "batch", "gradient_every": 2}, "gradient_every=2 has no meaning for evidence='batch'"),
+        ({"evidence_rate": 0.0}, r"evidence_rate=0\.0 must be a positive number"),
+        ({"evidence_rate": math.nan}, "evidence_rate=nan"),
         ({"dgrad": "transposable"}, "dgrad='transposable'"),
     ],
 )
@@ -156,7 +159,7 @@ def test_an_interval_that_never_fires_is_warned_of(options, message):
 
 
 def test_flops_follow_the_schedule():
-    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2), "1:4")
+    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2, evidence="batch"), "1:4")
     module(torch.zeros(1, 16, dtype=torch.float64))
     shares = []
     run(module, sparsifier, optimizer, 10, look=lambda step: shares.append(sparsifier.flops_ratios()))
@@ -164,6 +167,9 @@ def test_flops_follow_the_schedule():
     mean = sparsifier.mean_flops_ratios()
     assert mean["paper"] == mean["arithmetic"] == pytest.approx((10 * 2 * r + dense + (10 - dense) * r) / 30)
     assert mean["eligible"] == pytest.approx((r + 2) / 3)
+    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=6, gradient_every=2), "1:4")
+    run(module, sparsifier, optimizer, 10)  # gradients of steps 2 and 4 are dense
+    assert sparsifier.mean_flops_ratios()["paper"] == mean["paper"]
     with_own, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2, dgrad="bi-mask"), "1:4")
     run(with_own, sparsifier, optimizer, 10)
     assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx((2 * r + 1) / 3)

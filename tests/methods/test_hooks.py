@@ -154,7 +154,7 @@ def test_whether_gradients_were_dense_is_known_when_masks_are_updated():
 def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, every=4), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False).attach()
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
     for optimizer in optimizers:
         sparsifier.register(optimizer)
@@ -171,7 +171,7 @@ def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
 def test_an_adaptation_that_found_no_gradient_is_made_up_for():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, every=4), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.register(optimizer)
     model(torch.randn(4, 8)).square().sum().backward()

@@ -16,7 +16,7 @@ from tests.processes import in_processes
 METHODS = {
     "sr-ste": lambda: (SRSTE(1e-2), None),
     "bi-mask": lambda: (BiMask(permute_every=4), None),
-    "bame": lambda: (BAME(stop=0.9, every=3, budget=1.0, score="taylor-abs"), None),
+    "bame": lambda: (BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5), None),
     "three-gemms": lambda: (TransposableMask(update_every=3, decay=1e-3), MVUE("1:2", dense_end=0.2)),
 }
 RUNS = list(itertools.product(METHODS, ("ddp", "nm_ddp")))

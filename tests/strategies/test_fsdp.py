@@ -26,8 +26,8 @@ from tests.strategies.test_equality import METHODS, assert_equal
 
 METHODS = {
     **{name: METHODS[name] for name in ("sr-ste", "bi-mask", "asp", "transposable")},
-    "bame": lambda: BAME(stop=14, every=3, budget=1.0, score="taylor-abs"),
-    "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, score="taylor-abs", dgrad="bi-mask"),
+    "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
+    "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
 }
 STEPS = 8
 

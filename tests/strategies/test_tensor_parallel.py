@@ -23,7 +23,7 @@ from tests.strategies.test_equality import assert_equal
 METHODS = {
     "sr-ste": lambda: SRSTE(1e-2),
     "asp": lambda: ASP(start=2),
-    "bame": lambda: BAME(stop=14, every=3, budget=1.0, score="taylor-abs"),
+    "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "transposable": lambda: TransposableMask(update_every=2),
     "bi-mask": lambda: BiMask(permute_every=3),
 }

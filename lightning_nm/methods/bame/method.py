@@ -93,6 +93,7 @@ class BAME(MaskMethod):
     restores_masks = True
     latent = False
     paper_counts_masked = True
+    passes_read_buffers = False
     fixed = ("dgrad",)
     headline = "adapted_blocks"
 
@@ -276,7 +277,8 @@ class BAME(MaskMethod):
     @staticmethod
     def _pending(layer: NMLayer) -> PendingStep:
         """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
-        return layer.pending or PendingStep(fresh=COUNT not in layer.buffers)
+        pending = layer.pending or PendingStep(fresh=True)
+        return replace(pending, fresh=False) if COUNT in layer.buffers else pending  # a saved state was loaded
 
     def _budget(self, layer: NMLayer, blocks: int) -> int:
         """How many of so many blocks may change."""
@@ -326,8 +328,9 @@ class BAME(MaskMethod):
     def _warn_of_idleness(self, layer: NMLayer) -> None:
         """Warn once of an adaptation phase that exchanged almost nothing, though it was long enough."""
         start, stop = layer.schedule
-        turns = (stop - start) // self.every
-        possible = (stop - start) * self.evidence_rate >= 1 if self.evidence == "accumulated" else turns >= 2
+        steps = min(layer.step, stop - start)
+        turns = steps // self.every
+        possible = steps * self.evidence_rate >= 1 if self.evidence == "accumulated" else turns >= 5
         done, blocks = int(layer.buffers.get("exchanges", -1)), layer.param.numel() // layer.pattern.m
         if self._warned or not possible or layer.forward_mask is None or not 0 <= done < max(_FEW * blocks, 1):
             return
