@@ -1,6 +1,7 @@
 """Accumulated evidence against a simulation written out entry by entry; where it is kept, and for how long."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -226,7 +227,7 @@ def test_regrown_alive_is_the_share_of_exchanges_whose_entry_is_kept():
     module, sparsifier, optimizer, layer = linear(BAME(stop=30, evidence_rate=0.1))
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 30, look=lambda step: masks.append(layer.forward_mask))
-    regrown = sum((new & ~old).long() for old, new in zip(masks, masks[1:], strict=False))
+    regrown = sum((new & ~old).long() for old, new in itertools.pairwise(masks))
     expected = ((regrown > 0) & masks[-1]).sum() / regrown.sum()
     assert sparsifier.stats()["regrown_alive"] == pytest.approx(expected.item())
     assert 0 < expected < 1

@@ -91,7 +91,7 @@ def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
     layer = sparsifier.layers["0"]
     optimizer.zero_grad()
     loss().backward()
-    # What the step would add to pruned entries: Adam divides by the mean of the block's second moments, or by their own.
+    # The step of regrown entries: Adam divides by the root of the block's mean second moment, or of their own.
     keep, grad = layer.forward_mask.unflatten(1, (-1, 4)), layer.weight.grad.unflatten(1, (-1, 4))
     mean = (torch.where(keep, grad.square(), 0).sum(-1, keepdim=True) / 2).expand_as(grad)
     root = torch.maximum(mean, grad.square()).sqrt() + 1e-8
