@@ -64,7 +64,7 @@ def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Apply changes in place: dotted keys or nested mappings, and the short keys of the callback.
+    """Apply changes in place: dotted keys or nested mappings; the short keys lead into the NMSparsityCallback.
 
     A mapping joins the one that is there; one with a ``class_path`` replaces it, as do lists and plain values.
 
@@ -72,22 +72,24 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
         ValueError: If a dotted key leads through something that is no mapping.
     """
     for key, value in changes.items():
-        if key in SHORT_KEYS:
-            _masks(config)[key] = copy.deepcopy(value)
-            continue
-        *path, last = str(key).split(".")
-        place = config
-        for number, part in enumerate(path, 1):
-            if place.get(part) is None:
-                place[part] = {}
-            place = place[part]
-            if not isinstance(place, dict):
-                raise ValueError(f"{key}: {'.'.join(path[:number])} is {place!r:.60}, no mapping")
-        there = place.get(last)
-        if isinstance(value, Mapping) and isinstance(there, dict) and "class_path" not in value:
-            override(there, value)
-        else:
-            place[last] = copy.deepcopy(value)
+        short = str(key).split(".")[0] in SHORT_KEYS
+        _set(_masks(config) if short else config, str(key), value)
+
+
+def _set(place: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for number, part in enumerate(path, 1):
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise ValueError(f"{key}: {'.'.join(path[:number])} is {place!r:.60}, which has no keys")
+    there = place.get(last)
+    if isinstance(value, Mapping) and isinstance(there, dict) and "class_path" not in value:
+        for inner, each in value.items():
+            _set(there, str(inner), each)
+    else:
+        place[last] = copy.deepcopy(value)
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

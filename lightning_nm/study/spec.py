@@ -72,13 +72,13 @@ class Spec:
                 yield Cell(variant, dict(zip(self.grid, point, strict=True)))
 
     def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
-        """The LightningCLI config of a trial: the study's, quiet, and then overrides, grid, search and variant.
+        """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
 
         Raises:
             ValueError: If a key cannot be applied.
         """
         config = quiet(self.config)
-        for changes in (self.overrides, cell.values, searched, self.variants[cell.variant]):
+        for changes in (self.overrides, self.variants[cell.variant], cell.values, searched):
             override(config, changes)
         return config
 
@@ -127,6 +127,9 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
     _require(not searches or (isinstance(trials, int) and trials > 0), f"trials: {trials!r} must be a positive integer")
     for key in given["search"]:
         _require(key not in given["grid"], f"search.{key}: is in the grid, too; leave it out of one of them")
+    for name, changes in given["variants"].items():
+        for key in {**given["grid"], **given["search"]}:
+            _require(key not in changes, f"variants.{name}.{key}: is in the grid or the search, too; give it once")
     return Spec(**given)
 
 

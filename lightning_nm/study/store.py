@@ -202,6 +202,7 @@ class Store:
         dead = [trial for trial in running if not self._is_alive(trial)]
         for trial in dead:
             study.tell(trial.number, state=TrialState.FAIL)
+            (self.workers / trial.user_attrs.get("worker", "none")).unlink(missing_ok=True)
         return dead
 
     def _is_alive(self, trial: FrozenTrial) -> bool:
