@@ -48,7 +48,7 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
             torch.set_num_threads(before)
         return True
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(spec, folder, threads)) for _ in range(workers)]
+    processes = [context.Process(target=_work_alone, args=(spec, folder, threads)) for _ in range(workers)]
     try:
         for process in processes:
             process.start()
@@ -61,6 +61,14 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
                 process.join()
         raise
     return all(process.exitcode == 0 for process in processes)
+
+
+def _work_alone(spec: Spec, folder: Path, threads: int) -> None:
+    """:func:`work` in a process of its own, which Ctrl-C ends without a traceback."""
+    try:
+        work(spec, folder, threads)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:

@@ -176,6 +176,7 @@ def plain(model, data, method, pattern):
         enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
+        limit_test_batches=3,
     )
     trainer.fit(model, data)
     return trainer.test(model, data, verbose=False)[0]
@@ -186,7 +187,7 @@ def plain(model, data, method, pattern):
 @pytest.mark.filterwarnings("ignore:BAME never adapts")
 def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
     names = [{"class_path": cls.__name__} for cls in (data, model)]
-    trainer = {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0}
+    trainer = {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0, "limit_test_batches": 3}
     config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
     metric = {TinyTransformer: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
     spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
