@@ -101,7 +101,7 @@ def _means(spec: Spec, section: Section) -> Table:
 def _differences(section: Section) -> Table:
     header = ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
     found = [c.difference for c in section.comparisons if c.difference]
-    digits = decimals([interval.high - interval.low for interval in found])
+    digits = decimals([(interval.high - interval.low) / 2 for interval in found])
     cells = []
     for c in section.comparisons:
         mean = f"{c.difference.mean:+.{digits}f}" if c.difference else "-"
@@ -169,7 +169,8 @@ def show(spec: Spec, rows: Sequence[Row], found: Sequence[Section], console: Con
         for table in tables(spec, section):
             shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
             for number, name in enumerate(table.header):
-                shown.add_column(name, justify="right" if number else "left")
+                width = max((len(cells[number]) for cells in table.cells), default=0)
+                shown.add_column(name, justify="right" if number else "left", min_width=width)
             for cells in table.cells:
                 shown.add_row(*cells)
             console.print(shown)
