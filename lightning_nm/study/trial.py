@@ -9,13 +9,13 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 
-import lightning_nm
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.lightning_cli import lightning_cli
 
@@ -87,7 +87,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str) -> dict[str, Any]:
         "steps": steps,
         "fit_seconds": round(seconds, 3),
         "torch": torch.__version__,
-        "lightning_nm": lightning_nm.__version__,
+        "lightning_nm": version("lightning-nm"),
         "threads": torch.get_num_threads(),
         "device": str(cli.trainer.strategy.root_device),
         "host": socket.gethostname(),
