@@ -138,7 +138,7 @@ def notes(spec: Spec, rows: Sequence[Row]) -> list[str]:
         said.append(
             "Differences are paired by seed. Intervals are Student's t and hold for each row alone. "
             "Smallest detectable is the true difference that such a test sees in 80 % of repetitions, by the "
-            "paired standard deviation. Undecided: the interval contains zero."
+            "paired standard deviation. Undecided: the interval contains zero, or there is none."
         )
     return said
 
