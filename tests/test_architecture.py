@@ -18,11 +18,11 @@ ORDER = [
     {"sparsifier"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"lightning_cli"},
-    {"doctor"},
+    {"doctor", "study"},
     {"cli"},
     {"__main__"},
 ]
-LIGHTNING = ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "cli", "demo")
+LIGHTNING = ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "study", "cli", "demo")
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -73,9 +73,7 @@ def test_only_public_lightning(path):
         if name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric"):
             assert name.split(".")[0] == "lightning", f"{path} imports {name}"
             assert not any(part.startswith("_") for part in name.split(".")), f"{path} imports {name}"
-            assert room(path) in ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "cli", "demo"), (
-                f"{path} imports {name}"
-            )
+            assert room(path) in LIGHTNING, f"{path} imports {name}"
 
 
 # Each part of a layer: the file of its class, and who assigns its fields beside that file.

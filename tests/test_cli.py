@@ -152,6 +152,7 @@ def test_help_is_complete(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert "verify" in text
+    assert "study" in text
     assert "fit" in text
 
 

@@ -87,11 +87,11 @@ def test_commands_name_what_is_there():
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "lightning-nm":
-            assert words[1] in ("fit", "doctor", "verify")
+            assert words[1] in ("fit", "doctor", "study", "verify")
         else:
             assert (ROOT / words[3].replace(".", "/")).with_suffix(".py").is_file()
         for word in words:
-            if word.startswith("configs/"):
+            if word.startswith(("configs/", "studies/")):
                 assert (ROOT / word).is_file(), word
 
 

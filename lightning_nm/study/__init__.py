@@ -1,0 +1,1 @@
+"""``lightning-nm study``: trainings of variants on paired seeds, compared with intervals. Needs the extra ``study``."""

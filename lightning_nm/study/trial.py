@@ -1,0 +1,110 @@
+"""One training and its test, by the project's LightningCLI."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.lightning_cli import lightning_cli
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+
+class _Flops(pl.Callback):
+    """Reads the FLOPs ratios of a run before the masks are taken off."""
+
+    def __init__(self) -> None:
+        self.ratios: dict[str, float] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
+                self.ratios = callback.sparsifier.mean_flops_ratios()
+
+
+def build(config: Mapping[str, Any], seed: int) -> LightningCLI:
+    """Create the Trainer, the model and the data of a trial.
+
+    ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
+    start from the same weights and see the same batches.
+
+    Raises:
+        ValueError: If the config has an unknown key or a bad value, in jsonargparse's words.
+    """
+
+    class CLI(lightning_cli()):  # type: ignore[misc]
+        def before_instantiate_classes(self) -> None:
+            data = self.config.get("data")
+            arguments = data.get("init_args") if data else None
+            if arguments is not None and "seed" in arguments:
+                arguments["seed"] = seed
+
+    said = StringIO()
+    try:
+        with silence(), redirect_stderr(said), redirect_stdout(said):
+            return CLI(run=False, save_config_callback=None, args={**config, "seed_everything": seed})
+    except SystemExit as error:  # jsonargparse printed the usage and then the error
+        raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from error
+
+
+def train(config: Mapping[str, Any], seed: int, metric: str) -> dict[str, Any]:
+    """Fit and test once; return everything that is known of it, as a row for a table.
+
+    Raises:
+        ValueError: If the test does not log `metric`, or it is no finite number.
+    """
+    with silence():
+        cli = build(config, seed)
+        flops = _Flops()
+        cli.trainer.callbacks.append(flops)  # type: ignore[attr-defined]
+        start = time.perf_counter()
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        seconds = time.perf_counter() - start
+        steps = cli.trainer.global_step
+        tested: dict[str, float] = {}
+        for found in cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False):
+            tested |= found
+    if metric not in tested:
+        raise ValueError(f"metric: the test logs no {metric!r} but {', '.join(tested) or 'nothing'}")
+    if not math.isfinite(tested[metric]):
+        raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
+    return {
+        **{name: float(value) for name, value in tested.items()},
+        **{f"flops_{kind}": ratio for kind, ratio in flops.ratios.items()},
+        "steps": steps,
+        "fit_seconds": round(seconds, 3),
+        "torch": torch.__version__,
+        "lightning_nm": version("lightning-nm"),
+        "threads": torch.get_num_threads(),
+        "device": str(cli.trainer.strategy.root_device),
+        "host": socket.gethostname(),
+    }
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Without the messages of Lightning, and the warnings that a small or short training gives rise to."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
