@@ -29,12 +29,11 @@ from lightning_nm.methods.bame.exchange import (
     exchange_state,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
+from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
-
-_FEW = 1e-3  # share of blocks: an adaptation phase that exchanged in fewer of them did nothing
 
 
 class BAME(MaskMethod):
@@ -131,7 +130,7 @@ class BAME(MaskMethod):
         self.evidence, self.gradient_every, self.evidence_rate = evidence, gradient_every, evidence_rate
         self.budget, self.dgrad = budget, dgrad
         self._bi_mask = BiMask() if dgrad == "bi-mask" else None
-        self._warned = False
+        self._totals = PhaseTotals()
 
     @property
     def sparse_dgrad(self) -> bool:  # type: ignore[override]
@@ -261,6 +260,8 @@ class BAME(MaskMethod):
             write_evidence(layer, optimizer, forward, evidence)
         elif COUNT in layer.buffers and not self._adapting(layer):
             drop_evidence(layer, optimizer, mask)
+        if self._totals.blocks and layer.clock >= layer.schedule[1]:  # the phase of all layers has ended
+            self._warn_of_idleness()
         layer.pending = PendingStep(exchange=exchange)
 
     @torch.no_grad()
@@ -272,7 +273,19 @@ class BAME(MaskMethod):
             if backward is not None:
                 layer.masks.set_backward(backward)
         if layer.clock == layer.schedule[1]:
-            self._warn_of_idleness(layer)
+            self._totals.add(layer, self.every)
+
+    def _warn_of_idleness(self) -> None:
+        """Warn if masks hardly moved in a phase that was long enough, and forget the phase."""
+        totals, self._totals = self._totals, PhaseTotals()
+        accumulated = self.evidence == "accumulated"
+        long = totals.adaptations * self.every * self.evidence_rate >= 1 if accumulated else totals.adaptations >= 5
+        if totals.idle() and long:
+            batch = "use evidence='accumulated' with every=1"
+            advice = f"raise evidence_rate={self.evidence_rate}" if accumulated else batch
+            warnings.warn(
+                f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals}; {advice}", stacklevel=2
+            )
 
     @staticmethod
     def _pending(layer: NMLayer) -> PendingStep:
@@ -325,27 +338,6 @@ class BAME(MaskMethod):
         last = (len(exchange.blocks), exchange.held, loss)
         buffers["adaptation"].copy_(torch.stack([torch.as_tensor(x).to(weight.device, torch.float32) for x in last]))
 
-    def _warn_of_idleness(self, layer: NMLayer) -> None:
-        """Warn once of an adaptation phase that exchanged almost nothing, though it was long enough."""
-        start, stop = layer.schedule
-        steps = min(layer.step, stop - start)
-        turns = steps // self.every
-        possible = steps * self.evidence_rate >= 1 if self.evidence == "accumulated" else turns >= 5
-        done, blocks = int(layer.buffers.get("exchanges", -1)), layer.param.numel() // layer.pattern.m
-        if self._warned or not possible or layer.forward_mask is None or not 0 <= done < max(_FEW * blocks, 1):
-            return
-        self._warned = True
-        way_out = (
-            f"raise evidence_rate={self.evidence_rate}"
-            if self.evidence == "accumulated"
-            else "use evidence='accumulated' (with it every=1), or a higher learning rate"
-        )
-        warnings.warn(
-            f"BAME's masks hardly moved: from step {start} to {stop} layer '{layer.name}' made {done} exchanges in "
-            f"{blocks} blocks at {turns} adaptations, so this trained nearly a fixed mask; {way_out}",
-            stacklevel=2,
-        )
-
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
 
@@ -355,27 +347,4 @@ class BAME(MaskMethod):
         gain; with the evidence of a batch also ``predicted_loss_change``, summed over the layers. After the phase
         these are 0, 1 and 0.
         """
-        blocks = oscillations = adapted = held = loss = alive = exchanges = 0.0
-        for layer in layers:
-            if not layer.buffers:
-                continue
-            counts = layer.buffers["oscillation"]
-            blocks += len(counts)
-            oscillations += int(counts.sum())
-            mask = layer.forward_mask_view
-            if mask is not None and "exchanges" in layer.buffers:
-                alive += int((unpack_mask(layer.buffers["exchanged"], mask.shape) & mask).sum())
-                exchanges += int(layer.buffers["exchanges"])
-            if layer.clock > max(layer.schedule[1], layer.schedule[0] + 1):
-                held += len(counts)
-            else:
-                last = layer.buffers["adaptation"].tolist()
-                adapted, held, loss = adapted + last[0], held + last[1], loss + last[2]
-        blocks = max(blocks, 1)
-        found = {
-            "oscillation": oscillations / blocks,
-            "adapted_blocks": adapted / blocks,
-            "frozen_blocks": held / blocks,
-            "regrown_alive": alive / max(exchanges, 1),
-        }
-        return found if self.evidence == "accumulated" else {**found, "predicted_loss_change": loss}
+        return evolution_statistics(layers, expected_loss=self.evidence == "batch")
