@@ -203,7 +203,7 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
 def test_a_phase_that_exchanges_almost_nothing_is_reported_once():
     def train(method, rate):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
         sparsifier = NMSparsifier(module, "1:16", method, skip_first_last=False).attach()
         optimizer = torch.optim.SGD(module.parameters(), rate)
         sparsifier.register(optimizer)
