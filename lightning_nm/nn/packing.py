@@ -108,9 +108,8 @@ def layout_of(
     """
     stamp: Hashable = (mask_version(layer), product.key.pattern)
     side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
-    return router.layout(
-        layer, (kernel.name, "layout", side, product.key.dtype), stamp, lambda: kernel.layout(matrix())
-    )
+    name = (kernel.name, "layout", side, product.key.dtype)
+    return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
 def pack_of(

@@ -118,9 +118,10 @@ class _CpuKernel(GemmKernel):
 class CpuPermuteKernel(_CpuKernel):
     """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
 
-    A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are outputs.
-    Inputs and outputs stay row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16 operands are summed in float32 and
-    rounded once, to nearest even. The results have the same bits for every number of threads.
+    A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are
+    outputs. Inputs and outputs stay row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16
+    operands are summed in float32 and rounded once, to nearest even. The results have the same bits for every number
+    of threads.
     """
 
     name = "cpu-permute"

@@ -242,15 +242,13 @@ def test_a_paired_layout_is_of_bfloat16_alone():
         packed = kernel.pack_masked(made.matrix, layout)
         assert layout.paired
         assert packed.values.dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="has bfloat16 values, not torch.float32"):
+        with pytest.raises(ValueError, match="has bfloat16 values"):
             kernel.pack_masked(made.matrix._replace(dtype=torch.float32), layout)
-        with pytest.raises(ValueError, match="takes torch.bfloat16 alone"):
+        with pytest.raises(ValueError, match="a paired layout takes"):
             kernel.linear(packed, made.x.float())
-        with pytest.raises(ValueError, match="takes torch.bfloat16 alone"):
+        with pytest.raises(ValueError, match="a paired layout takes"):
             kernel.sampled(layout, made.grad.float(), made.x.float())
-        single = kernel.layout(
-            made.matrix._replace(dtype=torch.float32)
-        )  # bfloat16 operands of such a layout are widened
+        single = kernel.layout(made.matrix._replace(dtype=torch.float32))  # its bfloat16 operands are widened
         assert not single.paired
         found = kernel.linear(kernel.pack_masked(made.matrix, single), made.x)
         torch.testing.assert_close(found.double(), made.x.double() @ made.exact.t(), rtol=2.0**-7, atol=1e-4)

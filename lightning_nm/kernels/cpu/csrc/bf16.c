@@ -302,32 +302,43 @@ INLINE int has(const nm_csr *a, int32_t next, int32_t count, int32_t last, int32
     return next + count <= last && a->offset[next + count - 1] < limit;
 }
 
-/* Add to the sums y [rows][NM_PANEL] of one or two rows their entries from `next` on whose offset is below `limit`. Two at
- * a time because four sums alone would wait for each other. */
-INLINE void csr_some_rows(const int rows, const nm_csr *a, int32_t *next, const int32_t *last, int32_t limit,
-                          const uint16_t *panel, float *y) {
-    __m512 sums[2][4];
-    int32_t e[2] = {next[0], next[rows - 1]};
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < 4; v++) sums[r][v] = _mm512_loadu_ps(y + r * NM_PANEL + v * LANES);
-    for (; rows == 2 && has(a, e[0], 2, last[0], limit) && has(a, e[1], 2, last[1], limit); e[0] += 2, e[1] += 2) {
-        add_entries(2, sums[0], a, e[0], panel);
-        add_entries(2, sums[1], a, e[1], panel);
-    }
-    for (int r = 0; r < rows; r++) {
-        for (; has(a, e[r], 2, last[r], limit); e[r] += 2) add_entries(2, sums[r], a, e[r], panel);
-        if (has(a, e[r], 1, last[r], limit)) add_entries(1, sums[r], a, e[r]++, panel);
-        next[r] = e[r];
-        for (int v = 0; v < 4; v++) _mm512_storeu_ps(y + r * NM_PANEL + v * LANES, sums[r][v]);
-    }
+/* Add to the sums of a row its entries from `next` on whose offset is below `limit`; return the entry after them. */
+INLINE int32_t csr_row(__m512 *sums, const nm_csr *a, int32_t next, int32_t last, int32_t limit, const uint16_t *panel) {
+    for (; has(a, next, 2, last, limit); next += 2) add_entries(2, sums, a, next, panel);
+    if (has(a, next, 1, last, limit)) add_entries(1, sums, a, next++, panel);
+    return next;
 }
 
+INLINE void load_sums(__m512 *sums, const float *y) {
+    for (int v = 0; v < 4; v++) sums[v] = _mm512_loadu_ps(y + v * LANES);
+}
+
+INLINE void store_sums(float *y, const __m512 *sums) {
+    for (int v = 0; v < 4; v++) _mm512_storeu_ps(y + v * LANES, sums[v]);
+}
+
+/* Add to the sums y [rows][NM_PANEL] the entries of the rows from `first` on that lie in one panel. Two rows at a time
+ * because four sums alone would wait for each other. */
 static void csr_rows(const nm_csr *a, int64_t first, int64_t rows, int32_t *next, int32_t limit, const uint16_t *panel,
                      float *y) {
-    int64_t r = 0;
     const int32_t *last = a->start + first + 1;
-    for (; r + 2 <= rows; r += 2) csr_some_rows(2, a, next + r, last + r, limit, panel, y + r * NM_PANEL);
-    if (r < rows) csr_some_rows(1, a, next + r, last + r, limit, panel, y + r * NM_PANEL);
+    __m512 one[4], two[4];
+    for (; rows >= 2; rows -= 2, next += 2, last += 2, y += 2 * NM_PANEL) {
+        int32_t e = next[0], f = next[1];
+        load_sums(one, y), load_sums(two, y + NM_PANEL);
+        for (; has(a, e, 2, last[0], limit) && has(a, f, 2, last[1], limit); e += 2, f += 2) {
+            add_entries(2, one, a, e, panel);
+            add_entries(2, two, a, f, panel);
+        }
+        next[0] = csr_row(one, a, e, last[0], limit, panel);
+        next[1] = csr_row(two, a, f, last[1], limit, panel);
+        store_sums(y, one), store_sums(y + NM_PANEL, two);
+    }
+    if (rows) {
+        load_sums(one, y);
+        next[0] = csr_row(one, a, next[0], last[0], limit, panel);
+        store_sums(y, one);
+    }
 }
 
 static void csr_task(int64_t begin, int64_t end, void *context) {
