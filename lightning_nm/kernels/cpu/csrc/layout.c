@@ -43,23 +43,24 @@ typedef struct {
     void *values;
 } permute_job;
 
-/* Where in a block a slot of a row is; `paired` is 0 or 1. */
-static inline int64_t slot_at(int64_t slot, int64_t row, int64_t tile, int32_t paired) {
+/* Functions that take `paired`, 0 or 1, as a constant: the compiler makes one for each. */
+#define INLINE static inline __attribute__((always_inline))
+
+/* Where in a block a slot of a row is. */
+INLINE int64_t slot_at(int64_t slot, int64_t row, int64_t tile, int32_t paired) {
     return (slot >> paired) * (tile << paired) + (row << paired) + (slot & paired);
 }
 
 /* The rows of the tiles begin .. end. */
-static void permute_layout_task(int64_t begin, int64_t end, void *context) {
-    permute_job *job = context;
+INLINE void permute_layout_of(permute_job *job, int64_t begin, int64_t end, const int32_t paired) {
     const nm_mask *m = job->mask;
-    int32_t paired = job->paired;
     int64_t size = job->lanes << paired, slots = job->slots, tile = 2 * job->lanes, blocks = nm_ceil(m->depth, size);
     int64_t unit = slots * tile, first = begin * tile, rows = nm_min(end * tile, m->rows) - first;
     uint8_t *index = job->index + begin * blocks * unit;
     memset(index, NM_EMPTY, (size_t)((end - begin) * blocks * unit));
     if (m->depth_stride == 1 && !m->order) {
         for (int64_t r = 0; r < rows; r++) {
-            uint8_t *at_tile = index + r / tile * blocks * unit;
+            uint8_t *at_row = index + r / tile * blocks * unit + slot_at(0, r % tile, tile, paired);
             const uint8_t *line = m->bits + (first + r) * m->row_stride;
             int64_t block = -1, slot = 0;
             EACH_SET(m, line, m->depth, d) {
@@ -69,7 +70,7 @@ static void permute_layout_task(int64_t begin, int64_t end, void *context) {
                     job->crowded = 1;
                     return;
                 }
-                at_tile[block * unit + slot_at(slot, r % tile, tile, paired)] = (uint8_t)(d % size);
+                at_row[block * unit + slot_at(slot, 0, tile, paired)] = (uint8_t)(d % size);
             }
         }
         return;
@@ -77,16 +78,24 @@ static void permute_layout_task(int64_t begin, int64_t end, void *context) {
     for (int64_t d = 0; d < m->depth; d++) {
         const uint8_t *line = m->bits + place(m, d) * m->depth_stride + first;
         EACH_SET(m, line, rows, r) {
-            uint8_t *at = index + (r / tile * blocks + d / size) * unit;
+            uint8_t *at = index + (r / tile * blocks + d / size) * unit + slot_at(0, r % tile, tile, paired);
             int64_t slot = 0;
-            while (slot < slots && at[slot_at(slot, r % tile, tile, paired)] != NM_EMPTY) slot++;
+            while (slot < slots && at[slot_at(slot, 0, tile, paired)] != NM_EMPTY) slot++;
             if (slot == slots) {
                 job->crowded = 1;
                 return;
             }
-            at[slot_at(slot, r % tile, tile, paired)] = (uint8_t)(d % size);
+            at[slot_at(slot, 0, tile, paired)] = (uint8_t)(d % size);
         }
     }
+}
+
+static void permute_layout_task(int64_t begin, int64_t end, void *context) {
+    permute_job *job = context;
+    if (job->paired)
+        permute_layout_of(job, begin, end, 1);
+    else
+        permute_layout_of(job, begin, end, 0);
 }
 
 /* Write the index of a permute layout for tiles of 2 * lanes rows, `slots`, and blocks of `lanes` or, if it is paired,
@@ -124,7 +133,7 @@ static inline float rounded(float value, int32_t round) {
     return value;
 }
 
-static inline void put_value(void *values, int64_t at, float value, int32_t paired) {
+INLINE void put_value(void *values, int64_t at, float value, int32_t paired) {
     if (!paired) {
         ((float *)values)[at] = value;
         return;
@@ -134,9 +143,7 @@ static inline void put_value(void *values, int64_t at, float value, int32_t pair
     ((uint16_t *)values)[at] = (uint16_t)(bits >> 16 | (value != value ? 0x40 : 0));
 }
 
-/* `paired` is a constant, so that there is a loop for each of both. */
-static inline __attribute__((always_inline)) void permute_values_of(const permute_job *job, int64_t begin, int64_t end,
-                                                                    const int32_t paired) {
+INLINE void permute_values_of(const permute_job *job, int64_t begin, int64_t end, const int32_t paired) {
     const nm_mask *m = job->mask;
     int64_t size = job->lanes << paired, slots = job->slots, tile = 2 * job->lanes, blocks = nm_ceil(m->depth, size);
     for (int64_t t = begin; t < end; t++) {
