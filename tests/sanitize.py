@@ -1,7 +1,8 @@
 """Random products and layouts of the CPU kernels, their C code compiled with the sanitizers: ``make sanitize``.
 
 The sanitizers' runtime must be loaded before Python, so this starts another Python that has it. First that one has to
-end with a report for an entry beyond its matrix: otherwise the sanitizers would see nothing.
+end with a report for an entry beyond its matrix: otherwise the sanitizers would see nothing. On a CPU with AVX-512 the
+instructions of AVX512_BF16 are those of a software model.
 """
 
 import os
@@ -16,6 +17,7 @@ import torch
 from lightning_nm.kernels.cpu import build, library
 
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+MODEL = ("-include", str(Path(__file__).parent / "kernels/cpu/bf16_model.h"))
 CASES = 150  # of each kernel and instruction set
 
 
@@ -32,7 +34,7 @@ def main():
     }
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "libnm.so"
-        if reason := build.compile_library(target, FLAGS):
+        if reason := build.compile_library(target, (*FLAGS, *MODEL)):
             return reason
         for what, expected in (
             ("read-beyond", "heap-buffer-overflow"),

@@ -104,11 +104,12 @@ def layout_of(
 ) -> Any:
     """What a packed operand has of the masks, which is kept while they stand still.
 
-    `side` names the operand; by default dgrad has one of its own.
+    `side` names the operand; by default dgrad has one of its own. Products of another dtype may take another layout.
     """
     stamp: Hashable = (mask_version(layer), product.key.pattern)
     side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
-    return router.layout(layer, (kernel.name, "layout", side), stamp, lambda: kernel.layout(matrix()))
+    name = (kernel.name, "layout", side, product.key.dtype)
+    return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
 def pack_of(

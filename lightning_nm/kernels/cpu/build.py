@@ -23,6 +23,8 @@ LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx51
 """Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
 
 The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
+BF16 = [*LEVELS[2], "-mavx512bf16"]
+"""Compiler flags of level 3, which adds products to level 2; gcc before 10 and clang before 9 do not know them."""
 
 
 def source() -> str:
@@ -82,15 +84,17 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     if failed:
         return failed
     levels = LEVELS if "__x86_64__" in macros else {0: []}
+    pairs = len(levels) > 1 and not _run([*common, *BF16, "-E", "-x", "c", os.devnull])[1]
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "source.c"
         version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = []
         for file, level, extra in [
             (version, None, []),
-            (SOURCES / "library.c", None, []),
+            (SOURCES / "library.c", None, ["-DNM_BF16"] if pairs else []),
             (SOURCES / "layout.c", None, []),
             *((SOURCES / file, level, extra) for file in ("kernels.c", "conv.c") for level, extra in levels.items()),
+            *([(SOURCES / "bf16.c", 3, BF16)] if pairs else []),
         ]:
             objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")
             define = [] if level is None else [f"-DNM_LEVEL={level}"]

@@ -56,7 +56,7 @@ class _CpuKernel(GemmKernel):
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
         rows, depth = packed.layout.rows, packed.layout.depth
-        self._own(packed.layout)
+        self._own(packed.layout, x)
         _check(x, (len(x), depth))
         if bias is not None:
             _check(bias, (rows,), x.dtype)
@@ -67,7 +67,7 @@ class _CpuKernel(GemmKernel):
 
     def sampled(self, layout: PermuteLayout | CsrLayout, grad: Tensor, x: Tensor) -> Tensor:
         """``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
-        self._own(layout)
+        self._own(layout, x)
         _check(x, (len(grad), layout.depth))
         _check(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
@@ -78,10 +78,12 @@ class _CpuKernel(GemmKernel):
     def _function(self) -> object:
         raise NotImplementedError
 
-    def _own(self, layout: PermuteLayout | CsrLayout) -> None:
-        """Refuse the layout of another kernel, which the library would misread."""
+    def _own(self, layout: PermuteLayout | CsrLayout, x: Tensor) -> None:
+        """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
         if not isinstance(layout, self.layouts):
             raise ValueError(f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}")
+        if isinstance(layout, PermuteLayout) and layout.paired and x.dtype != torch.bfloat16:
+            raise ValueError(f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone")
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
@@ -116,9 +118,10 @@ class _CpuKernel(GemmKernel):
 class CpuPermuteKernel(_CpuKernel):
     """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
 
-    A register holds 8 (AVX2) or 16 (AVX-512) inputs of one token; its lanes are outputs. Inputs and outputs stay
-    row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16 operands are summed in float32 and
-    rounded once, to nearest even. The results have the same bits for every number of threads.
+    A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are
+    outputs. Inputs and outputs stay row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16
+    operands are summed in float32 and rounded once, to nearest even. The results have the same bits for every number
+    of threads.
     """
 
     name = "cpu-permute"
@@ -190,7 +193,7 @@ class CpuCsrKernel(_CpuKernel):
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        self._own(packed.layout)
+        self._own(packed.layout, matrix)
         layout, columns = cast("CsrLayout", packed.layout), matrix.shape[-1]
         rows, depth = layout.rows, layout.depth
         _check(matrix, (len(matrix), columns))

@@ -22,6 +22,7 @@ from lightning_nm.kernels.cpu.library import (
     PermuteOperand,
     level,
     load,
+    multiplies_pairs,
     parallel,
     threads,
 )
@@ -33,7 +34,8 @@ class PermuteLayout:
     """A matrix that is N:M along its depth: for each tile of rows, block of the depth and slot the input of each row.
 
     ``inputs`` is uint8 ``[tiles, blocks, slots, 2 lanes]``: the input within the block of `lanes`, or 128 where a row
-    has no nonzero.
+    has no nonzero. Where the CPU multiplies pairs of bfloat16 it is ``[tiles, blocks, slots / 2, 2 lanes, 2]``, with
+    blocks of ``2 lanes``: such a layout is `paired`, and products of bfloat16 alone take it.
     """
 
     inputs: Tensor
@@ -46,16 +48,26 @@ class PermuteLayout:
         return self.inputs.shape[3] // 2
 
     @property
+    def paired(self) -> bool:
+        """Whether two slots of a row lie beside each other."""
+        return self.inputs.dim() == 5
+
+    @property
+    def block(self) -> int:
+        """Inputs in a register."""
+        return self.lanes * 2 if self.paired else self.lanes
+
+    @property
     def slots(self) -> int:
         """Nonzeros of a row in one block, at most."""
-        return self.inputs.shape[2]
+        return self.inputs.shape[2] * 2 if self.paired else self.inputs.shape[2]
 
     @staticmethod
-    def most_slots(pattern: NMPattern, lanes: int) -> int:
-        """Nonzeros that a row of a pattern may have in an aligned block of `lanes`."""
-        if lanes % pattern.m == 0:
-            return pattern.n * (lanes // pattern.m)
-        return min(pattern.n, lanes) if pattern.m % lanes == 0 else lanes
+    def most_slots(pattern: NMPattern, block: int) -> int:
+        """Nonzeros that a row of a pattern may have in an aligned block."""
+        if block % pattern.m == 0:
+            return pattern.n * (block // pattern.m)
+        return min(pattern.n, block) if pattern.m % block == 0 else block
 
     @classmethod
     def of(cls, matrix: MaskedMatrix, pattern: NMPattern) -> PermuteLayout:
@@ -67,10 +79,14 @@ class PermuteLayout:
         library = load()
         lanes = library.nm_lanes(level())
         rows, depth = matrix.shape
-        slots = cls.most_slots(pattern, lanes)
-        inputs = torch.empty(-(-rows // (2 * lanes)), -(-depth // lanes), slots, 2 * lanes, dtype=torch.uint8)
+        paired = multiplies_pairs(matrix.dtype) and (2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0)
+        beside = 2 if paired else 1
+        block = lanes * beside
+        slots = -(-cls.most_slots(pattern, block) // beside) * beside
+        shape = [-(-rows // (2 * lanes)), -(-depth // block), slots // beside, 2 * lanes]
+        inputs = torch.empty(shape + [2] * paired, dtype=torch.uint8)
         mask, _ = _mask(matrix)
-        if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, inputs.data_ptr()):
+        if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, paired, inputs.data_ptr()):
             raise ValueError(f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis")
         return cls(inputs, rows, depth)
 
@@ -84,18 +100,21 @@ class PermuteLayout:
         Raises:
             ValueError: If an index is not within its block.
         """
-        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.lanes):
-            raise ValueError(f"an index of the layout is neither below {self.lanes} nor {EMPTY}: make it from a mask")
+        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.block):
+            raise ValueError(f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask")
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
-        """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        values = torch.empty(self.inputs.shape, dtype=torch.float32)
+        """Values of the matrix at the entries of this layout, rounded to the matrix's dtype, float32 if not paired."""
+        if self.paired and matrix.dtype != torch.bfloat16:
+            raise ValueError(f"a paired layout has bfloat16 values, not {matrix.dtype}")
+        values = torch.empty(self.inputs.shape, dtype=torch.bfloat16 if self.paired else torch.float32)
         mask, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
         load().nm_permute_values(
             ctypes.byref(mask),
             self.lanes,
             self.slots,
+            self.paired,
             self.inputs.data_ptr(),
             weight.data_ptr(),
             DTYPES[weight.dtype],
@@ -106,7 +125,8 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> PermuteOperand:
         """The matrix as the library takes it."""
-        return PermuteOperand(self.inputs.data_ptr(), None if values is None else values.data_ptr(), self.slots)
+        pointer = None if values is None else values.data_ptr()
+        return PermuteOperand(self.inputs.data_ptr(), pointer, self.slots, self.paired)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
-ABI = 4
-LEVELS = ("baseline", "avx2", "avx512")
+ABI = 5
+LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
 LINEAR, MATMUL, SAMPLED = range(3)
 FORWARD, DGRAD, WGRAD = range(3)
@@ -53,7 +53,7 @@ class Operands(ctypes.Structure):
 class PermuteOperand(ctypes.Structure):
     """``nm_permute`` of the library."""
 
-    _fields_ = [("index", c_void_p), ("values", c_void_p), ("slots", c_int64)]
+    _fields_ = [("index", c_void_p), ("values", c_void_p), ("slots", c_int64), ("paired", c_int64)]
 
 
 class CsrOperand(ctypes.Structure):
@@ -101,11 +101,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_source": (c_char_p, []),
     "nm_best_level": (c_int32, []),
     "nm_lanes": (c_int64, [c_int32]),
-    "nm_permute_layout": (c_int32, [POINTER(Mask), c_int64, c_int64, c_void_p]),
+    "nm_permute_layout": (c_int32, [POINTER(Mask), c_int64, c_int64, c_int32, c_void_p]),
     "nm_permute_valid": (c_int32, [c_void_p, c_int64, c_int64]),
     "nm_permute_values": (
         None,
-        [POINTER(Mask), c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32, c_void_p],
+        [POINTER(Mask), c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p],
     ),
     "nm_csr_start": (c_int64, [POINTER(Mask), c_void_p]),
     "nm_csr_fill": (None, [POINTER(Mask), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
@@ -186,6 +186,11 @@ def level() -> int:
         fault = "is unknown" if asked not in LEVELS else "is not an instruction set of this CPU"
         raise RuntimeError(f"LIGHTNING_NM_ISA={asked!r} {fault}: use one of {known}, or unset it")
     return LEVELS.index(asked)
+
+
+def multiplies_pairs(dtype: torch.dtype) -> bool:
+    """Whether the instruction set multiplies pairs of values of a dtype."""
+    return dtype == torch.bfloat16 and LEVELS[level()] == "avx512-bf16"
 
 
 def compiled_from() -> str:

@@ -9,7 +9,7 @@ from lightning_nm import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import EMPTY, PANEL
-from tests.cpu_products import LEVELS, STORAGES, at_level, case, needs_library
+from tests.cpu_products import LEVELS, STORAGES, at_level, case, compare, needs_library
 
 pytestmark = needs_library
 
@@ -18,23 +18,30 @@ sizes = {
     "rows": st.integers(1, 80),
     "depth": st.integers(1, 80),
     "tokens": st.just(1),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
     "storage": st.sampled_from(STORAGES),
     "bit": st.sampled_from([1, 2, 64, 128]),
     "seed": st.integers(0, 1000),
 }
 
 
+def by_slot(layout, tensor):
+    """[tiles, blocks, slots, rows of a tile], also of pairs."""
+    return tensor.movedim(4, 3).flatten(2, 3) if layout.paired else tensor
+
+
 def mask_of_permute(layout):
     """The mask of a layout, with a check that no entry is there twice and none outside of the matrix."""
-    lanes = layout.lanes
-    tiles, blocks, slots, tile = layout.inputs.shape
-    count = torch.zeros(tiles * tile, blocks * lanes, dtype=torch.int64)
+    block, inputs = layout.block, by_slot(layout, layout.inputs)
+    tiles, blocks, slots, tile = inputs.shape
+    assert (slots, tile) == (layout.slots, 2 * layout.lanes)
+    count = torch.zeros(tiles * tile, blocks * block, dtype=torch.int64)
     for t in range(tiles):
         for b in range(blocks):
             for s in range(slots):
-                for r, place in enumerate(layout.inputs[t, b, s].tolist()):
+                for r, place in enumerate(inputs[t, b, s].tolist()):
                     if place != EMPTY:
-                        count[t * tile + r, b * lanes + place] += 1
+                        count[t * tile + r, b * block + place] += 1
     assert count.max() <= 1
     assert count.sum() == count[: layout.rows, : layout.depth].sum()
     return count[: layout.rows, : layout.depth].bool()
@@ -62,7 +69,8 @@ def test_a_permute_layout_is_the_mask(level, arguments, pattern, permuted):
         layout = PermuteLayout.of(made.matrix, made.matrix.pattern)
         layout.check()
         assert torch.equal(mask_of_permute(layout), made.mask)
-        assert layout.lanes == {"avx2": 8, "avx512": 16}[level]
+        assert layout.lanes == (8 if level == "avx2" else 16)
+        assert layout.paired == (level == "avx512-bf16" and arguments["dtype"] == torch.bfloat16)
 
 
 @settings(max_examples=60)
@@ -95,7 +103,8 @@ def test_values_are_those_of_the_weight_at_the_time(storage, weight_dtype, dtype
         for scale in (1, -3):
             made.matrix.values.mul_(scale)
             values, expected = layout.values(made.matrix), torch.where(made.mask, made.matrix.values.to(dtype), 0)
-            assert values.dtype == torch.float32
+            paired = isinstance(layout, PermuteLayout) and layout.paired
+            assert values.dtype == (torch.bfloat16 if paired else torch.float32)
             entries = mask_of_csr(layout) if isinstance(layout, CsrLayout) else mask_of_permute(layout)
             assert torch.equal(entries, made.mask)
             found = torch.zeros(39, 50)
@@ -105,9 +114,10 @@ def test_values_are_those_of_the_weight_at_the_time(storage, weight_dtype, dtype
                     found[row, (layout.offset[these] // PANEL).long()] = values[these]
             else:
                 assert not values[layout.inputs == EMPTY].any()
-                lanes = layout.lanes
-                for t, b, s, r in (layout.inputs != EMPTY).nonzero().tolist():
-                    found[t * 2 * lanes + r, b * lanes + int(layout.inputs[t, b, s, r])] = values[t, b, s, r]
+                inputs, values = by_slot(layout, layout.inputs), by_slot(layout, values)
+                for t, b, s, r in (inputs != EMPTY).nonzero().tolist():
+                    place = t * 2 * layout.lanes + r, b * layout.block + int(inputs[t, b, s, r])
+                    found[place] = values[t, b, s, r]
             assert torch.equal(found, expected.float())
 
 
@@ -117,10 +127,18 @@ def test_values_are_rounded_to_bfloat16_as_a_cast_rounds():
     weight = torch.cat(patterns).to(torch.int32).view(torch.float32)[: 256 * 1024].reshape(256, -1)
     mask = torch.ones(weight.shape, dtype=torch.uint8)
     matrix = MaskedMatrix(weight, mask, 1, None, torch.bfloat16, None, lambda: weight)
-    found, expected = CsrLayout.of(matrix).values(matrix).view_as(weight), weight.bfloat16().float()
-    assert torch.equal(found.isnan(), expected.isnan())
-    kept = ~expected.isnan()
-    assert torch.equal(found[kept].view(torch.int32), expected[kept].view(torch.int32))
+    values, expected = [CsrLayout.of(matrix).values(matrix).view_as(weight)], weight.bfloat16().float()
+    if WIDE:
+        mask[:, 31::32] = 0  # of the depth in its order all slots but these have an entry
+        with at_level(WIDE[-1]):
+            layout = PermuteLayout.of(matrix, NMPattern(31, 32))
+        found = by_slot(layout, layout.values(matrix)).permute(0, 3, 1, 2).reshape(256, -1).float()
+        assert not found[:, 31::32].any()
+        values.append(torch.where(mask.bool(), found, expected))
+    for found in values:
+        assert torch.equal(found.isnan(), expected.isnan())
+        kept = ~expected.isnan()
+        assert torch.equal(found[kept].view(torch.int32), expected[kept].view(torch.int32))
 
 
 @pytest.mark.parametrize("level", WIDE)
@@ -135,15 +153,16 @@ def test_a_mask_that_is_not_of_the_pattern_is_refused(level, storage):
         CpuPermuteKernel().layout(made.matrix._replace(pattern=None))
 
 
-@pytest.mark.parametrize("wrong", [-1, 15, 16, 127, 129, 255])
+@pytest.mark.parametrize("wrong", [-1, 15, 16, 31, 32, 127, 129, 255])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", WIDE)
-def test_a_permute_layout_with_a_wrong_index_is_refused(level, wrong):
-    made = case(40, 40, 1, "1:8")
+def test_a_permute_layout_with_a_wrong_index_is_refused(level, dtype, wrong):
+    made = case(40, 40, 1, "1:8", dtype)
     with at_level(level):
         layout = PermuteLayout.of(made.matrix, NMPattern(1, 8))
         layout.check()
         layout.inputs.view(-1)[-3] = wrong % 256
-        if wrong == 15 and layout.lanes == 16:
+        if 0 <= wrong < layout.block:
             layout.check()
         else:
             with pytest.raises(ValueError, match="make it from a mask"):
@@ -213,3 +232,28 @@ def test_a_kernel_refuses_a_layout_that_is_broken_or_of_another_kernel():
     layout = permute.layout(made.matrix)
     with pytest.raises(ValueError, match="make it from a mask"):
         replace(layout, inputs=layout.inputs + 64)
+
+
+@pytest.mark.skipif("avx512-bf16" not in LEVELS, reason="needs a CPU that multiplies pairs, or a model of one")
+def test_a_paired_layout_is_of_bfloat16_alone():
+    made, kernel = case(40, 48, 5, "1:8", torch.bfloat16), CpuPermuteKernel()
+    with at_level("avx512-bf16"):
+        layout = kernel.layout(made.matrix)
+        packed = kernel.pack_masked(made.matrix, layout)
+        assert layout.paired
+        assert packed.values.dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="has bfloat16 values"):
+            kernel.pack_masked(made.matrix._replace(dtype=torch.float32), layout)
+        with pytest.raises(ValueError, match="a paired layout takes"):
+            kernel.linear(packed, made.x.float())
+        with pytest.raises(ValueError, match="a paired layout takes"):
+            kernel.sampled(layout, made.grad.float(), made.x.float())
+        single = kernel.layout(made.matrix._replace(dtype=torch.float32))  # its bfloat16 operands are widened
+        assert not single.paired
+        found = kernel.linear(kernel.pack_masked(made.matrix, single), made.x)
+        torch.testing.assert_close(found.double(), made.x.double() @ made.exact.t(), rtol=2.0**-7, atol=1e-4)
+        other = case(40, 96, 5, "5:48", torch.bfloat16)  # 48 divides neither 32 nor is it a multiple
+        assert not kernel.layout(other.matrix).paired
+        compare(kernel, other)
+    with at_level("avx512"), pytest.raises(RuntimeError, match="has no such kernel"):
+        kernel.linear(packed, made.x)

@@ -17,6 +17,7 @@ from tests.cpu_products import KERNELS, LEVELS, at_level, case, compare, has_ker
 from tests.routed import attach, gradients, ran
 
 CPU = torch.device("cpu")
+LANES = {"baseline": 0, "avx2": 8, "avx512": 16, "avx512-bf16": 16}
 needs_compiler = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 
 
@@ -175,7 +176,7 @@ def test_a_build_replaces_the_library_and_the_reason(tmp_path):
 def test_the_variable_lowers_the_level(level):
     with at_level(level):
         assert library.LEVELS[library.level()] == level
-        assert library.load().nm_lanes(library.level()) == {"baseline": 0, "avx2": 8, "avx512": 16}[level]
+        assert library.load().nm_lanes(library.level()) == LANES[level]
 
 
 @needs_library

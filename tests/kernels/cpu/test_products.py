@@ -101,8 +101,9 @@ def test_bfloat16_results_are_rounded_to_nearest_even(kernel, level):
 @per_cell
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, 3.38e38])
-def test_nan_infinity_and_overflow_pass_at_kept_entries(kernel, level, dtype, odd):
-    made = case(37, 24, 19, "2:8", dtype, bias=False)
+@pytest.mark.parametrize("pattern", ["2:8", "3:8"])
+def test_nan_infinity_and_overflow_pass_at_kept_entries(kernel, level, dtype, odd, pattern):
+    made = case(37, 24, 19, pattern, dtype, bias=False)
     with at_level(level):
         layout = kernel.layout(made.matrix)
         packed = kernel.pack_masked(made.matrix, layout)

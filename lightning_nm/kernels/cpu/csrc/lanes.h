@@ -1,5 +1,5 @@
 /* Vectors and dtypes for one instruction set: NM_LEVEL 0 is what every CPU of the architecture has, 1 is AVX2 with FMA, 2
- * is AVX-512. Vectors are GCC's and clang's. */
+ * is AVX-512, 3 is AVX-512 with AVX512_BF16. Vectors are GCC's and clang's. */
 #ifndef NM_LANES_H
 #define NM_LANES_H
 #include <stdlib.h>
@@ -11,7 +11,10 @@
 #include <immintrin.h>
 #endif
 
-#if NM_LEVEL == 2
+#if NM_LEVEL == 3
+#define LANES 16
+#define LEVEL(name) name##_avx512_bf16
+#elif NM_LEVEL == 2
 #define LANES 16
 #define LEVEL(name) name##_avx512
 #elif NM_LEVEL == 1
@@ -33,7 +36,7 @@ INLINE vec fill(float v) { return v - (vec){0}; }
 
 /* The sum of the lanes. */
 INLINE float total(vec v) {
-#if NM_LEVEL == 2
+#if NM_LEVEL >= 2
     return _mm512_reduce_add_ps((__m512)v);
 #elif NM_LEVEL == 1
     __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));

@@ -36,33 +36,41 @@ static inline uint64_t eight(const nm_mask *m, const uint8_t *bytes, int64_t lef
 typedef struct {
     const nm_mask *mask;
     int64_t lanes, slots;
+    int32_t paired;
     uint8_t *index;
     const void *weight;
     int32_t dtype, round, crowded;
-    float *values;
+    void *values;
 } permute_job;
 
+/* Functions that take `paired`, 0 or 1, as a constant: the compiler makes one for each. */
+#define INLINE static inline __attribute__((always_inline))
+
+/* Where in a block a slot of a row is. */
+INLINE int64_t slot_at(int64_t slot, int64_t row, int64_t tile, int32_t paired) {
+    return (slot >> paired) * (tile << paired) + (row << paired) + (slot & paired);
+}
+
 /* The rows of the tiles begin .. end. */
-static void permute_layout_task(int64_t begin, int64_t end, void *context) {
-    permute_job *job = context;
+INLINE void permute_layout_of(permute_job *job, int64_t begin, int64_t end, const int32_t paired) {
     const nm_mask *m = job->mask;
-    int64_t lanes = job->lanes, slots = job->slots, tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes);
+    int64_t size = job->lanes << paired, slots = job->slots, tile = 2 * job->lanes, blocks = nm_ceil(m->depth, size);
     int64_t unit = slots * tile, first = begin * tile, rows = nm_min(end * tile, m->rows) - first;
     uint8_t *index = job->index + begin * blocks * unit;
     memset(index, NM_EMPTY, (size_t)((end - begin) * blocks * unit));
     if (m->depth_stride == 1 && !m->order) {
         for (int64_t r = 0; r < rows; r++) {
-            uint8_t *at_row = index + r / tile * blocks * unit + r % tile;
+            uint8_t *at_row = index + r / tile * blocks * unit + slot_at(0, r % tile, tile, paired);
             const uint8_t *line = m->bits + (first + r) * m->row_stride;
             int64_t block = -1, slot = 0;
             EACH_SET(m, line, m->depth, d) {
-                slot = d / lanes == block ? slot + 1 : 0;
-                block = d / lanes;
+                slot = d / size == block ? slot + 1 : 0;
+                block = d / size;
                 if (slot == slots) {
                     job->crowded = 1;
                     return;
                 }
-                at_row[block * unit + slot * tile] = (uint8_t)(d % lanes);
+                at_row[block * unit + slot_at(slot, 0, tile, paired)] = (uint8_t)(d % size);
             }
         }
         return;
@@ -70,31 +78,40 @@ static void permute_layout_task(int64_t begin, int64_t end, void *context) {
     for (int64_t d = 0; d < m->depth; d++) {
         const uint8_t *line = m->bits + place(m, d) * m->depth_stride + first;
         EACH_SET(m, line, rows, r) {
-            uint8_t *at = index + (r / tile * blocks + d / lanes) * unit + r % tile;
+            uint8_t *at = index + (r / tile * blocks + d / size) * unit + slot_at(0, r % tile, tile, paired);
             int64_t slot = 0;
-            while (slot < slots && at[slot * tile] != NM_EMPTY) slot++;
+            while (slot < slots && at[slot_at(slot, 0, tile, paired)] != NM_EMPTY) slot++;
             if (slot == slots) {
                 job->crowded = 1;
                 return;
             }
-            at[slot * tile] = (uint8_t)(d % lanes);
+            at[slot_at(slot, 0, tile, paired)] = (uint8_t)(d % size);
         }
     }
 }
 
-/* Write the index of a permute layout for tiles of 2 * lanes rows, blocks of `lanes` and `slots`.
+static void permute_layout_task(int64_t begin, int64_t end, void *context) {
+    permute_job *job = context;
+    if (job->paired)
+        permute_layout_of(job, begin, end, 1);
+    else
+        permute_layout_of(job, begin, end, 0);
+}
+
+/* Write the index of a permute layout for tiles of 2 * lanes rows, `slots`, and blocks of `lanes` or, if it is paired,
+ * of 2 * lanes.
  * Returns 0, or -1 where a block has more nonzeros than slots. */
-int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, uint8_t *index) {
+int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, uint8_t *index) {
     if (m->depth_stride != 1 && m->row_stride != 1) return -2;
-    permute_job job = {.mask = m, .lanes = lanes, .slots = slots, .index = index};
+    permute_job job = {.mask = m, .lanes = lanes, .slots = slots, .paired = paired, .index = index};
     nm_run(m->parallel, m->threads, nm_ceil(m->rows, 2 * lanes), permute_layout_task, &job);
     return job.crowded ? -1 : 0;
 }
 
-/* Whether an index may be read by the kernels: every entry is empty or below `lanes`. */
-int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t lanes) {
+/* Whether an index may be read by the kernels: every entry is empty or within its block. */
+int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t block) {
     uint8_t wrong = 0;
-    for (int64_t i = 0; i < size; i++) wrong |= index[i] != NM_EMPTY && index[i] >= lanes;
+    for (int64_t i = 0; i < size; i++) wrong |= index[i] != NM_EMPTY && index[i] >= block;
     return !wrong;
 }
 
@@ -116,42 +133,59 @@ static inline float rounded(float value, int32_t round) {
     return value;
 }
 
-static void permute_values_task(int64_t begin, int64_t end, void *context) {
-    const permute_job *job = context;
+INLINE void put_value(void *values, int64_t at, float value, int32_t paired) {
+    if (!paired) {
+        ((float *)values)[at] = value;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    ((uint16_t *)values)[at] = (uint16_t)(bits >> 16 | (value != value ? 0x40 : 0));
+}
+
+INLINE void permute_values_of(const permute_job *job, int64_t begin, int64_t end, const int32_t paired) {
     const nm_mask *m = job->mask;
-    int64_t lanes = job->lanes, slots = job->slots, tile = 2 * lanes, blocks = nm_ceil(m->depth, lanes);
+    int64_t size = job->lanes << paired, slots = job->slots, tile = 2 * job->lanes, blocks = nm_ceil(m->depth, size);
     for (int64_t t = begin; t < end; t++) {
-        int64_t rows = nm_min(tile, m->rows - t * tile), start = t * blocks * slots * tile;
-        const uint8_t *from = job->index + start;
-        float *to = job->values + start;
-        if (rows < tile) memset(to, 0, (size_t)(blocks * slots * tile) * 4);
+        int64_t rows = nm_min(tile, m->rows - t * tile), whole = blocks * slots * tile;
+        const uint8_t *from = job->index + t * whole;
+        char *to = (char *)job->values + t * whole * (paired ? 2 : 4);
+        if (rows < tile) memset(to, 0, (size_t)(whole * (paired ? 2 : 4)));
         if (m->row_stride == 1) {
             for (int64_t u = 0; u < blocks * slots; u++)
                 for (int64_t r = 0; r < rows; r++) {
-                    int64_t i = from[u * tile + r];
-                    int64_t at = i & NM_EMPTY ? 0 : place(m, u / slots * lanes + i) * m->depth_stride + t * tile + r;
+                    int64_t i = from[slot_at(u, r, tile, paired)];
+                    int64_t at = i & NM_EMPTY ? 0 : place(m, u / slots * size + i) * m->depth_stride + t * tile + r;
                     float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
-                    to[u * tile + r] = rounded(value, job->round);
+                    put_value(to, slot_at(u, r, tile, paired), rounded(value, job->round), paired);
                 }
         } else {
             for (int64_t r = 0; r < rows; r++) {
                 int64_t row = (t * tile + r) * m->row_stride;
                 for (int64_t b = 0; b < blocks; b++)
                     for (int64_t s = 0; s < slots; s++) {
-                        int64_t u = (b * slots + s) * tile + r, i = from[u];
-                        int64_t at = i & NM_EMPTY ? 0 : row + place(m, b * lanes + i) * m->depth_stride;
+                        int64_t u = slot_at(b * slots + s, r, tile, paired), i = from[u];
+                        int64_t at = i & NM_EMPTY ? 0 : row + place(m, b * size + i) * m->depth_stride;
                         float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
-                        to[u] = rounded(value, job->round);
+                        put_value(to, u, rounded(value, job->round), paired);
                     }
             }
         }
     }
 }
 
-/* The values of a permute layout; `round` rounds them to bfloat16. */
-void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, const uint8_t *index, const void *weight,
-                       int32_t dtype, int32_t round, float *values) {
-    permute_job job = {m, lanes, slots, (uint8_t *)index, weight, dtype, round, 0, values};
+static void permute_values_task(int64_t begin, int64_t end, void *context) {
+    const permute_job *job = context;
+    if (job->paired)
+        permute_values_of(job, begin, end, 1);
+    else
+        permute_values_of(job, begin, end, 0);
+}
+
+/* The values of a permute layout; `round` rounds them to bfloat16, which those of a paired one are. */
+void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, const uint8_t *index,
+                       const void *weight, int32_t dtype, int32_t round, void *values) {
+    permute_job job = {m, lanes, slots, paired, (uint8_t *)index, weight, dtype, round || paired, 0, values};
     nm_run(m->parallel, m->threads, nm_ceil(m->rows, 2 * lanes), permute_values_task, &job);
 }
 

@@ -1,17 +1,35 @@
 /* The instruction sets of this CPU, and the functions that Python calls. */
 #include <stddef.h>
+#ifdef NM_BF16
+#include <cpuid.h>
+#endif
 
 #include "nm.h"
 
 int32_t nm_abi(void) { return NM_ABI; }
 
-/* 0 baseline, 1 AVX2 with FMA, 2 AVX-512: the best level that CPU, operating system and this library have. */
+enum { NM_AVX512 = 2, NM_AVX512_BF16 };
+
+#ifdef NM_BF16 /* the compiler of this library knew AVX512_BF16 */
+/* Of a CPU with AVX-512: the registers that the operating system keeps are the same. */
+static int has_bf16(void) {
+    unsigned eax = 0, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 5 & 1;
+}
+#define PAIRS (&nm_avx512_bf16)
+#else
+static int has_bf16(void) { return 0; }
+#define PAIRS NULL
+#endif
+
+/* 0 baseline, 1 AVX2 with FMA, 2 AVX-512, 3 with AVX512_BF16: the best level that CPU, operating system and this library
+ * have. */
 int32_t nm_best_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
-        return 2;
+        return has_bf16() ? NM_AVX512_BF16 : NM_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
     return 0;
@@ -19,10 +37,15 @@ int32_t nm_best_level(void) {
 
 static const nm_kernels *kernels_of(int32_t level) {
 #if defined(__x86_64__)
-    if (level == 2) return &nm_avx512;
+    if (level >= NM_AVX512) return &nm_avx512;
     if (level == 1) return &nm_avx2;
 #endif
     return level == 0 ? &nm_baseline : NULL;
+}
+
+/* Those that multiply pairs, or NULL. */
+static const nm_kernels *pairs_of(int32_t level, const nm_operands *o) {
+    return level == NM_AVX512_BF16 && o->dtype == NM_BFLOAT16 ? PAIRS : NULL;
 }
 
 int64_t nm_lanes(int32_t level) { return kernels_of(level)->lanes; }
@@ -31,7 +54,8 @@ enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
 
 /* The products return 0, or why there is no result. */
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a) {
-    const nm_kernels *kernels = kernels_of(level);
+    const nm_kernels *kernels = a->paired ? pairs_of(level, o) : kernels_of(level);
+    if (!kernels) return NM_NO_KERNEL;
     void (*kernel)(nm_operands *, const nm_permute *) =
         product == NM_LINEAR ? kernels->permute_linear : product == NM_SAMPLED ? kernels->permute_sampled : NULL;
     if (!kernel) return NM_NO_KERNEL;
@@ -41,7 +65,7 @@ int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const
 }
 
 int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a) {
-    const nm_kernels *kernels = kernels_of(level);
+    const nm_kernels *pairs = pairs_of(level, o), *kernels = pairs ? pairs : kernels_of(level);
     o->failed = 0;
     (product == NM_LINEAR ? kernels->csr_linear : product == NM_MATMUL ? kernels->csr_matmul : kernels->csr_sampled)(o, a);
     return o->failed;
@@ -52,7 +76,7 @@ enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
 int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a) {
     const nm_conv_kernels *kernels = &nm_conv_baseline;
 #if defined(__x86_64__)
-    kernels = level == 2 ? &nm_conv_avx512 : level == 1 ? &nm_conv_avx2 : kernels;
+    kernels = level >= NM_AVX512 ? &nm_conv_avx512 : level == 1 ? &nm_conv_avx2 : kernels;
 #endif
     c->failed = 0;
     (product == NM_FORWARD ? kernels->forward : product == NM_DGRAD ? kernels->dgrad : kernels->sampled)(c, a);

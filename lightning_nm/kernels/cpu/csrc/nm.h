@@ -1,13 +1,17 @@
 /* Products with an N:M sparse matrix A [rows, depth] on CPUs: what the files of this library share.
  *
- * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. layout.c turns masks
- * into layouts, and weights into the values of a layout. library.c detects the CPU and exports the functions.
+ * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
+ * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. layout.c turns masks into layouts, and
+ * weights into the values of a layout. library.c detects the CPU and exports the functions.
  *
  * Two layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
  *            outputs: one permutation picks the input of each output. Rows are cut into tiles of 2 * lanes, the depth
  *            into blocks of `lanes`; index[tile][block][slot][2 * lanes] has in its low bits the input within the
- *            block, and NM_EMPTY where an output has no such nonzero. Values have the same order.
+ *            block, and NM_EMPTY where an output has no such nonzero. Values have the same order, in float32.
+ *   paired   The permute layout of bfloat16 on CPUs that multiply pairs: blocks are of 2 * lanes, the slots are even in
+ *            number, and two of a row lie beside each other: index[tile][block][slot / 2][2 * lanes][2]. Values have the
+ *            same order, in bfloat16.
  *   csr      For any matrix. Row r has the entries start[r] .. start[r + 1]; an entry multiplies 64 consecutive values
  *            of a panel [depth][64] that begin at offset[entry]. Convolutions take it with a depth of
  *            [in / groups][taps], see conv.c.
@@ -17,7 +21,7 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 4 };
+enum { NM_ABI = 5 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
@@ -43,8 +47,8 @@ typedef struct {
 
 typedef struct {
     const uint8_t *index;
-    const float *values;
-    int64_t slots;
+    const void *values;
+    int64_t slots, paired;
 } nm_permute;
 
 typedef struct {
@@ -85,7 +89,7 @@ typedef struct {
     void (*sampled)(nm_conv *, const nm_csr *); /* y = the gradient of W at the entries, zero elsewhere */
 } nm_conv_kernels;
 
-extern const nm_kernels nm_baseline, nm_avx2, nm_avx512;
+extern const nm_kernels nm_baseline, nm_avx2, nm_avx512, nm_avx512_bf16; /* the last for bfloat16 alone */
 extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
 
 static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }

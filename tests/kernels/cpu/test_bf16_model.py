@@ -1,0 +1,51 @@
+"""The level `avx512-bf16` on a CPU with AVX-512 alone: its instructions are those of a software model, bf16_model.h."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_nm.kernels.cpu import build
+from tests.cpu_products import LEVELS
+from tests.sanitize import MODEL
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+from lightning_nm.kernels.cpu import library
+
+library.LIBRARY = Path(sys.argv[1])
+assert library.LEVELS[library.level()] == "avx512-bf16", library.unavailable()
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("avx512" not in LEVELS, reason="needs a CPU with AVX-512")]
+
+
+def test_a_compiler_that_does_not_know_the_instructions_leaves_the_level_out(tmp_path, monkeypatch):
+    compiler = tmp_path / "old-cc"
+    command = " ".join(build.compiler())
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexec {command} "$@"\n')
+    compiler.chmod(0o755)
+    for expected in (3, 2):
+        target = tmp_path / f"{expected}.so"
+        assert build.compile_library(target, MODEL) == ""
+        assert ctypes.CDLL(str(target)).nm_best_level() == expected
+        monkeypatch.setenv("CC", str(compiler))
+
+
+def test_products_of_the_modelled_level(tmp_path):
+    """Every test that runs at a level, the layouts, and training."""
+    assert build.compile_library(tmp_path / "libnm.so", MODEL) == ""
+    chosen = "avx512-bf16 or test_layouts or test_routed_masks"
+    tests = ["tests/kernels/cpu", "tests/nn/test_routed_masks.py", "-k", chosen]
+    command = [sys.executable, "-c", RUN, str(tmp_path / "libnm.so"), "-q", "-p", "no:cacheprovider", *tests]
+    environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_NM_ISA"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-2000:]}"
