@@ -4,6 +4,7 @@
 and oneDNN's, with operands already in oneDNN's form) and torch's CSR product. The gain is against the fastest dense
 product of the same precision. ``few``: one token, where a product reads the weight once. ``pack``: layouts and values.
 ``convolutions``: forward, dgrad and wgrad together, beside torch's.
+``auto``: forward and backward of a layer whose kernels `auto` chose, beside a dense layer.
 ``peers``: forward and backward of a layer beside sparseprop and sparselab, if these are installed.
 ``steps``: whole training steps in a Trainer, beside a dense Trainer in the faster of float32 and bf16-mixed.
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.auto import measure_auto
 from benchmarks.cpu.convolutions import SHAPES as SHAPES_OF_CONVOLUTIONS
 from benchmarks.cpu.convolutions import measure_convolution
 from benchmarks.cpu.peers import measure_peers
@@ -60,7 +62,7 @@ def print_packs(rows: Iterable[Row]) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parts = ["products", "few", "pack", "convolutions", "peers", "steps"]
+    parts = ["products", "few", "pack", "convolutions", "auto", "peers", "steps"]
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -101,6 +103,24 @@ def main(argv: Sequence[str] | None = None) -> None:
                 times = ", ".join("{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad"))
                 name = str(dtype).removeprefix("torch.")
                 print(f"| {row['shape']} | {name} | {row['pattern']} | {times} | {row['gain']:.2f}x |", flush=True)
+        print()
+    if "auto" in args.parts:
+        found["auto"] = []
+        print("| in -> out | N:M | dense layer, ms | auto, ms | gain | kernels |")
+        print("|---|---|---|---|---|---|")
+        for shape in SHAPES:
+            for pattern in args.patterns:
+                row = measure_auto(*shape, args.tokens, pattern, args.repeats)
+                found["auto"].append(row)  # type: ignore[attr-defined]
+                kernels = ", ".join(f"{gemm} {kernel}" for gemm, kernel in row["kernels"].items())
+                cells = [
+                    row["shape"],
+                    pattern,
+                    f"{row['dense_ms']:.1f}",
+                    f"{row['auto_ms']:.1f}",
+                    f"{row['gain']:.2f}x",
+                ]
+                print("| " + " | ".join([*cells, kernels]) + " |", flush=True)
         print()
     if "peers" in args.parts:
         found["peers"] = {}

@@ -17,20 +17,22 @@ from lightning_nm.kernels import Router, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 
 
-def _step(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
+def step_of(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
+    """Forward and backward of a layer, autograd included."""
+
     def run() -> None:
         layer(x).backward(grad)
 
     return run
 
 
-def _ours(weight: Tensor, pattern: str) -> Callable[[Tensor], Tensor]:
+def routed_layer(weight: Tensor, pattern: str, router: Router) -> Callable[[Tensor], Tensor]:
+    """A linear layer with this N:M weight, whose masks stand still and whose products the router makes."""
     linear = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
         linear.weight.copy_(weight)
     model = nn.Sequential(linear)
     model.sparsifier = NMSparsifier(model, pattern, "asp", skip_first_last=False).attach()  # type: ignore[assignment]
-    router = Router("sparse", [CpuPermuteKernel(), CpuCsrKernel()])
 
     def call(x: Tensor) -> Tensor:
         linear.weight.grad = None
@@ -48,7 +50,8 @@ def measure_peers(out: int, width: int, tokens: int, pattern: str, repeats: int)
     dense = nn.Linear(width, out)
     with torch.no_grad():
         dense.weight.copy_(weight)
-    layers: dict[str, Any] = {"dense torch": dense, "lightning_nm": _ours(weight, pattern)}
+    router = Router("sparse", [CpuPermuteKernel(), CpuCsrKernel()])
+    layers: dict[str, Any] = {"dense torch": dense, "lightning_nm": routed_layer(weight, pattern, router)}
     try:
         layers["sparseprop"] = import_module("sparseprop.modules.linear").SparseLinear.from_dense(dense)
     except ImportError:
@@ -61,7 +64,7 @@ def measure_peers(out: int, width: int, tokens: int, pattern: str, repeats: int)
         print("sparselab is not installed")
     x = torch.randn(tokens, width, requires_grad=True)
     grad = torch.randn(tokens, out)
-    steps = {name: _step(layer, x, grad) for name, layer in layers.items()}
+    steps = {name: step_of(layer, x, grad) for name, layer in layers.items()}
     for name, step in list(steps.items()):
         try:
             step()

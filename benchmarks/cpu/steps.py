@@ -11,7 +11,7 @@ from studies.speed.side import PRECISIONS, Grant, Precision, Setting
 
 
 class Case(NamedTuple):
-    """A width, a pattern and a method; masks of ``asp`` stand still, those of ``sr-ste`` and ``bi-mask`` move."""
+    """A width, a pattern and a method; see METHODS of the speed study for ``bame`` and ``bame-frozen``."""
 
     width: int
     pattern: str
@@ -23,7 +23,8 @@ CASES = [
     Case(768, "1:8", "asp"),
     Case(1024, "1:16", "asp"),
     Case(1024, "1:8", "asp"),
-    Case(768, "1:16", "bame"),
+    Case(768, "1:16", "bame"),  # in the adaptation phase
+    Case(768, "1:16", "bame-frozen"),  # after it
     Case(768, "1:16", "sr-ste"),
     Case(768, "1:16", "bi-mask"),
     Case(768, "1:4", "transposable"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.select import masked
 from lightning_nm.pattern import NMPattern, PatternLike
 
 TOKENS = 16
@@ -77,7 +78,7 @@ def masked_reference(
     weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
 ) -> Tensor:
     """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
-    masked = torch.where((marks & bit).ne(0), weight, 0).to(dtype)
+    masked = masked(weight, (marks & bit).ne(0)).to(dtype)
     if permutation is not None:
         masked = masked[permutation]
     return (masked.t() if transposed else masked).contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm, magnitude_mask
+from lightning_nm.functional.select import mask_
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
 
@@ -65,7 +66,7 @@ class ASP(MaskMethod):
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
         if layer.step:  # else after the first step: a fit that fails before it changes no weight
-            layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
+            mask_(layer.local_weight, layer.local_shard(mask))
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Only before pruning, when there are no pruned entries."""
@@ -74,11 +75,11 @@ class ASP(MaskMethod):
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""
         mask = layer.forward_mask_view
-        return (grad if mask is None else grad.masked_fill_(~mask, 0),)
+        return (grad if mask is None else mask_(grad, mask),)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
         mask = layer.forward_mask_view
         if mask is not None:
-            layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
+            mask_(layer.local_weight, layer.local_shard(mask))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment
@@ -226,9 +226,9 @@ class MaskMethod(Method):
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""
         mask = layer.forward_mask_view
-        return weight if mask is None else torch.where(mask, weight, 0)
+        return weight if mask is None else masked(weight, mask)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
         mask = layer.backward_mask
-        return self.forward_weight(layer, weight) if mask is None else torch.where(mask, weight, 0)
+        return self.forward_weight(layer, weight) if mask is None else masked(weight, mask)

@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.select import masked
 from lightning_nm.methods.base import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_window, resolve_window, within
@@ -95,4 +96,4 @@ class SRSTE(STE):
         """Add the decay of the pruned entries to the gradient."""
         mask, grad = layer.forward_mask_view, layer.local_grad
         if self.decay and mask is not None and grad is not None:
-            grad.add_(torch.where(layer.local_shard(mask), 0, layer.local_weight), alpha=self.decay)
+            grad.add_(masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay)

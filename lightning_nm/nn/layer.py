@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.functional.select import masked
 from lightning_nm.kernels.handles import HasHandle
 from lightning_nm.nn.gemms import Gemms, LayerCosts, layer_gemms
 from lightning_nm.nn.masks import LayerMasks
@@ -265,7 +266,7 @@ class NMLayer(HasHandle):
         if self.shards is None or not self.method.masks_entries:
             return self.local_shard(self.forward_weight())
         mask = self.forward_mask_view
-        return self.local_weight if mask is None else torch.where(self.local_shard(mask), self.local_weight, 0)
+        return self.local_weight if mask is None else masked(self.local_weight, self.local_shard(mask))
 
     @property
     def step(self) -> int:

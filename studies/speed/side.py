@@ -18,7 +18,8 @@ from lightning_nm.kernels import Router
 
 Precision = Literal["32-true", "bf16-mixed"]
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
-METHODS = ("asp", "bame", "ste", "sr-ste", "transposable", "bi-mask")
+METHODS = ("asp", "bame", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
+"""Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-frozen`` is BAME after that phase."""
 
 
 class Setting(NamedTuple):
@@ -134,7 +135,8 @@ def make_trainer(setting: Setting, sparse: bool, precision: Precision, connectio
         else:
             plugin = NMMixedPrecision(precision, device="cpu", **arguments)
         # The number of steps is not known, so BAME's moments cannot be shares of it.
-        method: Any = BAME(stop=1 << 30, every=20) if setting.method == "bame" else setting.method
+        bame = {"bame": BAME(stop=1 << 30), "bame-frozen": BAME(stop=0)}
+        method: Any = bame.get(setting.method, setting.method)
         masks = NMSparsityCallback(setting.pattern, method, seed=setting.seed, show_tables=False, monitor=False)
         callbacks, options, router = [masks], {"plugins": [plugin]}, plugin.router
     return pl.Trainer(

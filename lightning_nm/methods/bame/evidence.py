@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
+from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.sharding import gather, local_shard, local_values
@@ -54,7 +55,7 @@ class Evidence:
         self.count = self.count + 1
         self.square.mul_(DECAY).addcmul_(grad, grad, value=1 - DECAY)
         step = self.mean_square().sqrt_().add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
-        self.value.sub_(step).masked_fill_(mask, 0)
+        mask_(self.value.sub_(step), ~mask)
 
     def mean_square(self) -> Tensor:
         """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
@@ -75,7 +76,7 @@ def step_size(weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, p
     group = group_of(optimizer, parameter)
     now = float(group["lr"])
     largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
-    kept = weight.detach().float().masked_fill(~mask, 0)
+    kept = masked(weight.detach().float(), mask)
     return rate * (now / largest if largest else 0.0) * kept.norm() / mask.sum().clamp(min=1).sqrt()
 
 
@@ -110,8 +111,8 @@ def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidenc
         square = square.clone()
     else:  # of kept entries it is the optimizer's own, which counts from the optimizer's first step
         own = square * (_correction(count) / moment_correction(optimizer, layer.param))
-        square = torch.where(mask, own, square)
-    return Evidence(value.masked_fill(mask, 0), square, count)
+        square = merged(mask, own, square)
+    return Evidence(masked(value, ~mask), square, count)
 
 
 def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence) -> None:
@@ -125,7 +126,7 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
             layer.buffers[name] = tensor
         elif key in state:  # else the optimizer has not stepped this weight yet
             local = local_values(state[key])
-            local.copy_(torch.where(local_shard(mask, state[key]), local, local_shard(tensor, state[key])))
+            local.copy_(merged(local_shard(mask, state[key]), local, local_shard(tensor, state[key])))
 
 
 def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
+from lightning_nm.functional.select import mask_
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
@@ -200,7 +201,7 @@ class BAME(MaskMethod):
             )
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
         if layer.step and forward is not None:  # weights that replace trained ones, which had no latent values either
-            layer.local_weight.masked_fill_(~layer.local_shard(forward), 0)
+            mask_(layer.local_weight, layer.local_shard(forward))
 
     def _select_backward(self, layer: NMLayer, forward: Tensor | None, *, search: bool) -> Tensor | None:
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
@@ -212,7 +213,7 @@ class BAME(MaskMethod):
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient, except in a window whose gradient is dense."""
         mask = None if layer.dense_gradient else layer.forward_mask_view
-        return (grad if mask is None else grad.masked_fill_(~mask, 0),)
+        return (grad if mask is None else mask_(grad, mask),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -229,7 +230,7 @@ class BAME(MaskMethod):
         elif grad is not None:
             pending.exchange = exchange_by_gradient(layer, optimizer, mask, lambda blocks: self._budget(layer, blocks))
         if grad is not None:
-            grad.masked_fill_(~layer.local_shard(mask), 0)
+            mask_(grad, layer.local_shard(mask))
         layer.pending = pending
 
     @torch.no_grad()
@@ -238,7 +239,7 @@ class BAME(MaskMethod):
         mask, pending = layer.forward_mask_view, self._pending(layer)
         if mask is None:
             return
-        layer.local_weight.masked_fill_(~layer.local_shard(mask), 0)
+        mask_(layer.local_weight, layer.local_shard(mask))
         if layer.dense_gradient and layer.param.grad is not None:
             if not pending.ready:
                 raise RuntimeError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.functional.select import mask_
 from lightning_nm.nn.sharding import gather, local_shard, local_values
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
@@ -133,4 +134,4 @@ def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
 def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
     """Zero the state of the entries under a bool mask."""
     for _, state in entry_states(optimizer, weight, layer):
-        local_values(state).masked_fill_(local_shard(pruned, state), 0)
+        mask_(local_values(state), ~local_shard(pruned, state))
