@@ -78,10 +78,10 @@ def masked_reference(
     weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
 ) -> Tensor:
     """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
-    masked = masked(weight, (marks & bit).ne(0)).to(dtype)
+    result = masked(weight, (marks & bit).ne(0)).to(dtype)
     if permutation is not None:
-        masked = masked[permutation]
-    return (masked.t() if transposed else masked).contiguous()
+        result = result[permutation]
+    return (result.t() if transposed else result).contiguous()
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
