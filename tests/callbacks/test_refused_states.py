@@ -87,7 +87,7 @@ def test_weights_of_another_run_are_refused(tmp_path):
         (
             {"method": BAME(stop=4, every=2)},
             {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
-            "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.02 in the checkpoint, 0.5 here",
+            "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.015 in the checkpoint, 0.5 here",
         ),
         ({"method": ASP()}, {"method": ASP(start=5)}, "ASP's start 0 in the checkpoint, 5 here"),
     ],

@@ -104,7 +104,7 @@ class BAME(MaskMethod):
         every: int | None = None,
         evidence: Literal["accumulated", "batch"] = "accumulated",
         gradient_every: int = 1,
-        evidence_rate: float = 0.02,
+        evidence_rate: float = 0.015,
         budget: float = 0.3,
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
@@ -124,7 +124,7 @@ class BAME(MaskMethod):
                 "with `every` adaptation: leave it out"
             )
         if not 0 < evidence_rate < float("inf"):
-            raise ValueError(f"evidence_rate={evidence_rate} must be a positive number; the default is 0.02")
+            raise ValueError(f"evidence_rate={evidence_rate} must be a positive number; the default is 0.015")
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
         self.start, self.stop, self.every = start, stop, every
