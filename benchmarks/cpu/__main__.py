@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--patterns", nargs="+", default=PATTERNS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=60, help="of each pair of trainings")
+    parser.add_argument("--methods", nargs="+", help="of the steps; all by default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |")
         print("|---|---|---|---|---|---|---|")
         found["steps"] = []
-        for case in CASES:
+        for case in (case for case in CASES if args.methods is None or case.method in args.methods):
             step = measure_step(case, args.seconds, args.threads)
             found["steps"].append(step)  # type: ignore[attr-defined]
             cells = [str(step[name]) for name in ("width", "pattern", "method")]

@@ -18,8 +18,9 @@ from lightning_nm.kernels import Router
 
 Precision = Literal["32-true", "bf16-mixed"]
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
-METHODS = ("asp", "bame", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
-"""Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-frozen`` is BAME after that phase."""
+METHODS = ("asp", "bame", "bame-half", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
+"""Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one, ``bame-frozen`` is
+BAME after that phase."""
 
 
 class Setting(NamedTuple):
@@ -135,7 +136,11 @@ def make_trainer(setting: Setting, sparse: bool, precision: Precision, connectio
         else:
             plugin = NMMixedPrecision(precision, device="cpu", **arguments)
         # The number of steps is not known, so BAME's moments cannot be shares of it.
-        bame = {"bame": BAME(stop=1 << 30), "bame-frozen": BAME(stop=0)}
+        bame = {
+            "bame": BAME(stop=1 << 30),
+            "bame-half": BAME(stop=1 << 30, every=2, gradient_every=2),
+            "bame-frozen": BAME(stop=0),
+        }
         method: Any = bame.get(setting.method, setting.method)
         masks = NMSparsityCallback(setting.pattern, method, seed=setting.seed, show_tables=False, monitor=False)
         callbacks, options, router = [masks], {"plugins": [plugin]}, plugin.router
