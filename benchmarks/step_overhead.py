@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -37,6 +37,7 @@ from lightning_nm import BAME, MVUE, ApproxMVUE, MaskMonitor, NMSparsifier, NMSp
 from lightning_nm.nn.layer import NMLayer
 
 NEVER = 1 << 40
+Evidence = Literal["accumulated", "batch"]
 # Method and gradient estimator.
 METHODS: dict[str, tuple[Any, Any]] = {
     "dense": ("dense", None),
@@ -46,6 +47,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "transposable": ("transposable", None),
     "bi-mask": ("bi-mask", None),
     "bame": (BAME(start=NEVER, stop=NEVER), None),
+    "bame, adapting": (BAME(stop=NEVER), None),
     "bame-bi-mask": (BAME(start=NEVER, stop=NEVER, dgrad="bi-mask"), None),
     "dense, top-n 2:4": ("dense", TopN("2:4")),
     "dense, mvue 1:2": ("dense", MVUE("1:2")),
@@ -128,14 +130,15 @@ class Timed(BAME):
         self._seconds += time.perf_counter()
 
 
-def adaptations(size: int, pattern: str, optimizer_name: str, rounds: int) -> tuple[float, float]:
+def adaptations(size: int, pattern: str, optimizer_name: str, evidence: Evidence, rounds: int) -> tuple[float, float]:
     """Median seconds that BAME takes around the optimizer's step, in a window that adapts and in one that does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
     for parameter in model.parameters():
         parameter.data.mul_(1e-4)  # so that exchanges are worth it and the whole budget is used
     optimizer = optimizer_of(optimizer_name, model)
-    method = Timed(start=2, stop=NEVER, every=2)
+    gathers = 1 if evidence == "batch" else 2
+    method = Timed(start=2, stop=NEVER, every=2, evidence=evidence, gradient_every=gathers, evidence_rate=1.0)
     sparsifier = NMSparsifier(model, pattern, method, skip_first_last=False).attach()
     sparsifier.register(optimizer)
     layer = sparsifier.layers["0"]
@@ -269,12 +272,15 @@ def main() -> None:
         # Ratios within a round: what else the machine does in it slows both.
         ratio = statistics.median(a / b for a, b in zip(values, plain, strict=True))
         print(f"| {name} | {1e3 * statistics.median(values):.0f} | {100 * (ratio - 1):+.1f} % |")
-    print(f"\n| an adaptation, {options.size} x {options.size} | optimizer | seconds | without |\n|---|---|---|---|")
+    size = f"{options.size} x {options.size}"
+    print(f"\n| an adaptation, {size} | optimizer | evidence | seconds | without |\n|---|---|---|---|---|")
     costs = {}
     for pattern in ("1:16", "2:4"):
         for optimizer in ("sgd", "adamw"):
-            costs[f"{pattern} {optimizer}"] = adaptations(options.size, pattern, optimizer, 5)
-            print("| {} | {} | {:.2f} | {:.2f} |".format(pattern, optimizer, *costs[f"{pattern} {optimizer}"]))
+            for evidence in get_args(Evidence):
+                cost = adaptations(options.size, pattern, optimizer, evidence, 5)
+                costs[f"{pattern} {optimizer} {evidence}"] = cost
+                print("| {} | {} | {} | {:.2f} | {:.2f} |".format(pattern, optimizer, evidence, *cost))
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items()}
         options.json.write_text(

@@ -19,8 +19,8 @@ from lightning_nm.kernels import Router
 Precision = Literal["32-true", "bf16-mixed"]
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
 METHODS = ("asp", "bame", "bame-half", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
-"""Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one, ``bame-frozen`` is
-BAME after that phase."""
+"""Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one; ``bame-frozen``
+is BAME after that phase."""
 
 
 class Setting(NamedTuple):
