@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_nm import __version__
 from lightning_nm.doctor.command import main as doctor
 from lightning_nm.export.command import main as verify
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
@@ -16,6 +18,8 @@ _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
 }
 
+_LIGHTNING = ("fit", "validate", "test", "predict")
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run ``lightning-nm SUBCOMMAND ...`` and return its exit status.
@@ -25,6 +29,15 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     if words and words[0] in _OWN:
         return _OWN[words[0]][0](words[1:])
+    if words == ["--version"]:
+        print(f"lightning-nm {__version__}")
+        return 0
+    if words and not words[0].startswith("-") and words[0] not in _LIGHTNING:
+        known = [*_LIGHTNING, *_OWN]
+        close = difflib.get_close_matches(words[0], known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        print(f"lightning-nm: there is no subcommand '{words[0]}', only {', '.join(known)}{hint}", file=sys.stderr)
+        return 2
     if not words or words[0] in ("-h", "--help"):
         print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
         for name, (_, text) in _OWN.items():

@@ -1,5 +1,6 @@
 """The command line: LightningCLI with the callback in YAML, and verify."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+import lightning_nm
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
@@ -154,6 +156,21 @@ def test_help_is_complete(capsys):
     assert "verify" in text
     assert "study" in text
     assert "fit" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("frobnicate", r"verify$"), ("docter", "did you mean 'doctor'"), ("fti", "'fit'")]
+)
+def test_an_unknown_subcommand_lists_all(capsys, word, hint):
+    assert main([word]) == 2
+    said = capsys.readouterr().err.strip()
+    assert re.search(r"no subcommand '" + word + "', only fit, validate, test, predict, doctor, study, verify", said)
+    assert re.search(hint, said)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning-nm {lightning_nm.__version__}\n"
 
 
 def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
