@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
-from lightning_nm import __version__
 from lightning_nm.doctor.command import main as doctor
 from lightning_nm.export.command import main as verify
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if words and words[0] in _OWN:
         return _OWN[words[0]][0](words[1:])
     if words == ["--version"]:
-        print(f"lightning-nm {__version__}")
+        print(f"lightning-nm {version('lightning-nm')}")
         return 0
     if words and not words[0].startswith("-") and words[0] not in _LIGHTNING:
         known = [*_LIGHTNING, *_OWN]

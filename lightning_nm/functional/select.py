@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +33,8 @@ def merged(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def mask_(x: Tensor, mask: Tensor) -> Tensor:
     """Set the entries outside of a mask to +0.0 in place; return ``x``."""
-    if not _by_bits(x, mask):
+    # Inference mode would not count the change.
+    if not _by_bits(x, mask) or x.is_inference() or torch.is_inference_mode_enabled():
         return x.masked_fill_(~mask, 0)
     word = _WORDS[x.element_size()]
     x.view(word).bitwise_and_(mask.to(word).neg_())
@@ -42,7 +44,8 @@ def mask_(x: Tensor, mask: Tensor) -> Tensor:
 def _by_bits(x: Tensor, mask: Tensor) -> bool:
     """Whether to work on bits: ``where`` and ``masked_fill_`` branch at every entry, which CPUs mispredict.
 
-    Compilers fuse ``where``, GPUs do it at the speed of memory, and autograd cannot pass through integers.
+    Compilers fuse ``where``, GPUs do it at the speed of memory, and derivatives and ``torch.func`` transforms cannot
+    pass through integers.
     """
     return (
         not torch.compiler.is_compiling()
@@ -53,4 +56,7 @@ def _by_bits(x: Tensor, mask: Tensor) -> bool:
         and x.element_size() in _WORDS
         and (x.shape, x.stride()) == (mask.shape, mask.stride())
         and not (x.requires_grad and torch.is_grad_enabled())
+        and not x.is_neg()
+        and forward_ad._current_level < 0
+        and torch._C._functorch.peek_interpreter_stack() is None
     )

@@ -66,3 +66,17 @@ def test_one_graph_when_compiled():
     x, mask = torch.randn(3, 4), torch.rand(3, 4) < 0.5
     assert torch.equal(compiled(x, mask), torch.where(mask, x, 0))
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # that jvp calls
+def test_derivatives_and_transforms_pass():
+    x, mask = torch.randn(3, 4), torch.rand(3, 4) < 0.5
+    _, tangent = torch.func.jvp(lambda x: masked(x, mask), (x,), (torch.ones(3, 4),))
+    assert torch.equal(tangent, mask.float())
+    stack = torch.randn(2, 3, 4)
+    assert torch.equal(torch.func.vmap(lambda x: masked(x, mask))(stack), torch.where(mask, stack, 0))
+    negative = torch.conj(torch.randn(3, 4, dtype=torch.complex64)).imag
+    assert torch.equal(masked(negative, mask), torch.where(mask, negative, 0))
+    with torch.inference_mode():
+        mask_(x, mask)
+    assert x._version == 1

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
+from lightning_nm.methods.bame.evidence import SCALE
 from tests.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {
@@ -42,7 +43,7 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
             if count and start <= t < stop and "exp_avg_sq" in optimizer.state[parameter]:
                 own = optimizer.state[parameter]["exp_avg_sq"][i, j].item()
                 v[i][j] = own / (1 - optimizer.param_groups[0]["betas"][1] ** t) * (1 - 0.999**count)
-        if start <= t < stop and t % gradient_every == 0:
+        if start <= t < stop and (t - start) % gradient_every == 0:
             count += 1
             size = (
                 rate * math.sqrt(gradient_every) * math.sqrt(sum(w * w for w in parameter[mask].tolist()) / mask.sum())
@@ -55,7 +56,7 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
         optimizer.step()
         with torch.no_grad():
             parameter.masked_fill_(~mask, 0)
-        if not (start <= t < stop and t % every == 0):
+        if not (start <= t < stop and (t - start) % every == 0):
             continue
         found = []
         for b in range(len(f)):
@@ -93,7 +94,7 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
     [
         ((2, 4), {}),
         ((1, 4), {"every": 4, "gradient_every": 2}),
-        ((1, 16), {"start": 3, "every": 2}),
+        ((1, 16), {"start": 3, "every": 2, "gradient_every": 2}),
         ((3, 8), {"gradient_every": 3, "budget": 0.2}),
     ],
 )
@@ -189,7 +190,7 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
         )
         schedule(optimizer)
         run(module, sparsifier, optimizer, 1)
-        return optimizer.state[layer.weight]["momentum_buffer"][~layer.forward_mask]
+        return optimizer.state[layer.weight]["momentum_buffer"][~layer.forward_mask] * SCALE
 
     whole = steps(lambda optimizer: None)
     half = steps(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
@@ -230,3 +231,88 @@ def test_regrown_alive_is_the_share_of_exchanges_whose_entry_is_kept():
     expected = ((regrown > 0) & masks[-1]).sum() / regrown.sum()
     assert sparsifier.stats()["regrown_alive"] == pytest.approx(expected.item())
     assert 0 < expected < 1
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("event", ["detach", "other-weights", "rewind"])
+def test_evidence_that_is_left_in_the_optimizer_moves_no_weight(name, event):
+    """As momentum it would: U has the unit of weights, and Adam divides by the size of gradients."""
+    module, sparsifier, optimizer, layer = linear(BAME(stop=40, evidence_rate=0.1), make=OPTIMIZERS[name])
+
+    def train(steps, start):
+        """The largest change of a weight in one step."""
+        largest = 0.0
+        for step in range(start, start + steps):
+            x, y = batch(step)
+            module.zero_grad()
+            (1e-3 * (module(x) - y).square().mean()).backward()  # small gradients
+            if event != "detach" or step < 10:
+                sparsifier.before_step(optimizer)
+            before = module[0].weight.detach().clone()
+            mask = layer.forward_mask
+            optimizer.step()
+            kept = torch.ones_like(before, dtype=torch.bool) if mask is None else mask & layer.forward_mask
+            largest = max(largest, (module[0].weight.detach() - before)[kept].abs().max().item())
+            if event != "detach" or step < 10:
+                sparsifier.step()
+        return largest
+
+    states = copy.deepcopy((module.state_dict(), sparsifier.state_dict()))
+    usual = train(10, 0)
+    if event == "detach":
+        sparsifier.bake()
+        sparsifier.detach()
+    elif event == "other-weights":
+        module.load_state_dict({"0.weight": torch.randn(8, 16, dtype=torch.float64) * 0.2})
+    else:
+        module.load_state_dict(states[0])
+        sparsifier.load_state_dict(states[1])
+    assert train(5, 10) < 5 * usual
+
+
+def test_layers_that_do_not_train_keep_their_weights():
+    for stop_training in (
+        lambda module, optimizer: module[0].weight.requires_grad_(False),
+        lambda module, optimizer: optimizer.param_groups[0].update(lr=0.0),
+    ):
+        module, sparsifier, optimizer, layer = linear(BAME(stop=40, evidence_rate=0.4), make=OPTIMIZERS["adam"])
+        run(module, sparsifier, optimizer, 5)
+        stop_training(module, optimizer)
+        module.append(nn.Linear(8, 8, bias=False, dtype=torch.float64))  # so that there is a gradient
+        optimizer.zero_grad()
+        weight = layer.weight.detach().clone()
+        run(module, sparsifier, optimizer, 5, start=5)
+        assert torch.equal(layer.weight, weight)
+
+
+def test_a_forgotten_before_step_is_named_between_dense_gradients_too():
+    module, sparsifier, optimizer, _ = linear(BAME(stop=20, gradient_every=3), make=OPTIMIZERS["adam"])
+    run(module, sparsifier, optimizer, 1)
+    backward(module, 1)
+    with pytest.raises(RuntimeError, match=r"before_step\(\) for layer '0'"):
+        optimizer.step()
+
+
+def test_a_weight_that_is_replaced_is_named():
+    module, sparsifier, optimizer, _ = linear(BAME(stop=20))
+    run(module, sparsifier, optimizer, 2)
+    module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+    backward(module, 2)
+    with pytest.raises(RuntimeError, match=r"shape \(8, 16\) is not in SGD any more.*change weights in place"):
+        sparsifier.before_step(optimizer)
+
+
+def test_turns_begin_with_the_phase_and_another_kind_of_evidence_frees_the_first():
+    module, sparsifier, optimizer, layer = linear(BAME(start=5, stop=12, every=3, evidence_rate=0.5, budget=1.0))
+    masks = [layer.forward_mask]
+    run(module, sparsifier, optimizer, 10, look=lambda step: masks.append(layer.forward_mask))
+    moved = [step for step, pair in enumerate(itertools.pairwise(masks)) if not torch.equal(*pair)]
+    assert moved == [5, 8]
+    saved = sparsifier.state_dict()
+    other, again, other_optimizer, other_layer = linear(BAME(start=5, stop=12, every=3, evidence="batch"))
+    other.load_state_dict(module.state_dict())
+    with pytest.warns(UserWarning, match="BAME's evidence accumulated in the checkpoint, batch here"):
+        again.load_state_dict(saved)
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    run(other, again, other_optimizer, 1, start=10)
+    assert not any(name.startswith("evidence") for name in other_layer.buffers)

@@ -12,7 +12,9 @@ from tests.bame import backward, linear, run
 
 
 @pytest.mark.parametrize(
-    ("evidence", "turns"), [({"evidence": "batch"}, [2, 6, 10]), ({"evidence_rate": 0.5}, [4, 8])], ids=["batch", "own"]
+    ("evidence", "turns"),
+    [({"evidence": "batch"}, [2, 6, 10]), ({"evidence_rate": 0.5}, [2, 6, 10])],
+    ids=["batch", "own"],
 )
 def test_between_adaptations_the_mask_stands_still_and_after_stop_for_good(evidence, turns):
     module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=11, every=4, budget=1.0, **evidence))
@@ -167,8 +169,8 @@ def test_flops_follow_the_schedule():
     mean = sparsifier.mean_flops_ratios()
     assert mean["paper"] == mean["arithmetic"] == pytest.approx((10 * 2 * r + dense + (10 - dense) * r) / 30)
     assert mean["eligible"] == pytest.approx((r + 2) / 3)
-    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=6, gradient_every=2), "1:4")
-    run(module, sparsifier, optimizer, 10)  # gradients of steps 2 and 4 are dense
+    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, gradient_every=2), "1:4")
+    run(module, sparsifier, optimizer, 10)  # gradients of steps 1 and 3 are dense
     assert sparsifier.mean_flops_ratios()["paper"] == mean["paper"]
     with_own, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2, dgrad="bi-mask"), "1:4")
     run(with_own, sparsifier, optimizer, 10)

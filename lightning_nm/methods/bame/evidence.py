@@ -16,6 +16,10 @@ from lightning_nm.nn.sharding import gather, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
 EPSILON = 1e-12
+SCALE = 2.0**64
+"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
+would take U for momentum."""
+_PLAUSIBLE = 1024  # times the size of kept weights; above, the state holds momentum, of other masks than the present
 COUNT, VALUE, SQUARE = "evidence_count", "evidence", "evidence_square"  # names of buffers
 
 
@@ -67,6 +71,11 @@ def _correction(count: Tensor) -> Tensor:
     return -torch.expm1(count * math.log(DECAY))
 
 
+def _size_of_kept(weight: Tensor, mask: Tensor) -> Tensor:
+    """The root mean square of kept weights."""
+    return masked(weight.detach().float(), mask).norm() / mask.sum().clamp(min=1).sqrt()
+
+
 def step_size(weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """``rate`` times the root mean square of kept weights, in the shape of the learning-rate schedule.
 
@@ -76,15 +85,14 @@ def step_size(weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, p
     group = group_of(optimizer, parameter)
     now = float(group["lr"])
     largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
-    kept = masked(weight.detach().float(), mask)
-    return rate * (now / largest if largest else 0.0) * kept.norm() / mask.sum().clamp(min=1).sqrt()
+    return rate * (now / largest if largest else 0.0) * _size_of_kept(weight, mask)
 
 
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
-    """The optimizer's tensors whose pruned entries hold U and V; ``None`` for a buffer of the layer.
+    """The optimizer's tensors whose pruned entries hold U / SCALE and V; ``None`` for a buffer of the layer.
 
-    The optimizer does not need these entries, as their gradient is zero and their weight is set to zero after each
-    step. What it does to them in its step is overwritten. Half precision would lose small steps.
+    While BAME trains, the optimizer does not need these entries: their gradient is zero, their weight is set to zero
+    after each step, and what the step does to them is overwritten. Half precision would lose small steps.
     """
     if parameter.dtype in (torch.float32, torch.float64):
         if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
@@ -112,7 +120,9 @@ def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidenc
     else:  # of kept entries it is the optimizer's own, which counts from the optimizer's first step
         own = square * (_correction(count) / moment_correction(optimizer, layer.param))
         square = merged(mask, own, square)
-    return Evidence(masked(value, ~mask), square, count)
+    value = masked(value, ~mask).mul_(SCALE)
+    implausible = value.abs() > _PLAUSIBLE * _size_of_kept(layer.weight, mask)
+    return Evidence(mask_(value, ~implausible), square, count)
 
 
 def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence) -> None:
@@ -120,7 +130,7 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
     places = _places(optimizer, layer.param)
-    for key, name, tensor in zip(places, (VALUE, SQUARE), (evidence.value, evidence.square), strict=True):
+    for key, name, tensor in zip(places, (VALUE, SQUARE), (evidence.value / SCALE, evidence.square), strict=True):
         layer.buffers.pop(name, None)
         if key is None:
             layer.buffers[name] = tensor

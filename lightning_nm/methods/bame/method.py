@@ -61,16 +61,16 @@ class BAME(MaskMethod):
     p of the phase, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B blocks of a layer
     adapt, in the order of :math:`R / (1 + f)`.
 
-    U and V are kept in the optimizer's state of pruned entries, which is zero otherwise: Adam, AdamW, NAdam and RAdam
-    need no memory for them, SGD with momentum needs one more tensor of the weight's size until ``stop``, and other
-    cases two. While the optimizer steps there is a copy of both.
+    U and V are kept in the optimizer's state of pruned entries, which is zero otherwise. For weights of 32 or more
+    bits, Adam, AdamW, NAdam and RAdam need no memory for them, and SGD with momentum needs one more tensor of the
+    weight's size until ``stop``. Other cases need two. While the optimizer steps there is a copy of both.
 
     Args:
         start: When adaptations begin: an integer counts training steps (batches after which an optimizer stepped), a
             float in [0, 1] is a share of those that the training is planned to take when it begins.
         stop: When they end, likewise.
-        every: Steps of the layer's optimizer between two adaptations; by default 1 with accumulated evidence, 100 with
-            that of a batch.
+        every: Steps between two adaptations, from ``start`` on: by default 1, and steps of the layer's optimizer, with
+            accumulated evidence; 100, and training steps, with that of a batch.
         evidence: ``"accumulated"`` or ``"batch"``, as above.
         gradient_every: Steps between two dense gradients for accumulated evidence. Each then counts for more: r is
             multiplied by the root of this number.
@@ -167,8 +167,16 @@ class BAME(MaskMethod):
         if not self._adapting(layer):
             return False
         if self.evidence == "accumulated":
-            return layer.dense_gradient or layer.step % self.gradient_every == 0
+            return layer.dense_gradient or self._turn(layer, self.gradient_every)
         return layer.dense_gradient or (layer.clock - layer.schedule[0]) % self.every == 0
+
+    @staticmethod
+    def _turn(layer: NMLayer, every: int) -> bool:
+        """Whether the coming step is one of every so many, from ``start`` on.
+
+        It counts the layer's own steps, so that layers whose optimizers alternate all have their turns.
+        """
+        return (layer.step - layer.schedule[0]) % every == 0
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Only in a window whose gradient is dense."""
@@ -226,7 +234,8 @@ class BAME(MaskMethod):
         if self.evidence == "accumulated":
             if self._adapting(layer):
                 pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
-                pending.due = layer.step % self.every == 0
+                trains = layer.weight.grad is not None and bool(group_of(optimizer, layer.param)["lr"])
+                pending.due = trains and self._turn(layer, self.every)
         elif grad is not None:
             pending.exchange = exchange_by_gradient(layer, optimizer, mask, lambda blocks: self._budget(layer, blocks))
         if grad is not None:
@@ -240,7 +249,8 @@ class BAME(MaskMethod):
         if mask is None:
             return
         mask_(layer.local_weight, layer.local_shard(mask))
-        if layer.dense_gradient and layer.param.grad is not None:
+        holds_evidence = self.evidence == "accumulated" and COUNT in layer.buffers and self._adapting(layer)
+        if layer.param.grad is not None and (layer.dense_gradient or holds_evidence):
             if not pending.ready:
                 raise RuntimeError(
                     f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
@@ -259,7 +269,7 @@ class BAME(MaskMethod):
             forward = layer.forward_mask_view
             assert forward is not None
             write_evidence(layer, optimizer, forward, evidence)
-        elif COUNT in layer.buffers and not self._adapting(layer):
+        elif COUNT in layer.buffers and not holds_evidence:
             drop_evidence(layer, optimizer, mask)
         if self._totals.blocks and layer.clock >= layer.schedule[1]:  # the phase of all layers has ended
             self._warn_of_idleness()
