@@ -30,6 +30,7 @@ from lightning_nm.nn.state import (
 )
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.training.macs import MacsCounter
+from lightning_nm.training.optimizers import unwrapped
 from lightning_nm.training.phases import changed_schedules, plan_schedules
 from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
@@ -185,6 +186,8 @@ class NMSparsifier(ModelStatistics):
     def register(self, optimizer: Optimizer) -> None:
         """Register an optimizer, to count its real steps and keep its weights N:M; does nothing if it is registered.
 
+        Of an optimizer that wraps another one as its attribute ``optimizer``, the inner one is registered.
+
         Raises:
             TypeError: If it is not a ``torch.optim.Optimizer``.
             ValueError: If the method of a layer does not support the optimizer.
@@ -195,6 +198,7 @@ class NMSparsifier(ModelStatistics):
             if is_sharded(layer.param) and not layer.sharded:
                 fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
                 raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")
+        optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
             raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
@@ -210,7 +214,7 @@ class NMSparsifier(ModelStatistics):
 
         ``loss_scale`` is the factor of the gradients, 1 once they are unscaled.
         """
-        self._step.before_optimizer(optimizer, loss_scale)
+        self._step.before_optimizer(unwrapped(optimizer), loss_scale)
 
     def step(self) -> bool:
         """Update the masks of layers whose optimizer stepped since the last call; call it after every batch.

@@ -60,6 +60,13 @@ def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
                 group[key] = [group[key][k] for k in kept]
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps within wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
     rates = [group.get("lr", 1) for group in optimizer.param_groups]
