@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import nn
@@ -137,12 +138,16 @@ class NMSparsityCallback(pl.Callback):
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a Trainer of the package ``pytorch_lightning``."""
+        """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
         self._lifecycle.steps_before = 0
         if not isinstance(trainer, pl.Trainer):
             package = type(trainer).__module__
             fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
             raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
+        if any(isinstance(other, ModelPruning) for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""

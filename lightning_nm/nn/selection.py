@@ -196,8 +196,10 @@ def _size(weight: Tensor) -> int:
 
 def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
     weight = candidate.module._parameters.get(candidate.spec.parameter)
+    if weight is None and f"{candidate.spec.parameter}_orig" in candidate.module._parameters:
+        return "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
     if weight is None:
-        return "its weight is computed, not stored (weight norm, pruning hooks or the like)"
+        return "its weight is computed, not stored (weight norm or the like)"
     if nn.parameter.is_lazy(weight):
         return "lazy: its shape is not known before the first batch"
     if weight.is_meta:

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 
@@ -197,3 +197,9 @@ def test_evaluation_alone_needs_nothing(tmp_path):
     assert not any(isinstance(module, Adapter) for module in model.modules())
     assert nm.sparsifier is None
     assert nm.state_dict() == {}
+
+
+def test_another_pruning_of_the_same_weights_is_refused_by_name(tmp_path):
+    trainer = make_trainer(tmp_path, [NMSparsityCallback("2:4"), ModelPruning("l1_unstructured", amount=0.5)])
+    with pytest.raises(ValueError, match=r"ModelPruning and NMSparsityCallback in one Trainer .* twice: remove one"):
+        trainer.fit(new_model(), Data())

@@ -72,7 +72,7 @@ def test_what_is_masked_and_why_the_rest_is_not():
         "lora.base_layer": "low-rank adapter",
         "lora.lora_A": "low-rank adapter",
         "normed": "parametrized",
-        "old_normed": "computed, not stored",
+        "old_normed": "pruned by torch.nn.utils.prune: call prune.remove",
         "patched": "forward of its own",
         "lazy": "lazy",
         "embedding": "no adapter for Embedding",
