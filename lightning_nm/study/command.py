@@ -39,7 +39,7 @@ def _study(options: argparse.Namespace) -> int:
 
     from lightning_nm.study.plots import THEMES, draw
     from lightning_nm.study.report import markdown, sections, show, write_csv
-    from lightning_nm.study.run import check, run
+    from lightning_nm.study.run import check, pace, run
     from lightning_nm.study.spec import read
     from lightning_nm.study.store import Store
 
@@ -56,6 +56,7 @@ def _study(options: argparse.Namespace) -> int:
         check(spec)
         Store(spec, folder).plan(options.retry_failed)
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
+        pace(spec, folder, threads)
         ended = run(spec, folder, options.workers, threads)
     rows = Store(spec, folder).rows()
     found = sections(spec, rows)

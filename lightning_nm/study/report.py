@@ -70,7 +70,8 @@ def _means(spec: Spec, section: Section) -> Table:
     kinds = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
     less = "less" if spec.direction == "minimize" else "more"
     header = ["variant", "seeds", "missing", "mean", "95 % interval"]
-    header += [f"FLOPs, {kind.removeprefix('flops_')}" for kind in kinds] + ["fit, s"] + list(spec.search)
+    header += [f"FLOPs, {kind.removeprefix('flops_')}" for kind in kinds] + ["fit, s"]
+    header += ["steps", "step, ms"] * (spec.seconds is not None) + list(spec.search)
     found = {variant: list(by_seed(section.rows, spec.metric, variant).values()) for variant in spec.variants}
     intervals = {variant: Interval.of(values) if values else None for variant, values in found.items()}
     digits = decimals(
@@ -89,6 +90,7 @@ def _means(spec: Spec, section: Section) -> Table:
                 bounds(interval, digits, sign=""),
                 *(_mean(complete, kind, 3) for kind in kinds),
                 _mean(complete, "fit_seconds", 1),
+                *([_mean(complete, "steps", 0), _mean(complete, "step_ms", 1)] if spec.seconds is not None else []),
                 *(
                     f"{complete[0][key]:.4g}" if _is_float(complete, key) else _first(complete, key)
                     for key in spec.search
@@ -128,6 +130,11 @@ def notes(spec: Spec, rows: Sequence[Row]) -> list[str]:
             said.append(f"Mixed: trials ran with {fact} {', '.join(values)}; their results may differ for that reason.")
     if complete:
         said.append("FLOPs are those of training, relative to dense training, and fit is the mean time of a training.")
+        if spec.seconds is not None:
+            said.append(
+                f"Every training has as many steps as take {spec.seconds:g} s, by the time of a step that was measured "
+                "before the first training; fit is what trainings took then, perhaps beside other work."
+            )
         said.append("Ran with " + ", ".join(f"{fact} {complete[0][fact]}" for fact in _FACTS) + ".")
     if spec.search:
         said.append(

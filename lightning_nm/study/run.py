@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from lightning_nm.study.config import as_list
+from lightning_nm.study.pace import measure, set_steps, steps_within
 from lightning_nm.study.spec import Spec
 from lightning_nm.study.store import Job, Row, Store
 from lightning_nm.study.trial import build, train
@@ -31,6 +34,33 @@ def check(spec: Spec) -> None:
             raise ValueError(f"variant {cell.label}: {error}") from error
 
 
+def pace(spec: Spec, folder: Path, threads: int) -> None:
+    """Measure the steps of the cells that were not measured before, if the study trains for equal seconds.
+
+    Nothing else should run on the machine.
+    """
+    store = Store(spec, folder)
+    cells = [cell for cell in spec.cells() if cell.label not in store.paces()]
+    if spec.seconds is None or not cells:
+        return
+    print(f"Measuring the steps of {len(cells)} settings, for {spec.seconds:g} s of training each", flush=True)
+    with _threads(threads):
+        measured = measure(spec, cells)
+    for cell, step_s in zip(cells, measured, strict=True):
+        print(f"{cell.label}: {1e3 * step_s:.2f} ms, {steps_within(spec, step_s)} steps", flush=True)
+    store.set_paces({cell.label: step_s for cell, step_s in zip(cells, measured, strict=True)})
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
     """Train what is left to train, and return whether every worker ended by itself.
 
@@ -41,11 +71,8 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
         threads: Threads of each.
     """
     if workers == 1:
-        before = torch.get_num_threads()
-        try:
+        with _threads(threads):
             work(spec, folder, threads)
-        finally:
-            torch.set_num_threads(before)
         return True
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_work_alone, args=(spec, folder, threads)) for _ in range(workers)]
@@ -79,19 +106,24 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
     """
     torch.set_num_threads(threads)
     store = Store(spec, folder)
+    paces = store.paces()
     with store.working():
         while job := store.claim():
             rows: list[Row] = []
-            error = _train_all(spec, job, rows)
+            error = _train_all(spec, job, rows, paces.get(job.cell.label))
             store.finish(job, rows, error)
             print(_line(spec, job, rows, error), flush=True)
 
 
-def _train_all(spec: Spec, job: Job, rows: list[Row]) -> str | None:
+def _train_all(spec: Spec, job: Job, rows: list[Row], step_s: float | None) -> str | None:
     """Add a row for each seed; the error that ended it, if one did."""
+    paced = {} if step_s is None else {"step_ms": 1e3 * step_s}
     for seed in job.seeds:
         try:
-            rows.append({"seed": seed, **train(spec.trial_config(job.cell, job.searched), seed, spec.metric)})
+            config = spec.trial_config(job.cell, job.searched)
+            if step_s is not None:
+                set_steps(config, steps_within(spec, step_s))
+            rows.append({"seed": seed, **train(config, seed, spec.metric), **paced})
         except SystemExit as error:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from error
         except Exception as error:

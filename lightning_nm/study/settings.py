@@ -12,7 +12,7 @@ Settings = dict[str, Any]
 
 ADVICE = "variants, seeds, grid values and trials may be added; for other changes take another --output"
 
-_FIXED = ("metric", "direction", "config", "overrides", "sampler", "search")
+_FIXED = ("metric", "direction", "config", "overrides", "sampler", "search", "seconds")
 _GROWING = ("variants", "grid", "seeds", "trials")
 
 
@@ -26,7 +26,7 @@ def forbidden_changes(before: Settings, now: Settings) -> list[str]:
     """What changed and would make old and new trials different; one line for each key."""
     faults = []
     for key in _FIXED:
-        old, new = dict(flat(before[key], key)), dict(flat(now[key], key))
+        old, new = dict(flat(before.get(key), key)), dict(flat(now[key], key))
         for place in sorted(old.keys() | new.keys()):
             if old.get(place) != new.get(place):
                 faults.append(f"{place}: was {old.get(place)!r}, is {new.get(place)!r}")

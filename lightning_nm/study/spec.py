@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_nm.pattern import NMPattern
-from lightning_nm.study.config import override, quiet, read_yaml
+from lightning_nm.study.config import flat, override, quiet, read_yaml
 
 Direction = Literal["minimize", "maximize"]
 Sampler = Literal["grid", "tpe", "random"]
+
+_LENGTHS = tuple(f"trainer.{limit}_{unit}" for limit in ("max", "min") for unit in ("steps", "epochs", "time"))
 
 
 class Cell(NamedTuple):
@@ -50,6 +53,8 @@ class Spec:
         sampler: ``grid``, or how `search` is sampled.
         search: Ranges of dotted keys: ``{low, high, log, step}`` or a list of choices.
         trials: Sampled settings for each cell.
+        seconds: Of training, the same for every cell: each makes as many steps as take these seconds, by a measurement
+            before the first training. ``None`` leaves the number of steps to the config.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Spec:
     sampler: Sampler = "grid"
     search: dict[str, Any] = field(default_factory=dict)
     trials: int | None = None
+    seconds: float | None = None
 
     def cells(self) -> Iterator[Cell]:
         """Every variant at every point of the grid."""
@@ -127,10 +133,23 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
     _require(not searches or (isinstance(trials, int) and trials > 0), f"trials: {trials!r} must be a positive integer")
     for key in given["search"]:
         _require(key not in given["grid"], f"search.{key}: is in the grid, too; leave it out of one of them")
+    _check_seconds(given)
     for name, changes in given["variants"].items():
         for key in {**given["grid"], **given["search"]}:
             _require(key not in changes, f"variants.{name}.{key}: is in the grid or the search, too; give it once")
     return Spec(**given)
+
+
+def _check_seconds(given: dict[str, Any]) -> None:
+    seconds = given.get("seconds")
+    if seconds is None:
+        return
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    _require(is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number")
+    _require(not given["search"], "seconds: goes with a grid, not with a search, which may change the time of a step")
+    for place in ("overrides", "grid", *(f"variants.{name}" for name in given["variants"])):
+        for key, _ in flat(given["variants"][place[9:]] if place.startswith("variants.") else given[place]):
+            _require(key not in _LENGTHS, f"{place}.{key}: `seconds` sets the number of steps; leave out one of them")
 
 
 def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:

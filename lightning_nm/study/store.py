@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,6 +95,15 @@ class Store:
                             study.enqueue_trial({}, user_attrs={"key": key})
             if retry_failed:
                 self._retry_failed()
+
+    def paces(self) -> dict[str, float]:
+        """Seconds of an optimizer step by cell label, as far as they were measured."""
+        return dict(self._main_study().user_attrs.get("paces", {}))
+
+    def set_paces(self, measured: Mapping[str, float]) -> None:
+        """Keep measured seconds of steps; those of another process that was faster are kept."""
+        with self._alone():
+            self._main_study().set_user_attr("paces", {**measured, **self.paces()})
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import yaml
 from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.cli import main
 from lightning_nm.demo import Digits, HelpTopics, ResidualCNN, TinyTransformer
-from lightning_nm.study import run
+from lightning_nm.study import pace, run
 from lightning_nm.study.spec import Cell, read
 from lightning_nm.study.trial import train
 
@@ -146,6 +146,44 @@ def test_mistakes_are_named_before_any_training(study, capsys, changes, words):
     for word in words:
         assert word in message
     assert not (path.parent / "out").exists()
+
+
+def test_equal_seconds_give_each_variant_its_number_of_steps(study, capsys, monkeypatch):
+    timed = []
+
+    def measure(spec, cells):
+        timed.extend(cell.label for cell in cells)
+        return [{"dense": 0.5, "fixed": 0.2, "slow": 5.0}[cell.variant] for cell in cells]
+
+    monkeypatch.setattr(run, "measure", measure)
+    changes = {"seconds": 2.1, "variants": STUDY["variants"], "seeds": [3]}
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": 3, "min_steps": 7, "max_time": "00:00:00:01"}}
+    path = study(config, **changes)
+    assert start(path) == 0
+    assert [(row["variant"], row["steps"], float(row["step_ms"])) for row in results(path)] == [
+        ("dense", "4", 500.0),
+        ("fixed", "10", 200.0),
+    ]
+    assert "as many steps as take 2.1 s" in " ".join(capsys.readouterr().out.split())
+    more = changes | {"variants": changes["variants"] | {"slow": {"method": "sr-ste"}}, "seeds": [3, 4]}
+    assert start(study(config, **more)) == 0
+    assert timed == ["dense, pattern 1:16", "fixed, pattern 1:16", "slow, pattern 1:16"]  # each once
+    assert [row["steps"] for row in results(path)] == ["4", "4", "10", "10", "1", "1"]
+    assert start(study(config, **more | {"seconds": 3})) == 2
+    assert "seconds: was 2.1, is 3" in capsys.readouterr().err
+
+
+def test_a_step_is_timed_without_validation(study, monkeypatch):
+    monkeypatch.setattr(pace, "STEPS", 6)
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"limit_val_batches": 1, "val_check_interval": 1}}
+    spec = read(study(config, seconds=10, variants={"a": {"trainer.accumulate_grad_batches": 2}}, baselines=[]))
+    validations, fits = [], []
+    monkeypatch.setattr(TinyTransformer, "on_validation_start", lambda self: validations.append(1))
+    monkeypatch.setattr(TinyTransformer, "on_train_end", lambda self: fits.append(self.trainer.global_step))
+    (step_s,) = pace.measure(spec, list(spec.cells()))
+    assert 0 < step_s < 10
+    assert fits == [6] * (1 + pace.ROUNDS)
+    assert not validations
 
 
 def test_options_are_checked(study, capsys):

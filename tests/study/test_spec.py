@@ -76,6 +76,12 @@ def test_ranges(study):
         ("sampler: tpe", ["search: goes with"]),
         ("config: none.yaml", ["none.yaml", "cannot be read"]),
         ("name: a/b", ["name: 'a/b'", "slash"]),
+        ("seconds: 0", ["seconds: 0", "positive"]),
+        ("seconds: fast", ["seconds: 'fast'", "positive"]),
+        ("seconds: true", ["seconds: True", "positive"]),
+        ("seconds: 9\noverrides: {trainer.max_steps: 3}", ["overrides.trainer.max_steps", "leave out one"]),
+        ("seconds: 9\noverrides: {trainer: {max_epochs: 3}}", ["overrides.trainer.max_epochs", "leave out one"]),
+        ("seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}", ["seconds: goes with a grid"]),
     ],
 )
 def test_bad_values_are_named(study, line, words):
