@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,9 @@ from lightning_nm.distributed.consistency import RankComparison, reduce_gradient
 from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.selection import Rule, Selection, as_globs, select
+from lightning_nm.nn.selection import Rule, Selection, as_globs, refuse_nan, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
     changed_settings,
@@ -30,7 +31,7 @@ from lightning_nm.nn.state import (
 )
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import unwrapped
+from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import changed_schedules, plan_schedules
 from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
@@ -50,6 +51,8 @@ class NMSparsifier(ModelStatistics):
         method: A short name (``"bi-mask"``) or a :class:`Method`.
         grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
         seed: Base of all random choices; equal on all ranks.
+        frozen: ``"dense"``: weights that are not trained stay dense, and are masked when they are, see :meth:`wake`;
+            unless ``include`` names them. ``"mask"``: they are masked as others.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
             schedules given as shares of it.
         data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
@@ -87,12 +90,15 @@ class NMSparsifier(ModelStatistics):
         *,
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
+        frozen: Literal["dense", "mask"] = "dense",
         planned_steps: int | None = None,
         data_rank: int | None = None,
         grad_snr_every: int = 100,
     ) -> None:
         if conv_layout not in ("channels", "flat"):
             raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
+        if frozen not in ("dense", "mask"):
+            raise ValueError(f"frozen={frozen!r} is unknown: use 'dense' or 'mask'")
         if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
             raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
@@ -102,6 +108,7 @@ class NMSparsifier(ModelStatistics):
         self.exclude = as_globs(exclude, "exclude") or ()
         self.skip_first_last = skip_first_last
         self.conv_layout = conv_layout
+        self.frozen = frozen
         self.seed = seed
         self.planned_steps = planned_steps
         self.data_rank = data_rank
@@ -118,11 +125,18 @@ class NMSparsifier(ModelStatistics):
         """Why each other weight is dense, by layer name."""
         return self.selection.skipped
 
-    def attach(self, state: Mapping[str, Any] | None = None) -> NMSparsifier:
+    def attach(
+        self, state: Mapping[str, Any] | None = None, optimizers: Iterable[Optimizer] | None = None
+    ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
-        The model is not changed before everything was checked. The schedules of a ``state``, which
-        :meth:`load_state_dict` loads next, need no ``planned_steps``.
+        The model is not changed before everything was checked.
+
+        Args:
+            state: The state that :meth:`load_state_dict` loads next: its layers are masked even if they are frozen now,
+                and its schedules need no ``planned_steps``.
+            optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
+                those with ``requires_grad=False`` are.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -133,6 +147,7 @@ class NMSparsifier(ModelStatistics):
         if state:
             check_schema(state)
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
+        saved = _by_plain_name(state["layers"]) if state else {}
         self.selection = select(
             self.model,
             self.rules,
@@ -140,18 +155,10 @@ class NMSparsifier(ModelStatistics):
             skip_first_last=self.skip_first_last,
             conv_layout=self.conv_layout,
             seed=self.seed,
+            is_trained=None if self.frozen == "mask" else trained_by(optimizers),
+            continued=saved,
         )
-        saved = _by_plain_name(state["layers"]) if state else {}
-        plan_schedules(self.selection.layers, saved, self.planned_steps)
-        for layer in self.selection.layers:
-            state_of_layer = saved.get(layer.name)
-            if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
-                layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
-            else:
-                with layer.full():
-                    layer.method.init_masks(layer)
-            layer.noise.follow_data(self.data_rank)
-            layer.draw_noise()
+        self._choose_masks(self.selection.layers, saved)
         self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
         install(self.model, self.selection.layers)
@@ -160,6 +167,44 @@ class NMSparsifier(ModelStatistics):
         self.macs = self._counter.macs
         self.attached = True
         return self
+
+    def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
+        """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
+        plan_schedules(layers, saved, self.planned_steps, self.clock)
+        for layer in layers:
+            state_of_layer = saved.get(layer.name)
+            if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
+                layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
+            else:
+                with layer.full():
+                    layer.method.init_masks(layer)
+            layer.noise.follow_data(self.data_rank)
+            layer.draw_noise()
+
+    def wake(self) -> list[NMLayer]:
+        """Mask the frozen layers that a registered optimizer trains by now, and return them.
+
+        :meth:`step` and :meth:`register` call it, too; call it where layers are unfrozen, for masks in the next forward
+        pass. All processes must unfreeze the same layers.
+
+        Raises:
+            ValueError: If a weight holds NaN, or a method does not support the optimizer; nothing is changed then.
+        """
+        self._require_attached("wake")
+        if not self.selection.waiting or not self._step.optimizers:
+            return []
+        is_trained = trained_by(known.optimizer for known in self._step.optimizers.values())
+        return self._wake([layer for layer in self.selection.waiting if is_trained(layer.optimizer_param)], {})
+
+    def _wake(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> list[NMLayer]:
+        if layers:
+            for layer in layers:
+                refuse_nan(layer)
+            self._choose_masks(layers, saved)
+            self.selection.wake(layers)
+            self._step.add(layers)
+            install(self.model, layers)
+        return layers
 
     @property
     def clock(self) -> int:
@@ -203,6 +248,7 @@ class NMSparsifier(ModelStatistics):
             name = type(optimizer).__name__
             raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
         self._step.register(optimizer)
+        self.wake()
 
     @property
     def unowned(self) -> list[str]:
@@ -231,7 +277,9 @@ class NMSparsifier(ModelStatistics):
             self._counter.settle()
             if self.macs:
                 self._close_counter()
-        return self._step.end_batch()
+        stepped = self._step.end_batch()
+        self.wake()
+        return stepped
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Compare the masks, and what decides on them, of a group of processes, all by default; call it in all of them.
@@ -257,31 +305,6 @@ class NMSparsifier(ModelStatistics):
             self._counter.close()
             self._counter = None
 
-    @property
-    def unseen(self) -> list[str]:
-        """Masked layers whose module was not called in the batches so far, though others were.
-
-        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
-        modules are left out, since their calls are not seen.
-        """
-        if not self.macs:
-            return []
-        hidden = self._counter.hidden() if self._counter else set()
-        return [
-            layer.name for layer in self.selection.layers if layer.name not in self.macs and layer.module not in hidden
-        ]
-
-    @property
-    def short_of_tokens(self) -> dict[str, str]:
-        """Layers whose first batch had fewer tokens than a block of the estimator, with both numbers."""
-        found = {}
-        for layer in self.selection.layers:
-            pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
-            tokens = self._counter.least.get(layer.name, 0) // layer.param.numel() if self._counter else 0
-            if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
-                found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
-        return found
-
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
 
@@ -295,6 +318,7 @@ class NMSparsifier(ModelStatistics):
             "stepped": self._step.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
             "macs": dict(self.macs),
+            "waiting": [layer.name for layer in self.selection.waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -306,7 +330,11 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        layers, saved = self.layers, _by_plain_name(state["layers"])
+        saved = _by_plain_name(state["layers"])
+        waited = set(state.get("waiting", ()))  # masked here since then
+        layers = {name: layer for name, layer in self.layers.items() if name in saved or name not in waited}
+        woken = [layer for layer in self.selection.waiting if layer.name in saved]
+        layers |= {layer.name: layer for layer in woken}
         refuse_others(layers, saved)
         latent = {}  # of layers whose latent values were loaded with the weights
         for name, layer in layers.items():
@@ -317,15 +345,17 @@ class NMSparsifier(ModelStatistics):
                 fault = f"the masks in the checkpoint do not belong to the weights of layer '{name}'"
                 advice = "load its weights into the model first; if they are averages, resume with their callback, too"
                 raise ValueError(f"{fault}: {advice}")
+        self._wake(woken, saved)
         self.seed = state["seed"]
-        for name, then, now in changed_schedules(self.selection.layers, saved, self.planned_steps):
+        for name, then, now in changed_schedules(list(layers.values()), saved, self.planned_steps):
             plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
             warnings.warn(f"this training began with {plan}", stacklevel=2)
         changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
         if changes:
             warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
-        for name, layer in layers.items():
+        for layer in (*self.selection.layers, *self.selection.waiting):
             layer.noise.reseed(self.seed)
+        for name, layer in layers.items():
             if name in latent:
                 layer.local_weight.copy_(layer.local_shard(latent[name]))
             load_layer_state(layer, saved[name])

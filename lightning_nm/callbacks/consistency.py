@@ -25,8 +25,8 @@ class ProcessConsistency:
         self.every = 1 if self.comm_hook is not None else every
         self._steps = 0
         self._due = self.every > 0
-        if self.comm_hook is not None:
-            self.comm_hook.add(sparsifier.layers.values())
+        self._layers = 0
+        self._add_layers()
 
     @classmethod
     def create(cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int) -> ProcessConsistency | None:
@@ -45,6 +45,13 @@ class ProcessConsistency:
             raise ValueError(f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method")
         return cls(strategy, sparsifier, every)
 
+    def _add_layers(self) -> None:
+        """Tell the communication hook of layers that are new: frozen ones are masked when they are unfrozen."""
+        layers = self.sparsifier.selection.layers
+        if self.comm_hook is not None and len(layers) != self._layers:
+            self.comm_hook.add(layers)
+        self._layers = len(layers)
+
     def close(self) -> None:
         """End the fit: the communication hook sends full gradients again."""
         if self.comm_hook is not None:
@@ -52,6 +59,7 @@ class ProcessConsistency:
 
     def before_backward(self) -> None:
         """Compare the masks if a comparison is due."""
+        self._add_layers()
         if self._due:
             self._due = False
             self.sparsifier.compare_ranks()

@@ -131,11 +131,11 @@ class MaskMonitor(pl.Callback):
         """
         names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
         unknown = [name for name in self.statistics or () if name not in names]
-        if unknown:
+        if unknown and not sparsifier.selection.waiting:  # their methods may have it
             raise ValueError(f"MaskMonitor: there is no statistic '{unknown[0]}' in this training, only {names}")
         for glob in self.image_layers or ():
-            if not any(fnmatchcase(name, glob) for name in sparsifier.layers):
-                there = list(sparsifier.layers)
+            there = [*sparsifier.layers, *(layer.name for layer in sparsifier.selection.waiting)]
+            if not any(fnmatchcase(name, glob) for name in there):
                 raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
         self._watched[sparsifier] = _Watched([name for name in names if self._wanted(name)])
 

@@ -67,6 +67,9 @@ class NMSparsityCallback(pl.Callback):
         conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
             them. ``flat``: along the flattened filter, as in the papers' code.
         seed: Base of all random choices.
+        frozen: ``dense``: layers that no optimizer trains when fit starts, such as a teacher, stay dense; a layer that
+            is unfrozen later is masked from then on. Layers that ``include`` names are masked in any case. ``mask``:
+            all are masked.
         log_layers: Let the default monitor also log every statistic per layer, as ``nm/<statistic>/<layer>``.
         log_achieved_loss: Removed. Any value but ``None`` is an error that names the replacement.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
@@ -100,6 +103,7 @@ class NMSparsityCallback(pl.Callback):
         skip_first_last: bool = True,
         conv_layout: Literal["channels", "flat"] = "channels",
         seed: int = 0,
+        frozen: Literal["dense", "mask"] = "dense",
         log_layers: bool = False,
         log_achieved_loss: bool | None = None,
         grad_snr_every: int = 100,
@@ -111,7 +115,7 @@ class NMSparsityCallback(pl.Callback):
         self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
         self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed}
         self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
-        self.options |= {"grad_snr_every": grad_snr_every}
+        self.options |= {"grad_snr_every": grad_snr_every, "frozen": frozen}
         if log_achieved_loss is not None:
             advice = "`nm/predicted_loss_change` is always logged; AchievedLoss in notebooks/03_masks_in_motion.ipynb"
             raise ValueError(f"log_achieved_loss={log_achieved_loss} was removed: {advice} measures the achieved one")
@@ -131,6 +135,7 @@ class NMSparsityCallback(pl.Callback):
         self._monitor: MaskMonitor | None = None
         self._consistency: ProcessConsistency | None = None
         self._finished_layers: dict[str, NMLayer] = {}
+        self._masked = 0  # layers that were masked in the last batch
 
     @property
     def state_key(self) -> str:
@@ -171,7 +176,7 @@ class NMSparsityCallback(pl.Callback):
         except BaseException:
             sparsifier.detach()
             raise
-        self.sparsifier = sparsifier
+        self.sparsifier, self._masked = sparsifier, len(sparsifier.layers)
         self._lifecycle.phase = Phase.INSTALLED
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
@@ -182,7 +187,7 @@ class NMSparsityCallback(pl.Callback):
             if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run
                 planned -= self._lifecycle.steps_before
             sparsifier.planned_steps = planned
-        return sparsifier.attach(self._lifecycle.state)
+        return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
 
     def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         if self._lifecycle.state is None:
@@ -247,10 +252,25 @@ class NMSparsityCallback(pl.Callback):
         if not self._lifecycle.is_new:
             for phase in finished_phases(sparsifier.selection.layers):
                 rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
+        if not sparsifier.layers:
+            names = ", ".join(layer.name for layer in sparsifier.selection.waiting)
+            advice = "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
+            rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
         if sparsifier.unowned:
             rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Mask layers that were unfrozen since the last batch."""
+        sparsifier = self._installed()
+        sparsifier.wake()
+        router = getattr(trainer.precision_plugin, "router", None)
+        if len(sparsifier.layers) != self._masked and isinstance(router, Router):
+            router.tune_again()
+        self._masked = len(sparsifier.layers)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -236,6 +236,12 @@ class Router(HasHandle):
                 reference = self.registry.reference.name
                 self._none_sparse = all(decision is not None and decision.kernel == reference for decision in found)
 
+    def tune_again(self) -> None:
+        """Record and measure the next batch's products: layers came in. Decisions so far stay."""
+        if self.kernels == "auto":
+            self.tuned = self.all_dense = self._none_sparse = False
+            self._known.clear()
+
     def settle(self) -> None:
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
 

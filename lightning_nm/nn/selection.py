@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -41,11 +41,33 @@ class Rule:
 
 @dataclass
 class Selection:
-    """The outcome of a selection: layers, reasons of skipped ones, and the size of every weight of a known kind."""
+    """The outcome of a selection.
+
+    Attributes:
+        layers: The masked layers, in the model's order.
+        skipped: Why each other weight is dense, by name; waiting layers are in it, too.
+        sizes: The size of every weight of a known kind, in the model's order.
+        waiting: Layers that will be masked once an optimizer trains them.
+    """
 
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    waiting: list[NMLayer] = field(default_factory=list)
+
+    def wake(self, layers: Collection[NMLayer]) -> None:
+        """Move waiting layers to the masked ones."""
+        places = {name: place for place, name in enumerate(self.sizes)}
+        self.waiting = [layer for layer in self.waiting if layer not in layers]
+        self.layers += layers
+        self.layers.sort(key=lambda layer: places[layer.name])  # in place: others hold this list
+        for layer in layers:
+            del self.skipped[layer.name]
+
+
+Trained = Callable[[nn.Parameter], bool]
+"""Whether a weight is trained."""
+FROZEN = "frozen: no optimizer trains it; frozen='mask', or its name in `include`, masks it all the same"
 
 
 @dataclass(frozen=True)
@@ -65,10 +87,13 @@ def select(
     skip_first_last: bool = True,
     conv_layout: str = "channels",
     seed: int = 0,
+    is_trained: Trained | None = None,
+    continued: Collection[str] = (),
 ) -> Selection:
     """Choose the weights to mask; the first rule that matches a layer decides.
 
-    A glob without wildcards names a layer: it must be maskable, and ``skip_first_last`` does not hold it back.
+    A glob without wildcards names a layer: it must be maskable, and neither ``skip_first_last`` nor ``is_trained``
+    holds it back.
 
     Args:
         model: Any module; it is not changed.
@@ -78,6 +103,8 @@ def select(
         conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap. ``"flat"``: along the
             flattened ``(in, *kernel)``.
         seed: Base of the layers' random choices.
+        is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
+        continued: Names of layers that are masked all the same, because a saved state has masks for them.
 
     Raises:
         ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
@@ -87,7 +114,7 @@ def select(
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
     candidates = list(_candidates(model, selection, conv_layout))
     _check_globs(model, rules, exclude, candidates, selection)
-    ends = _first_and_last(candidates) if skip_first_last else {}
+    ends = _first_and_last(candidates, is_trained) if skip_first_last else {}
     owners: dict[int, list[str]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -136,9 +163,6 @@ def select(
                 raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}")
             selection.skipped[candidate.name] = reason
             continue
-        weight = getattr(candidate.module, candidate.spec.parameter)
-        if gather(torch.isnan(weight.detach()).any()):
-            raise ValueError(f"the weight of layer '{candidate.name}' holds NaN: load or initialise it before masking")
         spec = LayerSpec(
             candidate.name,
             candidate.module,
@@ -152,8 +176,14 @@ def select(
             dgrad_reason=reasons[1],
             tensor_parallel=bool(cuts),
         )
-        selection.layers.append(NMLayer(spec, seed=seed, wrappers=around))
-    if not selection.layers:
+        layer = NMLayer(spec, seed=seed, wrappers=around)
+        if is_named or candidate.name in continued or is_trained is None or is_trained(_weight(candidate)):
+            refuse_nan(layer)
+            selection.layers.append(layer)
+        else:
+            selection.waiting.append(layer)
+            selection.skipped[layer.name] = FROZEN
+    if not selection.layers and not selection.waiting:
         raise ValueError("no layer can be masked. " + _advice(selection))
     return selection
 
@@ -188,6 +218,16 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
             continue
         for spec in adapter.specs(module, conv_layout):
             yield _Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
+
+
+def _weight(candidate: _Candidate) -> nn.Parameter:
+    return getattr(candidate.module, candidate.spec.parameter)
+
+
+def refuse_nan(layer: NMLayer) -> None:
+    """Refuse a weight that holds NaN by a ``ValueError``, because no masks can be chosen for it."""
+    if gather(torch.isnan(layer.param.detach()).any()):
+        raise ValueError(f"the weight of layer '{layer.name}' holds NaN: load or initialise it before masking")
 
 
 def _size(weight: Tensor) -> int:
@@ -241,7 +281,10 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
     return f"{axis} {divided} % {pattern.m} != 0"
 
 
-def _first_and_last(candidates: Sequence[_Candidate]) -> dict[str, str]:
+def _first_and_last(candidates: Sequence[_Candidate], is_trained: Trained | None) -> dict[str, str]:
+    """The ends of the part of the model that is trained, or of all of it if that part has none."""
+    if is_trained is not None:
+        candidates = sorted(candidates, key=lambda c: is_trained(_weight(c)))
     convolutions = [c for c in candidates if c.adapter.role == "convolution"]
     linears = [c for c in candidates if c.adapter.role == "linear" and not c.module_name.endswith(".out_proj")]
     ends = {}

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecisi
 from torch import nn
 
 from lightning_nm.plugins.routing import HalfArguments, KernelRouting, MixedArguments, ShardedArguments
+from lightning_nm.sparsifier import NMSparsifier
 
 
 class _TrainerRouting(KernelRouting):
@@ -37,7 +38,7 @@ class _TrainerRouting(KernelRouting):
         """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in self._models:
             assert isinstance(model, pl.LightningModule)
-            if not self._checked and _searching(model.trainer):
+            if not self._checked and (_searching(model.trainer) or _all_frozen(model.trainer)):
                 return
         super()._require_masked()
 
@@ -63,6 +64,13 @@ class _TrainerRouting(KernelRouting):
     def _stock(self) -> str:
         """Name of the Lightning plugin that this one extends."""
         return next(cls.__qualname__ for cls in type(self).__mro__ if cls.__module__.startswith("lightning."))
+
+
+def _all_frozen(trainer: pl.Trainer) -> bool:
+    """Whether a sparsifier waits for an optimizer to train the layers that it would mask."""
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    sparsifiers = (getattr(callback, "sparsifier", None) for callback in callbacks)
+    return any(isinstance(each, NMSparsifier) and each.selection.waiting for each in sparsifiers)
 
 
 def _searching(trainer: pl.Trainer) -> bool:

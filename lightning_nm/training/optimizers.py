@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
@@ -65,6 +65,12 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
+
+
+def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
+    """Whether a parameter requires a gradient and is held by one of the optimizers, if there are any."""
+    held = {id(p) for optimizer in optimizers or () for group in optimizer.param_groups for p in group["params"]}
+    return lambda parameter: parameter.requires_grad and (not held or id(parameter) in held)
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:

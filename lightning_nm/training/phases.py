@@ -10,7 +10,7 @@ from lightning_nm.nn.state import same_estimator
 
 
 def plan_schedules(
-    layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
+    layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None, clock: int
 ) -> None:
     """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
 
@@ -18,12 +18,14 @@ def plan_schedules(
         layers: The layers.
         saved: By name, the states of layers whose training continues.
         planned_steps: Training steps of the whole training, if known.
+        clock: Training steps so far.
 
     Raises:
         ValueError: If the schedule of a method or an estimator does not fit the planned steps.
     """
     new = set()
     for layer in layers:
+        layer.progress.clock = clock
         state = saved.get(layer.name, {})
         if state.get("method") == type(layer.method).__name__:
             layer.progress.schedule = tuple(state["schedule"])

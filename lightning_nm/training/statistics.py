@@ -21,6 +21,7 @@ from lightning_nm.functional.statistics import (
 )
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Selection
+from lightning_nm.training.macs import MacsCounter
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
@@ -34,6 +35,7 @@ class ModelStatistics:
     attached: bool
     macs: dict[str, int]
     """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
+    _counter: MacsCounter | None
 
     @property
     def layers(self) -> dict[str, NMLayer]:
@@ -59,6 +61,31 @@ class ModelStatistics:
         if any(self.macs.values()):
             shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
         return shares
+
+    @property
+    def unseen(self) -> list[str]:
+        """Masked layers whose module was not called in the batches so far, though others were.
+
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
+        modules are left out, since their calls are not seen.
+        """
+        if not self.macs:
+            return []
+        hidden = self._counter.hidden() if self._counter else set()
+        return [
+            layer.name for layer in self.selection.layers if layer.name not in self.macs and layer.module not in hidden
+        ]
+
+    @property
+    def short_of_tokens(self) -> dict[str, str]:
+        """Layers whose first batch had fewer tokens than a block of the estimator, with both numbers."""
+        found = {}
+        for layer in self.selection.layers:
+            pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
+            tokens = self._counter.least.get(layer.name, 0) // layer.param.numel() if self._counter else 0
+            if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
+                found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
+        return found
 
     def flops_ratios(self) -> dict[str, float]:
         """Return the multiply-adds of a training step over those of a dense step: arithmetic, paper and eligible.
@@ -116,7 +143,8 @@ class ModelStatistics:
     def mean_flip_rate(self) -> float:
         """Return the ``flip_rate`` of :meth:`stats` averaged over all steps so far."""
         flips = [int(layer.masks.total_flips) for layer in self.selection.layers if layer.masks.total_flips is not None]
-        return sum(flips) / sum(layer.param.numel() * max(layer.step, 1) for layer in self.selection.layers)
+        entries = sum(layer.param.numel() * max(layer.step, 1) for layer in self.selection.layers)
+        return sum(flips) / entries if entries else 0.0
 
     def violations(self) -> int:
         """Count the blocks of forward weights that hold more than N nonzeros; 0 unless a method is wrong."""
@@ -148,6 +176,8 @@ def _count(layer: NMLayer) -> list[float]:
 
 
 def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
+    if not layers:  # they are all frozen so far
+        return {"density": 1.0, "flip_rate": 0.0, "kept_magnitude": 1.0, "overlap": 1.0}
     columns = zip(*map(_count, layers), strict=True)
     weights, forward, both, flips, used, magnitude = (sum(column) for column in columns)
     return {

@@ -43,6 +43,14 @@ class TrainingStep:
         self._depth: dict[int, int] = {}
         self._announced: set[int] = set()
 
+    def add(self, layers: Sequence[NMLayer]) -> None:
+        """Begin with layers that are new in :attr:`layers`; optimizers that are registered may own them."""
+        self._hooks.update({layer.method: layer.method.defined_hooks() for layer in layers})
+        for key, known in self.optimizers.items():
+            self.optimizers[key] = owned_layers(known.optimizer, self.layers, known)
+        for layer in layers:
+            self._begin_window(layer)
+
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
@@ -107,25 +115,24 @@ class TrainingStep:
 
         ``loaded``: the counters were loaded, and whether gradients are dense with them.
         """
-        able = []
         for layer in self.layers:
-            method, progress = layer.spec.method, layer.progress
-            progress.clock = self.clock
-            if not loaded:
-                progress.dense_gradient = "needs_dense_gradient" in self._hooks[method] and method.needs_dense_gradient(
-                    layer
-                )
-            if layer.spec.estimator is None:
-                continue
-            schedule = progress.estimator_schedule
-            progress.estimating = not schedule or within(schedule, self.clock)
-            layer.observation.begin_window(False, progress.estimating)
-            if progress.estimating and layer.param.requires_grad:
-                able.append(layer)
+            self._begin_window(layer, loaded=loaded)
+        able = [layer for layer in self.layers if layer.progress.estimating and layer.param.requires_grad]
         if self.observe_every and self.clock % self.observe_every == 0:
             first = self.clock // self.observe_every * _OBSERVED_LAYERS
             for k in range(min(_OBSERVED_LAYERS, len(able))):
                 able[(first + k) % len(able)].observation.begin_window(True, True)
+
+    def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
+        method, progress = layer.spec.method, layer.progress
+        progress.clock = self.clock
+        if not loaded:
+            asks = "needs_dense_gradient" in self._hooks[method]
+            progress.dense_gradient = asks and method.needs_dense_gradient(layer)
+        if layer.spec.estimator is not None:
+            schedule = progress.estimator_schedule
+            progress.estimating = not schedule or within(schedule, self.clock)
+            layer.observation.begin_window(False, progress.estimating)
 
     def load(self, clock: int, stepped: bool) -> None:
         """Go on at saved counters; those of the layers are loaded already."""

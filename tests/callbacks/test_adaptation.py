@@ -136,7 +136,7 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
         automatic_optimization = False
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(self.net[k].parameters(), 0.05) for k in (3, 6)]
+            return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net[:6], self.net[6:])]
 
         def training_step(self, batch, batch_idx):
             for optimizer in self.optimizers():

@@ -271,7 +271,7 @@ def test_frozen_layers_stay_as_they_are(method, tmp_path):
     model.net[3].weight.requires_grad_(False)
     frozen = model.net[3].weight.detach().clone()
     with pytest.warns(UserWarning, match="no optimizer trains these masked layers"):
-        fit(tmp_path, method, model=model)
+        make_trainer(tmp_path, [sparse(method, frozen="mask")]).fit(model, Data())
     weight = model.net[3].weight.detach()
     assert nmf.is_nm(weight, "2:4", dim=1)
     assert torch.equal(weight[weight != 0], frozen[weight != 0])

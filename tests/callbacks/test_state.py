@@ -120,7 +120,7 @@ class TwoOptimizers(Net):
     automatic_optimization = False
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(self.net[3].parameters(), 0.05), torch.optim.SGD(self.net[6].parameters(), 0.05)]
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net[:6], self.net[6:])]
 
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
@@ -233,7 +233,7 @@ def test_a_masked_layer_that_no_optimizer_trains_is_named(tmp_path):
             return torch.optim.SGD(self.net[3].parameters(), 0.05)
 
     with pytest.warns(UserWarning, match=r"no optimizer trains these masked layers.*\['net.6'\]"):
-        make_trainer(tmp_path, [callback("ste")], max_epochs=1).fit(Partly(), Data())
+        make_trainer(tmp_path, [callback("ste", frozen="mask")], max_epochs=1).fit(Partly(), Data())
 
 
 def test_a_masked_layer_that_is_read_instead_of_called_is_named(tmp_path):

@@ -127,7 +127,7 @@ def test_flops_of_bame_take_the_lesser_of_both():
 def test_a_frozen_layer_is_skipped_and_said_so():
     model = network()
     model[2].weight.requires_grad_(False)
-    sparsifier = attach(model, "mvue", "transposable")
+    sparsifier = attach(model, "mvue", "transposable", frozen="mask")
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     (row,) = [line for line in console.file.getvalue().splitlines() if line.strip().startswith("2 ")]
