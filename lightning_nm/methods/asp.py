@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.functional.select import mask_
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 
 class ASP(MaskMethod):
@@ -20,36 +22,58 @@ class ASP(MaskMethod):
     After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every step.
 
     Args:
-        start: Optimizer step at which to prune; 0 prunes before the first step (fine-tuning of a trained model).
+        start: When to prune: an integer is a training step, a float a share of the planned ones. 0 prunes before the
+            first step (fine-tuning of a trained model).
         init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` keeps the nonzeros of a model that is already N:M
             sparse.
 
     Raises:
-        ValueError: If ``start`` is negative, if ``init="zeros"`` is combined with a later start, or if a weight is not
-            N:M sparse with ``init="zeros"``.
+        TypeError: If ``start`` is neither an integer nor a float.
+        ValueError: If ``start`` is negative or a share above 1, if ``init="zeros"`` is combined with a later start, or
+            if a weight is not N:M sparse with ``init="zeros"``.
     """
 
     short_name = "asp"
     restores_masks = True
     latent = False
 
-    def __init__(self, start: int = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
-        if start < 0:
-            raise ValueError(f"start={start} must be an optimizer step, 0 or later")
+    def __init__(self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
+        check_moment("start", start)
         check_option("init", init, "magnitude", "zeros")
         if init == "zeros" and start > 0:
             raise ValueError(f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}")
         self.start, self.init = start, init
 
+    @property
+    def dense_start(self) -> Moment:  # type: ignore[override]
+        """Training is dense until the start."""
+        return self.start
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The step at which to prune; none if that is before the first one."""
+        start = resolve_moment(self, "start", self.start, planned_steps)
+        return (start,) if start else ()
+
+    def check(self, planned_steps: int | None) -> None:
+        """Warn of a start that the training does not reach."""
+        start = sum(self.schedule(planned_steps))
+        if planned_steps is not None and start >= planned_steps:
+            never = f"ASP never prunes: start={self.start} is step {start} of {planned_steps}"
+            warnings.warn(f"{never}, so the model stays dense; use a smaller `start`", stacklevel=2)
+
+    def _begun(self, layer: NMLayer) -> bool:
+        # A state of version 0.1.0 has no schedule.
+        return layer.clock >= (layer.schedule[0] if layer.schedule else self.start)
+
     def init_masks(self, layer: NMLayer) -> None:
         """Prune now if the run starts pruned."""
         layer.set_masks(None)
-        if layer.step >= self.start:
+        if self._begun(layer):
             self._prune(layer)
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``."""
-        if layer.masks.bits is None and layer.step >= self.start:
+        if layer.masks.bits is None and self._begun(layer):
             self._prune(layer)
 
     @torch.no_grad()

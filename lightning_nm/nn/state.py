@@ -190,7 +190,9 @@ def refuse_others(layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str
 
 def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
     """Settings of method and estimator that are others now, and may be; those that are planned moments left out."""
-    planned = {"dense_start", "dense_end"} | ({"start", "stop"} if layer.schedule else set())
+    planned = {"dense_start", "dense_end"} | (
+        {"start", "stop"} if layer.schedule or layer.method.dense_start else set()
+    )
     changes = []
     for part, here, key in (
         (layer.method, _settings(layer.method), "settings"),

@@ -147,11 +147,14 @@ class ModelStatistics:
         return sum(flips) / entries if entries else 0.0
 
     def violations(self) -> int:
-        """Count the blocks of forward weights that hold more than N nonzeros; 0 unless a method is wrong."""
+        """Count the blocks of forward weights that hold more than N nonzeros, also where there is no mask now.
+
+        With masks it is 0 unless a method is wrong. Layers whose forward weight is never masked are left out.
+        """
         return sum(
             int(count_violations(layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1))
             for layer in self.selection.layers
-            if layer.forward_mask is not None
+            if layer.method.sparse_forward and not layer.forward_reason
         )
 
 

@@ -102,7 +102,7 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
             table.add_row(name, f"{float(value):.4f}", "last value that the model logged")
     stats = sparsifier.stats()
     table.add_row("density", f"{stats['density']:.4f}", "share of weights that the forward masks keep")
-    table.add_row("N:M violations", str(sparsifier.violations()), "blocks with more than N nonzeros")
+    table.add_row("N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros")
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
     table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
     table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")

@@ -1,0 +1,75 @@
+"""When ASP prunes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import ASP, NMSparsifier, TransposableMask
+from tests.lightning_models import Data, callback, make_trainer, new_model
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def train(sparsifier, steps):
+    densities = []
+    optimizer = torch.optim.SGD(sparsifier.model.parameters(), 0.1, momentum=0.9)
+    sparsifier.register(optimizer)
+    for _ in range(steps):
+        densities.append(sparsifier.stats()["density"])
+        optimizer.zero_grad()
+        sparsifier.model(torch.randn(8, 16)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    return densities
+
+
+@pytest.mark.parametrize("start", [3, 0.3])
+def test_the_start_is_a_step_or_a_share(start):
+    sparsifier = NMSparsifier(network(), "2:4", ASP(start), planned_steps=10).attach()
+    assert train(sparsifier, 5) == [1, 1, 1, 0.5, 0.5]
+
+
+def test_a_share_needs_the_planned_steps():
+    with pytest.raises(ValueError, match=r"ASP's start=0\.3 is a share"):
+        NMSparsifier(network(), "2:4", ASP(0.3)).attach()
+
+
+@pytest.mark.parametrize(("start", "error"), [(1.5, ValueError), (-1, ValueError), ("1", TypeError)])
+def test_bad_starts_are_named(start, error):
+    with pytest.raises(error, match=f"start={start!r}"):
+        ASP(start)
+
+
+@pytest.mark.parametrize("clock", [1, 4])
+def test_states_without_a_schedule_go_on(clock):
+    """Version 0.1.0 saved none."""
+    first = NMSparsifier(network(), "2:4", ASP(3), planned_steps=10).attach()
+    train(first, clock)
+    state = first.state_dict()
+    state["layers"]["0"]["schedule"] = []
+    second = NMSparsifier(network(), "2:4", ASP(3), planned_steps=10)
+    second.model.load_state_dict(first.model.state_dict())
+    with pytest.warns(UserWarning, match=r"began with ASP scheduled at steps \(\), which stays"):
+        second.attach(state).load_state_dict(state)
+    assert train(second, 4) == [1 if step < 3 else 0.5 for step in range(clock, clock + 4)]
+
+
+@pytest.mark.parametrize("late", [2000, 12])
+def test_a_start_that_is_never_reached_is_warned_of(tmp_path, late):
+    masks = callback(ASP(late))
+    with pytest.warns(
+        UserWarning, match=f"ASP never prunes: start={late} is step {late} of 12, so the model stays dense"
+    ):
+        make_trainer(tmp_path, [masks]).fit(new_model(), Data())
+
+
+@pytest.mark.filterwarnings("ignore:ASP never prunes")
+@pytest.mark.parametrize("method", [ASP(9), TransposableMask(dense_end=0.4)], ids=["not-begun", "ended"])
+def test_violations_of_a_dense_model_are_counted(method):
+    sparsifier = NMSparsifier(network(), "2:4", method, planned_steps=5).attach()
+    train(sparsifier, 5)
+    assert sparsifier.violations() == 32 * 16 // 4
