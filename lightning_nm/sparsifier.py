@@ -17,11 +17,13 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_es
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.selection import Rule, Selection, as_globs, refuse_nan, select
+from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_nan, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
+    SCHEMA,
+    by_plain_name,
     changed_settings,
+    check_schema,
     fits,
     layer_state,
     load_layer_state,
@@ -30,13 +32,12 @@ from lightning_nm.nn.state import (
     state_difference,
 )
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import changed_schedules, plan_schedules
 from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
-
-SCHEMA = 1
 
 
 class NMSparsifier(ModelStatistics):
@@ -126,7 +127,10 @@ class NMSparsifier(ModelStatistics):
         return self.selection.skipped
 
     def attach(
-        self, state: Mapping[str, Any] | None = None, optimizers: Iterable[Optimizer] | None = None
+        self,
+        state: Mapping[str, Any] | None = None,
+        optimizers: Iterable[Optimizer] | None = None,
+        flow: ValueFlow | None = None,
     ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
@@ -137,6 +141,8 @@ class NMSparsifier(ModelStatistics):
                 and its schedules need no ``planned_steps``.
             optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
                 those with ``requires_grad=False`` are.
+            flow: What it saw of the model decides which layers are the first and the last; by default the order of
+                registration does.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -147,17 +153,18 @@ class NMSparsifier(ModelStatistics):
         if state:
             check_schema(state)
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
-        saved = _by_plain_name(state["layers"]) if state else {}
-        self.selection = select(
-            self.model,
-            self.rules,
-            self.exclude,
-            skip_first_last=self.skip_first_last,
-            conv_layout=self.conv_layout,
-            seed=self.seed,
-            is_trained=None if self.frozen == "mask" else trained_by(optimizers),
-            continued=saved,
-        )
+        saved = by_plain_name(state["layers"]) if state else {}
+        options: dict[str, Any] = {"skip_first_last": self.skip_first_last, "conv_layout": self.conv_layout}
+        options |= {
+            "seed": self.seed,
+            "is_trained": self._trained_by(optimizers),
+            "continued": saved,
+            "ends": (state or {}).get("ends"),
+        }
+        self.selection = select(self.model, self.rules, self.exclude, **options)
+        if flow is not None and not state and self.skip_first_last:
+            options["ends"] = self.ends_by(flow, optimizers)
+            self.selection = select(self.model, self.rules, self.exclude, **options)
         self._choose_masks(self.selection.layers, saved)
         self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
@@ -167,6 +174,13 @@ class NMSparsifier(ModelStatistics):
         self.macs = self._counter.macs
         self.attached = True
         return self
+
+    def _trained_by(self, optimizers: Iterable[Optimizer] | None) -> Trained | None:
+        return None if self.frozen == "mask" else trained_by(optimizers)
+
+    def ends_by(self, flow: ValueFlow, optimizers: Iterable[Optimizer] | None = None) -> dict[str, str]:
+        """The first and last layers by what was seen of the model, for :meth:`attach`."""
+        return flow.ends(self._trained_by(optimizers), self.selection.ends)
 
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
@@ -319,6 +333,7 @@ class NMSparsifier(ModelStatistics):
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
             "macs": dict(self.macs),
             "waiting": [layer.name for layer in self.selection.waiting],
+            "ends": dict(self.selection.ends),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -330,7 +345,7 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        saved = _by_plain_name(state["layers"])
+        saved = by_plain_name(state["layers"])
         waited = set(state.get("waiting", ()))  # masked here since then
         layers = {name: layer for name, layer in self.layers.items() if name in saved or name not in waited}
         woken = [layer for layer in self.selection.waiting if layer.name in saved]
@@ -363,7 +378,7 @@ class NMSparsifier(ModelStatistics):
         self._step.load(state["clock"], state["stepped"])
         if state["macs"]:
             self.macs.clear()
-            self.macs.update(_by_plain_name(state["macs"]))
+            self.macs.update(by_plain_name(state["macs"]))
             if self._counter is not None:
                 self._counter.known = True
 
@@ -381,15 +396,3 @@ def _parse_rule(rule: Mapping[str, Any], general: Rule) -> Rule:
         resolve_method(rule["method"]) if "method" in rule else general.method,
         resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
     )
-
-
-def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the wrappers in layer names, which version 0.1.0 saved."""
-    return {plain_name(name): value for name, value in saved.items()}
-
-
-def check_schema(state: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` for a state of another schema."""
-    if state.get("schema") != SCHEMA:
-        fault = f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}"
-        raise ValueError(f"{fault}: use the version of lightning_nm that wrote it")

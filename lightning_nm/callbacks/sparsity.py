@@ -19,6 +19,7 @@ from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
+from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -26,9 +27,10 @@ from lightning_nm.export.checkpoint import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.state import check_schema
 from lightning_nm.pattern import PatternLike
-from lightning_nm.sparsifier import NMSparsifier, check_schema
-from lightning_nm.training.phases import finished_phases
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.flow import ValueFlow
 
 
 class RuleSpec(TypedDict, total=False):
@@ -135,6 +137,7 @@ class NMSparsityCallback(pl.Callback):
         self._monitor: MaskMonitor | None = None
         self._consistency: ProcessConsistency | None = None
         self._finished_layers: dict[str, NMLayer] = {}
+        self._flow: ValueFlow | None = None  # until training starts
         self._masked = 0  # layers that were masked in the last batch
 
     @property
@@ -164,7 +167,12 @@ class NMSparsityCallback(pl.Callback):
         self._lifecycle.begin_fit()
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
-        sparsifier = self._attach(trainer, pl_module)
+        self._install(trainer, pl_module)
+        if self._lifecycle.is_new and self.options["skip_first_last"]:
+            self._flow = ValueFlow(pl_module)  # of the sanity validation
+
+    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None) -> None:
+        sparsifier = self._attach(trainer, pl_module, flow)
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
@@ -179,7 +187,21 @@ class NMSparsityCallback(pl.Callback):
         self.sparsifier, self._masked = sparsifier, len(sparsifier.layers)
         self._lifecycle.phase = Phase.INSTALLED
 
-    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
+    def _settle_ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Select anew if the sanity validation showed other first and last layers than the order of registration."""
+        flow, self._flow = self._flow, None
+        if flow is None:
+            return
+        flow.close()
+        sparsifier = self._installed()
+        if sparsifier.ends_by(flow, trainer.optimizers) != sparsifier.selection.ends:
+            self._remove(sparsifier)
+            sparsifier.detach()
+            self._install(trainer, pl_module, flow)
+
+    def _attach(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None
+    ) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, **self.options, data_rank=data_rank)
         if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
@@ -187,7 +209,7 @@ class NMSparsityCallback(pl.Callback):
             if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run
                 planned -= self._lifecycle.steps_before
             sparsifier.planned_steps = planned
-        return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+        return sparsifier.attach(self._lifecycle.state, trainer.optimizers, flow)
 
     def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         if self._lifecycle.state is None:
@@ -225,12 +247,8 @@ class NMSparsityCallback(pl.Callback):
     def _finish(self) -> None:
         if self.sparsifier is None:
             return
-        sparsifier, self.sparsifier = self.sparsifier, None
-        if self._monitor is not None:
-            self._monitor.stop(sparsifier)
-        if self._consistency is not None:
-            self._consistency.close()
-            self._consistency = None
+        sparsifier = self.sparsifier
+        self._remove(sparsifier)
         if not self._has_trained(sparsifier.selection.layers):
             self._lifecycle.end(None)
             sparsifier.detach()  # the model keeps its dense weights
@@ -240,8 +258,20 @@ class NMSparsityCallback(pl.Callback):
         sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
         self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
 
+    def _remove(self, sparsifier: NMSparsifier) -> None:
+        self.sparsifier = None
+        if self._flow is not None:
+            self._flow.close()
+            self._flow = None
+        if self._monitor is not None:
+            self._monitor.stop(sparsifier)
+        if self._consistency is not None:
+            self._consistency.close()
+            self._consistency = None
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
+        self._settle_ends(trainer, pl_module)
         sparsifier = self._installed()
         settle_throughput(trainer)
         for optimizer in trainer.optimizers:
@@ -249,15 +279,7 @@ class NMSparsityCallback(pl.Callback):
         if self._lifecycle.batch_open:  # saved within a batch, maybe after the optimizer step
             sparsifier.step()
         self._lifecycle.batch_open = False
-        if not self._lifecycle.is_new:
-            for phase in finished_phases(sparsifier.selection.layers):
-                rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
-        if not sparsifier.layers:
-            names = ", ".join(layer.name for layer in sparsifier.selection.waiting)
-            advice = "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
-            rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
-        if sparsifier.unowned:
-            rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
+        warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
@@ -303,7 +325,7 @@ class NMSparsityCallback(pl.Callback):
         """Update the masks if an optimizer stepped, and call the monitor."""
         sparsifier = self._installed()
         if self._lifecycle.phase is Phase.INSTALLED:
-            _warn_after_first_batch(sparsifier)
+            warn_after_first_batch(sparsifier)
         stepped = sparsifier.step()
         self._lifecycle.end_batch()
         comm_hook = None if self._consistency is None else self._consistency.comm_hook
@@ -368,17 +390,3 @@ class NMSparsityCallback(pl.Callback):
             self._lifecycle.restored(state_dict)
         else:
             self._lifecycle.receive(state_dict)
-
-
-def _warn_after_first_batch(sparsifier: NMSparsifier) -> None:
-    """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
-    if sparsifier.unseen:
-        rank_zero_warn(
-            f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
-            "their weights directly, it reads dense ones: name the layers in `exclude`"
-        )
-    if sparsifier.short_of_tokens:
-        rank_zero_warn(
-            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
-            f"{sparsifier.short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_nm.sparsifier import check_schema
+from lightning_nm.nn.state import check_schema
 
 
 def check_archive(path: str | Path) -> None:

@@ -48,12 +48,14 @@ class Selection:
         skipped: Why each other weight is dense, by name; waiting layers are in it, too.
         sizes: The size of every weight of a known kind, in the model's order.
         waiting: Layers that will be masked once an optimizer trains them.
+        ends: The first and the last layers by module name, with the reason to leave them dense.
     """
 
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     waiting: list[NMLayer] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
 
     def wake(self, layers: Collection[NMLayer]) -> None:
         """Move waiting layers to the masked ones."""
@@ -89,6 +91,7 @@ def select(
     seed: int = 0,
     is_trained: Trained | None = None,
     continued: Collection[str] = (),
+    ends: Mapping[str, str] | None = None,
 ) -> Selection:
     """Choose the weights to mask; the first rule that matches a layer decides.
 
@@ -105,6 +108,8 @@ def select(
         seed: Base of the layers' random choices.
         is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
         continued: Names of layers that are masked all the same, because a saved state has masks for them.
+        ends: The first and the last layers, by module name, with the reason; by default the first convolution and the
+            last linear layer that are trained, in the order of registration.
 
     Raises:
         ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
@@ -114,7 +119,8 @@ def select(
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
     candidates = list(_candidates(model, selection, conv_layout))
     _check_globs(model, rules, exclude, candidates, selection)
-    ends = _first_and_last(candidates, is_trained) if skip_first_last else {}
+    if skip_first_last:
+        selection.ends = dict(_first_and_last(candidates, is_trained) if ends is None else ends)
     owners: dict[int, list[str]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -132,8 +138,8 @@ def select(
             reason = "not in `include`"
         elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
             reason = "in `exclude`"
-        elif candidate.module_name in ends and not is_named:
-            reason = ends[candidate.module_name]
+        elif candidate.module_name in selection.ends and not is_named:
+            reason = selection.ends[candidate.module_name]
         else:
             if isinstance(candidate.module, Adapter) and candidate.spec.parameter in candidate.module.nm_layers:
                 raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.masks import LayerMasks
+from lightning_nm.nn.names import plain_name
 
 
 @torch.no_grad()
@@ -54,6 +55,9 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "latent": dropped(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
         "checksum": _checksum(forward_weight),
     }
+
+
+SCHEMA = 1
 
 
 def _checksum(weight: Tensor) -> list[float]:
@@ -228,3 +232,15 @@ def _estimator_settings(layer: NMLayer) -> dict[str, Any]:
     if layer.estimator is None:
         return {}
     return {**_settings(layer.estimator), "pattern": str(layer.estimator.pattern_of(layer))}
+
+
+def by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the wrappers in layer names, which version 0.1.0 saved."""
+    return {plain_name(name): value for name, value in saved.items()}
+
+
+def check_schema(state: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` for a state of another schema."""
+    if state.get("schema") != SCHEMA:
+        fault = f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}"
+        raise ValueError(f"{fault}: use the version of lightning_nm that wrote it")

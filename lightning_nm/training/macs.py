@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import find_adapter
 from lightning_nm.nn.names import layer_name, plain_name
+from lightning_nm.training.forwards import OutermostCalls, WatchingHook, compiled_parts
+
+OTHERS = "(weights of other kinds)"
+"""The key of all products with weights that no adapter knows."""
 
 
 class MacsCounter:
-    """Adds up the dense forward multiply-adds of each weight of a known layer kind, until it is closed.
+    """Adds up the dense forward multiply-adds of each weight, until it is closed.
 
-    Batches, and several calls of a module in one batch, are added up, so only the shares of the counts have a meaning.
-    It watches the model through forward hooks.
+    Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
+    other weight are counted together as :data:`OTHERS`, by torch's formulas for operators, in models without compiled
+    parts. Products of two activations, as in attention, are not counted. Batches, and several calls of a module in one
+    batch, are added up, so only the shares of the counts have a meaning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,56 +36,121 @@ class MacsCounter:
         """The multiply-adds of the smallest call in training mode."""
         self.known = False
         """Whether the counts were loaded, and stay."""
+        self.inside = 0
+        """Calls of modules with an adapter that are running."""
+        self.layers: set[nn.Module] = set()
+        """Modules of which an adapter knows weights."""
         self._model = model
-        self._handles: dict[nn.Module, RemovableHandle] = {}
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._seen: set[nn.Module] = set()
         self._over = False
+        self._calls = OutermostCalls(model, _OtherProducts(self))
         for name, module in model.named_modules():
-            if find_adapter(type(module)) is not None:
-                self._handles[module] = module.register_forward_hook(_Hook(self, plain_name(name)), with_kwargs=True)
+            if (found := find_adapter(type(module))) is not None:
+                if any(True for _ in found[0].specs(module, "channels")):
+                    self.layers.add(module)
+                enter = module.register_forward_pre_hook(_Enter(self))
+                leave = module.register_forward_hook(_Leave(self, plain_name(name)), with_kwargs=True, always_call=True)
+                self._handles[module] = [enter, leave]
 
     def hidden(self) -> set[nn.Module]:
         """Return watched modules that were not seen and are part of a compiled module of the model."""
-        compiled = (  # block.compile(), and block = torch.compile(block)
-            part
-            for part in self._model.modules()
-            if part._compiled_call_impl is not None or "_orig_mod" in part._modules
-        )
-        return {module for part in compiled for module in part.modules()} & (self._handles.keys() - self._seen)
+        parts = compiled_parts(self._model)
+        return {module for part in parts for module in part.modules()} & (self._handles.keys() - self._seen)
 
     def settle(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
         hidden, self._over = self.hidden(), True
+        self._calls.close()
         if hidden:
             self.macs.clear()
             self.least.clear()
         for module in self._handles.keys() - hidden:  # removing a hook that was traced would recompile its graph
-            self._handles.pop(module).remove()
+            self._remove(module)
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        self._calls.close()
+        for module in list(self._handles):
+            self._remove(module)
+
+    def add(self, key: str, cost: int) -> None:
+        """Add multiply-adds."""
+        if not self.known:
+            self.macs[key] = self.macs.get(key, 0) + cost
+
+    def _remove(self, module: nn.Module) -> None:
+        for handle in self._handles.pop(module):
             handle.remove()
-        self._handles.clear()
 
 
-class _Hook:
+class _Enter(WatchingHook):
+    def __init__(self, counter: MacsCounter) -> None:
+        self.counter = counter
+
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            self.counter.inside += module in self.counter.layers
+
+
+class _Leave(WatchingHook):
     def __init__(self, counter: MacsCounter, name: str) -> None:
         self.counter, self.name = counter, name
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found = find_adapter(type(module))
         # A compiled graph must not depend on a counter.
-        if found is None or torch.compiler.is_compiling() or self.counter._over:
+        if found is None or torch.compiler.is_compiling():
+            return
+        self.counter.inside -= module in self.counter.layers
+        if self.counter._over or output is None:  # None: an exception
             return
         self.counter._seen.add(module)
         for spec in found[0].specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
             cost = found[0].macs(module, spec.parameter, args, kwargs, output)
-            if not self.counter.known:
-                self.counter.macs[key] = self.counter.macs.get(key, 0) + cost
+            self.counter.add(key, cost)
             if module.training:
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self  # a copied model must not carry a copy of the counter
+
+class _OtherProducts(TorchDispatchMode):
+    """Counts products with a parameter, or with what was made of parameters alone, outside of known modules."""
+
+    def __init__(self, counter: MacsCounter) -> None:
+        super().__init__()
+        self.counter = counter
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self.counter.inside or self.counter._over:
+            return output
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        weights = [self._is_weight(tensor) for tensor in given]
+        if any(weights):
+            packet = func._overloadpacket
+            if cost := _cost(packet, args, kwargs, output):
+                self.counter.add(OTHERS, cost)
+            elif all(weights):
+                self._made.update((made, True) for made in tree_leaves(output) if isinstance(made, Tensor))
+        return output
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or tensor in self._made
+
+
+def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Multiply-adds of an operator, 0 if it is no product.
+
+    torch has no formula for the grouped product, the recurrent layers of CPUs and the bilinear operator.
+    """
+    name = str(operator)
+    if name == "aten._grouped_mm":  # [tokens, in] by [groups, in, out], and variants of it
+        return math.prod(args[0].shape) * args[1].shape[-1]
+    if name in ("aten.mkldnn_rnn_layer", "aten._trilinear"):  # each token meets every weight once
+        matrices = sum(t.numel() for t in args if isinstance(t, nn.Parameter) and t.dim() > 1)
+        return matrices * math.prod(args[0].shape[:-1])
+    formula = flop_registry.get(operator)
+    return int(formula(*args, **kwargs, out_val=output)) // 2 if formula else 0

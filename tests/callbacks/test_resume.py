@@ -190,6 +190,7 @@ def test_a_fit_that_could_not_end_does_not_make_the_next_one_dense(tmp_path):
     assert not any(isinstance(m, Adapter) for m in first.modules())
 
 
+@pytest.mark.filterwarnings("ignore:ASP never prunes")
 def test_folds_before_pruning_do_not_share_a_clock(tmp_path):
     nm = callback("asp-late")
     for fold in range(2):

@@ -1,0 +1,34 @@
+"""Warnings of a fit in which masks do less than their user may expect."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.phases import finished_phases
+
+
+def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
+    """Warn of phases that a training which continues has behind it, and of layers that are not trained."""
+    for phase in finished_phases(sparsifier.selection.layers) if continues else ():
+        rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
+    if not sparsifier.layers:
+        names = ", ".join(layer.name for layer in sparsifier.selection.waiting)
+        advice = "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
+        rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
+    if sparsifier.unowned:
+        rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
+
+
+def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
+    """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
+    if sparsifier.unseen:
+        rank_zero_warn(
+            f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
+            "their weights directly, it reads dense ones: name the layers in `exclude`"
+        )
+    if sparsifier.short_of_tokens:
+        rank_zero_warn(
+            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
+            f"{sparsifier.short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
+        )

@@ -1,0 +1,96 @@
+"""Watches the operators of a model's eager forward passes, whichever module they begin in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled."""
+    return [part for part in model.modules() if part._compiled_call_impl is not None or "_orig_mod" in part._modules]
+
+
+class OutermostCalls:
+    """Keeps a dispatch mode active within calls of a model's modules, from the outermost call to its end.
+
+    A loop may call any modules of the model itself, so all of them have hooks, until :meth:`close`. A model with
+    compiled parts is not watched, because the mode would change what is compiled.
+
+    Args:
+        model: The model.
+        mode: The mode.
+    """
+
+    def __init__(self, model: nn.Module, mode: TorchDispatchMode) -> None:
+        self.mode = mode
+        self.depth = 0
+        self.active = True
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._seen: set[nn.Module] = set()
+        if compiled_parts(model):
+            return
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = module.register_forward_pre_hook(_Enter(self))
+                leave = module.register_forward_hook(_Leave(self), always_call=True)
+                self._handles[module] = [enter, leave]
+
+    @property
+    def watches(self) -> bool:
+        """Whether the model is watched."""
+        return bool(self._handles)
+
+    def close(self) -> None:
+        """Stop watching. Hooks of modules that never ran eagerly stay: they may be part of a compiled graph."""
+        self.active = False
+        for module in self._handles.keys() & self._seen:
+            for handle in self._handles.pop(module):
+                handle.remove()
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is called."""
+        if torch.compiler.is_compiling() or not self.active:
+            return
+        self._seen.add(module)
+        if self.depth == 0:
+            self.mode.__enter__()
+        self.depth += 1
+
+    def leave(self) -> None:
+        """The call of a module ended, perhaps by an exception."""
+        if torch.compiler.is_compiling() or self.depth == 0:
+            return
+        self.depth -= 1
+        if self.depth == 0:
+            self.mode.__exit__(None, None, None)
+
+
+class WatchingHook:
+    """A hook of a module that does nothing in copies of the module: they are not watched."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def __reduce__(self) -> Any:
+        return WatchingHook, ()
+
+
+class _Enter(WatchingHook):
+    def __init__(self, calls: OutermostCalls) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.calls.enter(module)
+
+
+class _Leave(WatchingHook):
+    def __init__(self, calls: OutermostCalls) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.leave()

@@ -1,0 +1,123 @@
+"""Products with weights that no adapter knows count as dense in ratios and shares."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import NMSparsifier
+from lightning_nm.training.macs import OTHERS
+
+
+class Experts(nn.Module):
+    """Weights [experts, out, in] in one parameter, used expert by expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 16))
+
+    def forward(self, x):
+        parts = x.chunk(4)
+        return torch.cat([torch.nn.functional.linear(part, self.up[k]) for k, part in enumerate(parts)])
+
+
+class Batched(Experts):
+    def forward(self, x):
+        return torch.bmm(x.view(4, -1, 16), self.up.transpose(1, 2).contiguous()).flatten(0, 1)
+
+
+class Einsum(Experts):
+    def forward(self, x):
+        return torch.einsum("eti,eoi->eto", x.view(4, -1, 16), self.up).flatten(0, 1)
+
+
+class Attention(nn.Module):
+    """Products of activations only."""
+
+    def forward(self, x):
+        return torch.cat([x @ (x.t() @ x), x @ x.t() @ x], 1)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.rnn = kind(16, 32)
+
+    def forward(self, x):
+        return self.rnn(x[:, None])[0][:, 0]
+
+
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Bilinear(16, 4, 32)
+
+    def forward(self, x):
+        return self.both(x, x[:, :4])
+
+
+TOKENS = 16
+CASES = {
+    "experts": (Experts, TOKENS * 32 * 16),
+    "bmm": (Batched, TOKENS * 32 * 16),
+    "einsum": (Einsum, TOKENS * 32 * 16),
+    "matmul": (Own, TOKENS * 32 * 16),
+    "activations": (Attention, 0),
+    "lstm": (Recurrent, TOKENS * 4 * 32 * (16 + 32)),
+    "gru": (lambda: Recurrent(nn.GRU), TOKENS * 3 * 32 * (16 + 32)),
+    "bilinear": (Bilinear, TOKENS * 32 * 16 * 4),
+}
+
+
+@pytest.mark.parametrize(("kind", "expected"), CASES.values(), ids=CASES)
+def test_ratios_and_shares_count_all_weights(kind, expected):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), kind(), nn.Linear(32, 16), nn.Linear(16, 8))
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    model(torch.randn(TOKENS, 16)).square().mean().backward()
+    optimizer.step()
+    sparsifier.step()
+    known = {"0": TOKENS * 16 * 16, "2": TOKENS * 32 * 16, "3": TOKENS * 16 * 8}
+    assert sparsifier.macs == known | ({OTHERS: expected} if expected else {})
+    masked = (known["0"] + known["2"]) / (sum(known.values()) + expected)
+    assert sparsifier.shares()["flops"] == pytest.approx(masked)
+    assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - masked / 6)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "the hooks are gone"
+    twin = copy.deepcopy(sparsifier.state_dict())
+    other = NMSparsifier(model_like(model, kind), "2:4", "sr-ste")
+    other.model.load_state_dict(model.state_dict())
+    other.attach(twin).load_state_dict(twin)
+    assert other.macs == sparsifier.macs
+
+
+def model_like(model, kind):
+    return nn.Sequential(nn.Linear(16, 16), kind(), nn.Linear(32, 16), nn.Linear(16, 8))
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch 2.8 or later")
+def test_grouped_products_count():
+    class Grouped(Experts):
+        def forward(self, x):
+            ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+            weights = self.up.transpose(1, 2).bfloat16()
+            return torch._grouped_mm(x.bfloat16(), weights, offs=ends).float()
+
+    model = nn.Sequential(nn.Linear(16, 16), Grouped(), nn.Linear(32, 16))
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    try:
+        model(torch.randn(64, 16))
+    except RuntimeError as error:
+        pytest.skip(f"not on this device: {error}")
+    assert sparsifier.macs[OTHERS] == 64 * 32 * 16
