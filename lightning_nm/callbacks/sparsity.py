@@ -65,7 +65,9 @@ class NMSparsityCallback(pl.Callback):
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``; the first match wins.
-        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do.
+        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do. The sanity
+            validation shows which these are: convolutions that read no other layer's result, and linear layers whose
+            result no other layer reads; without it the order of registration decides. The table gives the reason.
         conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
             them. ``flat``: along the flattened filter, as in the papers' code.
         seed: Base of all random choices.

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import find_adapter
 from lightning_nm.nn.names import plain_name
-from lightning_nm.training.forwards import OutermostCalls, WatchingHook
+from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode
 
 Sources = frozenset[str]
 FIRST, LAST = "first convolution", "output layer: no other layer reads its result"
@@ -130,7 +129,7 @@ def _role(module: nn.Module, is_trained: Callable[[nn.Parameter], bool] | None) 
     return adapter[0].role
 
 
-class _Follow(TorchDispatchMode):
+class _Follow(WatchingMode):
     def __init__(self, flow: ValueFlow) -> None:
         super().__init__()
         self.flow = flow

@@ -9,30 +9,46 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_nm.nn.sharding import is_sharded
+
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled."""
     return [part for part in model.modules() if part._compiled_call_impl is not None or "_orig_mod" in part._modules]
 
 
+CAN_WATCH: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+class WatchingMode(TorchDispatchMode):
+    """A mode that sees every operator, and lets compiled functions be compiled as without it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch turns the mode off while it compiles."""
+        return True
+
+
 class OutermostCalls:
     """Keeps a dispatch mode active within calls of a model's modules, from the outermost call to its end.
 
     A loop may call any modules of the model itself, so all of them have hooks, until :meth:`close`. A model with
-    compiled parts is not watched, because the mode would change what is compiled.
+    compiled parts is not watched, because compiled layers cannot be told apart; nor is one with sharded weights, nor
+    any model by a torch in which modes prevent compilation.
 
     Args:
         model: The model.
         mode: The mode.
     """
 
-    def __init__(self, model: nn.Module, mode: TorchDispatchMode) -> None:
+    def __init__(self, model: nn.Module, mode: WatchingMode) -> None:
         self.mode = mode
         self.depth = 0
         self.active = True
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._seen: set[nn.Module] = set()
-        if compiled_parts(model):
+        self._model = model
+        if compiled_parts(model) or any(map(is_sharded, model.parameters())) or not CAN_WATCH:
             return
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -58,6 +74,8 @@ class OutermostCalls:
             return
         self._seen.add(module)
         if self.depth == 0:
+            if compiled_parts(self._model):  # by now
+                return
             self.mode.__enter__()
         self.depth += 1
 

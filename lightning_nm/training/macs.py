@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import find_adapter
 from lightning_nm.nn.names import layer_name, plain_name
-from lightning_nm.training.forwards import OutermostCalls, WatchingHook, compiled_parts
+from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode, compiled_parts
 
 OTHERS = "(weights of other kinds)"
 """The key of all products with weights that no adapter knows."""
@@ -26,8 +25,8 @@ class MacsCounter:
 
     Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
     other weight are counted together as :data:`OTHERS`, by torch's formulas for operators, in models without compiled
-    parts. Products of two activations, as in attention, are not counted. Batches, and several calls of a module in one
-    batch, are added up, so only the shares of the counts have a meaning.
+    or sharded parts. Products of two activations, as in attention, are not counted. Batches, and several calls of a
+    module in one batch, are added up, so only the shares of the counts have a meaning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,22 +35,16 @@ class MacsCounter:
         """The multiply-adds of the smallest call in training mode."""
         self.known = False
         """Whether the counts were loaded, and stay."""
-        self.inside = 0
-        """Calls of modules with an adapter that are running."""
-        self.layers: set[nn.Module] = set()
-        """Modules of which an adapter knows weights."""
         self._model = model
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._handles: dict[nn.Module, RemovableHandle] = {}
         self._seen: set[nn.Module] = set()
         self._over = False
-        self._calls = OutermostCalls(model, _OtherProducts(self))
+        known: set[int] = set()
         for name, module in model.named_modules():
             if (found := find_adapter(type(module))) is not None:
-                if any(True for _ in found[0].specs(module, "channels")):
-                    self.layers.add(module)
-                enter = module.register_forward_pre_hook(_Enter(self))
-                leave = module.register_forward_hook(_Leave(self, plain_name(name)), with_kwargs=True, always_call=True)
-                self._handles[module] = [enter, leave]
+                self._handles[module] = module.register_forward_hook(_Leave(self, plain_name(name)), with_kwargs=True)
+                known.update(id(getattr(module, spec.parameter)) for spec in found[0].specs(module, "channels"))
+        self._calls = OutermostCalls(model, _OtherProducts(self, known))
 
     def hidden(self) -> set[nn.Module]:
         """Return watched modules that were not seen and are part of a compiled module of the model."""
@@ -66,31 +59,19 @@ class MacsCounter:
             self.macs.clear()
             self.least.clear()
         for module in self._handles.keys() - hidden:  # removing a hook that was traced would recompile its graph
-            self._remove(module)
+            self._handles.pop(module).remove()
 
     def close(self) -> None:
         """Remove all hooks."""
         self._calls.close()
-        for module in list(self._handles):
-            self._remove(module)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
 
     def add(self, key: str, cost: int) -> None:
         """Add multiply-adds."""
         if not self.known:
             self.macs[key] = self.macs.get(key, 0) + cost
-
-    def _remove(self, module: nn.Module) -> None:
-        for handle in self._handles.pop(module):
-            handle.remove()
-
-
-class _Enter(WatchingHook):
-    def __init__(self, counter: MacsCounter) -> None:
-        self.counter = counter
-
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            self.counter.inside += module in self.counter.layers
 
 
 class _Leave(WatchingHook):
@@ -100,10 +81,7 @@ class _Leave(WatchingHook):
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found = find_adapter(type(module))
         # A compiled graph must not depend on a counter.
-        if found is None or torch.compiler.is_compiling():
-            return
-        self.counter.inside -= module in self.counter.layers
-        if self.counter._over or output is None:  # None: an exception
+        if found is None or torch.compiler.is_compiling() or self.counter._over:
             return
         self.counter._seen.add(module)
         for spec in found[0].specs(module, "channels"):
@@ -114,18 +92,23 @@ class _Leave(WatchingHook):
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
 
 
-class _OtherProducts(TorchDispatchMode):
-    """Counts products with a parameter, or with what was made of parameters alone, outside of known modules."""
+class _OtherProducts(WatchingMode):
+    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules.
 
-    def __init__(self, counter: MacsCounter) -> None:
+    Args:
+        counter: Gets the counts.
+        known: The ids of the weights of known modules.
+    """
+
+    def __init__(self, counter: MacsCounter, known: set[int]) -> None:
         super().__init__()
-        self.counter = counter
+        self.counter, self.known = counter, known
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.counter.inside or self.counter._over:
+        if self.counter._over:
             return output
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         weights = [self._is_weight(tensor) for tensor in given]
@@ -138,7 +121,8 @@ class _OtherProducts(TorchDispatchMode):
         return output
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or tensor in self._made
+        is_other = isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and id(tensor) not in self.known
+        return is_other or tensor in self._made
 
 
 def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:

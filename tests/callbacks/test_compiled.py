@@ -30,7 +30,7 @@ METHODS = {
     "asp": lambda: "asp",
     "transposable": lambda: TransposableMask(update_every=2),
     "bi-mask": lambda: BiMask(permute_every=3),
-    "bame": lambda: BAME(stop=12, every=2, budget=1.0),
+    "bame": lambda: BAME(stop=12, every=2, budget=1.0, gradient_every=2),
     "bame-bi-mask": lambda: BAME(start=1, stop=12, every=2, budget=1.0, dgrad="bi-mask"),
     "three-gemms": lambda: TransposableMask(update_every=2),
 }

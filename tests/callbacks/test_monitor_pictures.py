@@ -111,7 +111,7 @@ def test_the_table_names_the_kernels_that_ran():
     assert "forward: simulated" in rows["0"][-1]
     assert "wgrad: reference" in rows["0"][-1]
     assert rows["2"][-1].strip() == "dense product"
-    assert all(len(row) == 8 for row in rows.values())
+    assert all(len(row) == 9 for row in rows.values())
 
 
 def test_names_are_no_markdown():

@@ -131,8 +131,8 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     (row,) = [line for line in console.file.getvalue().splitlines() if line.strip().startswith("2 ")]
-    assert row.split()[3:6] == ["2:4", "2:4", "none"]
-    assert "frozen, so no weight gradient" in row
+    assert row.split()[4:8] == ["2:4", "2:4", "none", "(1)"]
+    assert "(1) wgrad: frozen, so no weight gradient" in console.file.getvalue()
     train(model, sparsifier, 2)
     assert model[2].weight.grad is None
     assert sparsifier.layers["2"].observation.sums is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from lightning_nm.kernels import Router
@@ -24,29 +26,110 @@ def _table(title: str, *, show_header: bool = True) -> Table:
     return Table(title=title, title_justify="left", show_header=show_header, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def layer_table(sparsifier: NMSparsifier) -> Table:
-    """Return one row per weight: the treatment of its three GEMMs and the reason."""
+def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
+    """Return the treatment of each weight's three GEMMs and the reasons, as numbers of :func:`layer_reasons`.
+
+    Layers that differ in the numbers within their names alone share a row. Names are broken at dots alone, to fit into
+    a width.
+    """
+    rows = [(*row[:-1], _numbers(row[-1], layer_reasons(sparsifier))) for row in grouped(layer_rows(sparsifier))]
+    columns = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
+    others = sum(max(len(row[k]) for row in [("", *columns), *rows]) + 2 for k in range(1, len(columns) + 1))
     table = _table("N:M layers")
-    table.add_column("layer", overflow="fold", min_width=20)
-    for column in ("shape", "pattern", "fwd", "dgrad", "wgrad"):
+    table.add_column("layer", no_wrap=True)
+    for column in columns:
         table.add_column(column, no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1, min_width=15)
-    for name, *cells in layer_rows(sparsifier):
-        table.add_row(name, *cells, style="dim" if name in sparsifier.skipped else None)
+    for name, *cells in rows:
+        dense = cells[columns.index("pattern")] == "-"
+        table.add_row(broken_name(name, width - others - 3), *cells, style="dim" if dense else None)
+    lines = (line for name, *_ in rows for line in broken_name(name, width - others - 3).splitlines())
+    table.min_width = others + 3 + max(map(len, lines), default=0)
     return table
 
 
+def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
+    """The reasons in the table of layers, each once, numbered from 1."""
+    reasons = dict.fromkeys(row[-1] for row in layer_rows(sparsifier) if row[-1])
+    return {reason: number for number, reason in enumerate(reasons, 1)}
+
+
+class _Whole:
+    """A table that is wider than the console rather than cut."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.table, options.update(width=max(options.max_width, self.table.min_width or 0)))
+
+
+def _numbers(reason: str, numbers: dict[str, int]) -> str:
+    return f"({numbers[reason]})" if reason else ""
+
+
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
-    """Yield layer, shape, pattern, treatment of forward, dgrad and wgrad, and reason for every weight, masked first."""
+    """Yield every weight, masked ones first: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
         gemms = layer.gemms()
         reasons = (f"{kind}: {gemm.reason}" for kind, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
         treatments = (gemm.treatment for gemm in gemms)
-        yield name, _shape(layer.param.shape), str(layer.pattern), *treatments, "; ".join(reasons)
+        method = layer.method.short_name or type(layer.method).__name__
+        yield name, _shape(layer.param.shape), str(layer.pattern), method, *treatments, "; ".join(reasons)
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)
-        yield name, _shape(shape or ()), "-", "dense", "dense", "dense", reason
+        yield name, _shape(shape or ()), "-", "-", "dense", "dense", "dense", reason
+
+
+def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join rows that are equal but for the numbers in their names, which become ranges.
+
+    Example:
+        >>> grouped([("blocks.0.up", "2:4"), ("head", "-"), ("blocks.1.up", "2:4"), ("blocks.3.up", "2:4")])
+        [('blocks.{0,1,3}.up x3', '2:4'), ('head', '-')]
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name, *cells in rows:
+        parts = name.split(".")
+        template = ".".join("#" if part.isdigit() else part for part in parts)
+        groups.setdefault((template, *cells), []).append(tuple(part for part in parts if part.isdigit()))
+    found = []
+    for (template, *cells), numbers in groups.items():
+        seen = [sorted({row[k] for row in numbers}, key=int) for k in range(len(numbers[0]))]
+        if len(numbers) == math.prod(map(len, seen)):
+            name = _filled(template, [_range(places) for places in seen])
+            found.append((f"{name} x{len(numbers)}" if len(numbers) > 1 else name, *cells))
+        else:  # the ranges would promise layers that are not there
+            found += [(_filled(template, row), *cells) for row in numbers]
+    return found
+
+
+def _filled(template: str, numbers: Iterable[str]) -> str:
+    places = iter(numbers)
+    return ".".join(next(places) if part == "#" else part for part in template.split("."))
+
+
+def _range(places: Sequence[str]) -> str:
+    if len(places) == 1:
+        return places[0]
+    first, last = int(places[0]), int(places[-1])
+    return f"{{{first}..{last}}}" if last - first + 1 == len(places) > 2 else f"{{{','.join(places)}}}"
+
+
+def broken_name(name: str, width: int) -> str:
+    """Break a name into lines at dots, so that no line is longer than a width if its parts allow that.
+
+    Example:
+        >>> print(broken_name("model.layers.{0..31}.self_attn.q_proj x32", 24))
+        model.layers.{0..31}.
+        self_attn.q_proj x32
+    """
+    lines = [""]
+    for part in re.findall(r"(?:\{[^}]*\}|[^.{])+\.?|\.", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -76,9 +159,11 @@ def _share(shares: dict[str, float]) -> str:
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
-    console.print(layer_table(sparsifier))
-    if sparsifier.skip_first_last:
-        console.print("first convolution and last linear layer: skip_first_last=False masks them as well", style="dim")
+    console.print(_Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
+    for reason, number in layer_reasons(sparsifier).items():
+        console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
+    if sparsifier.selection.ends:
+        console.print("skip_first_last=False masks the first and the last layers, too", style="dim")
     for phase in _phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
@@ -105,7 +190,8 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_row("N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros")
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
     table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
-    table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
+    if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
+        table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
     table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
     if "grad_snr" in stats:
         table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")

@@ -94,7 +94,7 @@ def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     kernels: dict[str, dict[str, str]] = {}
     for used in router.used() if router is not None else ():
         kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
-    lines = ["layer | shape | pattern | fwd | dgrad | wgrad | why | kernel", " | ".join(["---"] * 8)]
+    lines = ["layer | shape | pattern | method | fwd | dgrad | wgrad | why | kernel", " | ".join(["---"] * 9)]
     for row in layer_rows(sparsifier):
         kernel = ", ".join(f"{gemm}: {name}" for gemm, name in kernels.get(row[0], {}).items())
         cells = (re.sub(r"([|*_])", r"\\\1", cell) or " " for cell in (*row, kernel or "dense product"))

@@ -1,0 +1,85 @@
+"""The table of layers: grouped rows, names that are broken at dots alone, reasons once each."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from lightning_nm import NMSparsifier
+from lightning_nm.callbacks.report.tables import broken_name, grouped, print_layers, print_summary
+
+NAMES = st.lists(
+    st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]), min_size=1, max_size=4
+).map(".".join)
+ROWS = st.lists(st.tuples(NAMES, st.sampled_from(["2:4", "-"])), unique_by=lambda row: row[0], min_size=1, max_size=30)
+
+
+def spread(name):
+    """The names that a grouped name stands for."""
+    name, _, count = name.partition(" x")
+    names = [""]
+    for part in re.split(r"(\{[^}]*\})", name):
+        places = [part]
+        if part.startswith("{"):
+            first, dots, last = part[1:-1].partition("..")
+            places = list(map(str, range(int(first), int(last) + 1))) if dots else part[1:-1].split(",")
+        names = [known + place for known in names for place in places]
+    assert len(names) == int(count or 1)
+    return names
+
+
+@given(ROWS)
+def test_groups_stand_for_the_rows_and_no_others(rows):
+    found = [(name, cell) for group, cell in grouped(rows) for name in spread(group)]
+    assert sorted(found) == sorted(rows)
+
+
+def test_groups_are_as_large_as_they_can_be():
+    rows = [(f"blocks.{b}.heads.{h}.q", "2:4") for b in range(12) for h in (0, 2)] + [("head", "-")]
+    assert grouped(rows) == [("blocks.{0..11}.heads.{0,2}.q x24", "2:4"), ("head", "-")]
+    assert grouped(rows[1:]) == [(name, cell) for name, cell in rows[1:]], "one is missing, so no range is true"
+
+
+@given(NAMES, st.integers(1, 40))
+def test_names_are_broken_at_dots_alone(name, width):
+    lines = broken_name(name, width).splitlines()
+    assert "".join(lines) == name
+    assert all(line.endswith(".") for line in lines[:-1])
+    longest = max(len(part) + 1 for part in name.split("."))
+    assert all(len(line) <= max(width, longest) for line in lines)
+
+
+class Deep(nn.Module):
+    def __init__(self, depth=32):
+        super().__init__()
+        self.transformer_layers = nn.ModuleList(
+            nn.ModuleDict({"self_attention": nn.ModuleDict({"query_projection": nn.Linear(16, 16)})})
+            for _ in range(depth)
+        )
+        self.odd, self.head = nn.Linear(7, 5), nn.Linear(16, 8)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_is_cut_at_any_width(width, terminal):
+    console = Console(width=width, file=io.StringIO(), force_terminal=terminal, color_system=None)
+    print_layers(NMSparsifier(Deep(), "2:4", "transposable").attach(), console)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for word in ("transformer_layers.", "query_projection x32", "transposable", "2:4", "dgrad", "why"):
+        assert word in text
+    assert re.search(r"^\(\d\) in 7 % 4 != 0$", text, re.MULTILINE)
+    assert re.search(r"^\(\d\) last linear layer$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("method", "overlaps"), [("bi-mask", True), ("sr-ste", False), ("transposable", False)])
+def test_overlap_is_told_where_there_are_two_masks(method, overlaps):
+    trainer = SimpleNamespace(callback_metrics={}, checkpoint_callback=None, loggers=[])
+    console = Console(width=120, file=io.StringIO())
+    print_summary(NMSparsifier(Deep(2), "2:4", method).attach(), trainer, console)
+    assert ("overlap" in console.file.getvalue()) == overlaps
