@@ -18,6 +18,7 @@ from lightning_nm.callbacks.averages import check_averaging_order, mask_average,
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
+from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
 from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.throughput import settle_throughput
@@ -142,6 +143,9 @@ class NMSparsityCallback(pl.Callback):
         self._flow: ValueFlow | None = None  # until training starts
         self._masked = 0  # layers that were masked in the last batch
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
     @property
     def state_key(self) -> str:
         """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
@@ -170,6 +174,7 @@ class NMSparsityCallback(pl.Callback):
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         self._install(trainer, pl_module)
+        log_hyperparameters(trainer, self._installed())
         if self._lifecycle.is_new and self.options["skip_first_last"]:
             self._flow = ValueFlow(pl_module)  # of the sanity validation
 

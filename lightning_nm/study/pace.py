@@ -12,8 +12,8 @@ from lightning_nm.study.config import override
 from lightning_nm.study.spec import Cell, Spec
 from lightning_nm.study.trial import build, silence
 
-STEPS, ROUNDS = 40, 3
-"""Steps of a timed training, and timed trainings of each cell."""
+STEPS, ROUNDS, WARM_UP = 20, 3, 6
+"""Steps of a timed training, timed trainings of each cell, and steps of an untimed one before them."""
 _FIRST = 2  # steps that do not count: memory is allocated, kernels are looked up
 
 
@@ -32,19 +32,21 @@ def measure(spec: Spec, cells: list[Cell]) -> list[float]:
 
     A short training has the same phases in the same proportions as a long one, if a method's moments are shares of the
     planned steps; its mean step includes them all. The cells take turns, so that a change of the machine's speed meets
-    all of them. One round before those that count lets precision plugins measure kernels. Validation does not count.
+    all of them. A training before those that count lets precision plugins measure kernels. Validation does not count.
 
     Args:
         spec: The study.
         cells: Which of its cells.
     """
-    rounds = [[_mean_step(spec, cell) for cell in cells] for _ in range(1 + ROUNDS)]
-    return [median(found) for found in zip(*rounds[1:], strict=True)]
+    for cell in cells:
+        _mean_step(spec, cell, WARM_UP)
+    rounds = [[_mean_step(spec, cell, STEPS) for cell in cells] for _ in range(ROUNDS)]
+    return [median(found) for found in zip(*rounds, strict=True)]
 
 
-def _mean_step(spec: Spec, cell: Cell) -> float:
+def _mean_step(spec: Spec, cell: Cell, steps: int) -> float:
     config = spec.trial_config(cell, {})
-    set_steps(config, STEPS)
+    set_steps(config, steps)
     override(config, {"trainer.limit_val_batches": 0})
     clock = _Clock()
     with silence():

@@ -106,7 +106,7 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         layers = trainer.callbacks[0].sparsifier.layers.values()
-        self.masks.append([tensor.clone() for layer in layers for tensor in layer.tensors()])
+        self.masks.append([tensor.clone() for layer in layers for tensor in layer.read_tensors()])
         self.graphs.append(self.counter.frame_count)
 
 
