@@ -21,8 +21,8 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
-def blocks(language):
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language, page=README):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return [text for name, text in found if name == language]
 
 
@@ -45,6 +45,18 @@ def test_one_line(monkeypatch):
     model = Net()
     exec(code, {"model": model, "data": Data()})
     assert nmf.is_nm(model.net[6].weight, "2:4")
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
+def test_distillation(monkeypatch):
+    monkeypatch.setattr(pl, "Trainer", lambda max_epochs, **options: ShortTrainer(**options))
+    (code,) = blocks("python", (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8"))
+    student, teacher = Net(), Net()
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    exec(code, {"student": student, "teacher": teacher, "data": Data()})
+    assert nmf.is_nm(student.net[6].weight, "2:4")
+    assert not nmf.is_nm(student.net[8].weight, "2:4")
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
 
 def test_without_lightning():
