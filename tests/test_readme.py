@@ -36,7 +36,7 @@ def prose(page):
 
 class ShortTrainer(pl.Trainer):
     def __init__(self, **options):
-        super().__init__(**QUIET, max_epochs=1, logger=False, enable_checkpointing=False, **options)
+        super().__init__(**QUIET, logger=False, enable_checkpointing=False, **options | {"max_epochs": 1})
 
 
 def test_one_line(monkeypatch):
@@ -49,7 +49,7 @@ def test_one_line(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 def test_distillation(monkeypatch):
-    monkeypatch.setattr(pl, "Trainer", lambda max_epochs, **options: ShortTrainer(**options))
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     (code,) = blocks("python", (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8"))
     student, teacher = Net(), Net()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
