@@ -48,6 +48,7 @@ def test_one_line(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
 def test_distillation(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     (code,) = blocks("python", (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8"))
