@@ -308,27 +308,32 @@ def _check_globs(
     candidates: Sequence[_Candidate],
     selection: Selection,
 ) -> None:
-    names = [name for candidate in candidates for name in (candidate.module_name, candidate.name)]
+    names = list(dict.fromkeys(name for c in candidates for name in (c.module_name, c.name)))
     modules = {plain_name(name): module for name, module in model.named_modules()}
-    wanted: list[tuple[str, str]] = [("include", glob) for rule in rules for glob in rule.include or ()]
-    for option, glob in wanted + [("exclude", glob) for glob in exclude]:
+    *special, general = rules
+    wanted = [(f"`include` of rules[{k}]", glob) for k, rule in enumerate(special) for glob in rule.include or ()]
+    wanted += [("`include`", glob) for glob in general.include or ()] + [("`exclude`", glob) for glob in exclude]
+    for option, glob in wanted:
         if any(fnmatchcase(name, glob) for name in names):
             continue
-        if option == "exclude" and any(fnmatchcase(name, glob) for name in modules):
+        if option == "`exclude`" and any(fnmatchcase(name, glob) for name in modules):
             continue
         if glob in selection.skipped:
-            raise ValueError(f"layer '{glob}' is named by `{option}` but cannot be masked: {selection.skipped[glob]}")
+            raise ValueError(f"layer '{glob}' is named by {option} but cannot be masked: {selection.skipped[glob]}")
+        if matched := [f"'{n}': {reason}" for n, reason in selection.skipped.items() if fnmatchcase(n, glob)]:
+            shown = "; ".join(matched[:5]) + (f"; and {len(matched) - 5} more" if len(matched) > 5 else "")
+            raise ValueError(f"{option} '{glob}' matches only layers that cannot be masked: {shown}")
         if glob in modules and any(name.startswith(f"{glob}.") for name in names):
             raise ValueError(
-                f"`{option}` names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
+                f"{option} names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
             )
         if glob in modules:
-            raise ValueError(f"`{option}` names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
-        raise ValueError(f"`{option}` '{glob}' matches no layer; {_closest(glob, names)}")
+            raise ValueError(f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
+        raise ValueError(f"{option} '{glob}' matches no layer; {_closest(glob, names)}")
 
 
 def _closest(glob: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or list(dict.fromkeys(names))[:5]
+    close = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or names[:5]
     return f"layers are named like {', '.join(map(repr, close))}" if close else "the model has no maskable layer"
 
 
