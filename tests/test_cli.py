@@ -1,5 +1,6 @@
 """The command line: LightningCLI with the callback in YAML, and verify."""
 
+import json
 import re
 import subprocess
 import sys
@@ -293,6 +294,23 @@ def test_verify_plain_weights(tmp_path, capsys, form):
         weights[key] = torch.randn_like(weights[key])
     assert main(["verify", write(), "--pattern", "2:4"]) == 1
     assert "no weight is N:M sparse" in capsys.readouterr().out
+
+
+def test_verify_prints_json(tmp_path, capsys):
+    path = str(tmp_path / "weights.pt")
+    torch.save({"a.weight": nmf.nm_prune(torch.randn(4, 8), "2:4"), "b.weight": torch.randn(4, 8)}, path)
+    assert main(["verify", path, "--pattern", "2:4", "--include", "b", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["checkpoint"], found["ok"]) == (1, path, False)
+    assert found["problems"] == ["'b.weight' is named by `include` but is dense"]
+    assert [(w["key"], w["verdict"], w["blocks"]) for w in found["weights"]] == [
+        ("a.weight", "N:M", 8),
+        ("b.weight", "dense", 8),
+    ]
+    assert main(["verify", path, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "give a pattern" in err
 
 
 @pytest.mark.parametrize("content", [b"no checkpoint", b""])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.export.verification import Verdict, verify
+
+SCHEMA = 1
 
 
 def main(args: Sequence[str]) -> int:
@@ -32,13 +36,19 @@ def main(args: Sequence[str]) -> int:
         default=[],
         help="weights (by key or module name) that must be N:M; may be given several times",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
     options = parser.parse_args(list(args))
     console = Console()
     try:
         result = verify(options.checkpoint, options.pattern, options.include)
     except ValueError as error:
-        console.print(f"lightning-nm verify: {error}", markup=False, soft_wrap=True)
+        Console(stderr=options.json).print(f"lightning-nm verify: {error}", markup=False, soft_wrap=True)
         return 2
+    if options.json:
+        weights = [asdict(verdict) for verdict in result.verdicts]
+        content = {"schema": SCHEMA, "checkpoint": options.checkpoint, "ok": result.ok}
+        print(json.dumps({**content, "problems": result.problems, "weights": weights}, indent=1, allow_nan=False))
+        return 0 if result.ok else 1
     console.print(_table(result.verdicts))
     for problem in result.problems:
         console.print(f"FAILED: {problem}", markup=False, soft_wrap=True)
