@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,13 +34,18 @@ _WATCHERS = (
 )
 
 
-def build(configs: Sequence[str]) -> LightningCLI:
+def build(configs: Sequence[str], model: str | None = None, data: str | None = None) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
-    ``configs`` are YAML files as ``lightning-nm fit -c`` takes them; later ones override.
+    Args:
+        configs: YAML files as ``lightning-nm fit -c`` takes them, or as a ``LightningCLI(Model, Data)`` of one's own
+            does; later ones override.
+        model: For such files the import path of the model's class, such as ``train.Net``.
+        data: Likewise of the data module.
 
     Raises:
         ImportError: If jsonargparse is missing.
+        ValueError: If a class cannot be imported, or is no such class.
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
 
@@ -58,10 +65,31 @@ def build(configs: Sequence[str]) -> LightningCLI:
                 forced |= {"plugins": plugins, "accelerator": "cpu", "strategy": "auto"}
             return super().instantiate_trainer(**forced, **kwargs)
 
+    classes = {
+        "model_class": _class(model, "--model", pl.LightningModule),
+        "datamodule_class": _class(data, "--data", pl.LightningDataModule),
+    }
     arguments = [word for path in configs for word in ("--config", str(path))]
     with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
-        return CLI(run=False, save_config_callback=None, parser_kwargs={"prog": "lightning-nm doctor"}, args=arguments)
+        options = {"save_config_callback": None, "parser_kwargs": {"prog": "lightning-nm doctor"}, "args": arguments}
+        return CLI(**classes, run=False, **options)
+
+
+def _class(path: str | None, option: str, kind: type) -> type | None:
+    """Import a class by its path; modules in the working folder can be imported, too."""
+    if path is None:
+        return None
+    module, _, name = path.rpartition(".")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{option} {path}: {error}; give a class as module.Class, from this folder") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ValueError(f"{option} {path}: is no {kind.__name__}")
+    return found
 
 
 def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:

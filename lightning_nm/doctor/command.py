@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
-    cli = build(options.config)
+    cli = build(options.config, options.model, options.data)
     device = cli.trainer.strategy.root_device
     router = router_for(cli.trainer, options.kernels)
     missing = router.registry.unavailable_reason(str(device))
@@ -75,9 +75,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--gpu was removed, because its times were predicted: run this command on the GPU to measure")
     if options.kernels is not None:
         check_mode(options.kernels)
-    for name, value in (("--tokens", options.tokens), ("--kernels", options.kernels)):
+    given = {name: getattr(options, name) for name in ("tokens", "kernels", "model", "data")}
+    for name, value in given.items():
         if value and not options.config:
-            raise ValueError(f"{name} is about a training: give its --config")
+            raise ValueError(f"--{name} is about a training: give its --config")
     if min(options.tokens, default=1) < 1:
         raise ValueError(f"--tokens {min(options.tokens)} must be at least 1")
 
@@ -92,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
     parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)
+    own = "in the config of a LightningCLI of your own, whose `{0}:` has no class_path: its class, such as train.{1}"
+    parser.add_argument("--model", metavar="CLASS", help=own.format("model", "Net"))
+    parser.add_argument("--data", metavar="CLASS", help=own.format("data", "Data"))
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
     parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed: _check names the replacement
     tokens = "decide for these numbers of tokens in a batch instead of the real one; one report for each"

@@ -363,3 +363,59 @@ def test_stdout_of_a_process_is_the_document(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert len(json.loads(result.stdout)["reports"]) == 1
     assert "LightningCLI's args parameter" not in result.stderr
+
+
+OWN = """
+from lightning_nm.demo import HelpTopics, TinyTransformer
+
+class OwnNet(TinyTransformer):
+    pass
+
+class OwnData(HelpTopics):
+    pass
+"""
+OWN_CONFIG = """
+model: {dim: 32, depth: 1, context: 16}
+data: {context: 16, batch_size: 8}
+trainer:
+  max_steps: 100
+  callbacks:
+    - class_path: lightning_nm.NMSparsityCallback
+      init_args: {pattern: 2:4, method: transposable}
+"""
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A project with a LightningCLI(OwnNet, OwnData), in the working folder."""
+    Path("own_train.py").write_text(OWN)
+    Path("own.yaml").write_text(OWN_CONFIG)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    yield
+    sys.modules.pop("own_train", None)
+
+
+def test_a_config_of_ones_own_cli(own, no_library, capsys):
+    arguments = ["-c", "own.yaml", "--model", "own_train.OwnNet", "--data", "own_train.OwnData", "--json"]
+    assert main(["doctor", *arguments]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert {row["layer"] for row in report["rows"]} == {"blocks.0.fc1", "blocks.0.fc2", "blocks.0.proj", "blocks.0.qkv"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "own_train.Net"], "--model own_train.Net: module 'own_train' has no attribute 'Net'"),
+        (["--model", "nowhere.Net"], "--model nowhere.Net: No module named 'nowhere'; give a class as module.Class"),
+        (["--model", "Net"], "--model Net: Empty module name; give a class as module.Class"),
+        (["--data", "own_train.OwnNet"], "--data own_train.OwnNet: is no LightningDataModule"),
+    ],
+)
+def test_wrong_classes_are_named(own, capsys, arguments, words):
+    assert main(["doctor", "-c", "own.yaml", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_class_needs_a_config(capsys):
+    assert main(["doctor", "--model", "own_train.OwnNet"]) == 2
+    assert "--model is about a training: give its --config" in capsys.readouterr().err
