@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_es
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_nan, select
+from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_masked, refuse_nan, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
     SCHEMA,
@@ -32,6 +33,7 @@ from lightning_nm.nn.state import (
     state_difference,
 )
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.rules import parse_rule
 from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
@@ -105,7 +107,7 @@ class NMSparsifier(ModelStatistics):
         self.model = model
         globs = as_globs(include, "include")
         general = Rule(globs, NMPattern.parse(pattern), resolve_method(method), resolve_estimator(grad_estimator))
-        self.rules = [*(_parse_rule(rule, general) for rule in rules or ()), general]
+        self.rules = [*(parse_rule(rule, general) for rule in rules or ()), general]
         self.exclude = as_globs(exclude, "exclude") or ()
         self.skip_first_last = skip_first_last
         self.conv_layout = conv_layout
@@ -141,8 +143,8 @@ class NMSparsifier(ModelStatistics):
                 and its schedules need no ``planned_steps``.
             optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
                 those with ``requires_grad=False`` are.
-            flow: What it saw of the model decides which layers are the first and the last; by default the order of
-                registration does.
+            flow: A :class:`~lightning_nm.training.flow.ValueFlow` in which forward passes ran: it decides which layers
+                are the first and the last. By default the order of registration does.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -164,7 +166,9 @@ class NMSparsifier(ModelStatistics):
         self.selection = select(self.model, self.rules, self.exclude, **options)
         if flow is not None and not state and self.skip_first_last:
             options["ends"] = self.ends_by(flow, optimizers)
-            self.selection = select(self.model, self.rules, self.exclude, **options)
+            with suppress(ValueError):  # then no layer would be left to mask
+                self.selection = select(self.model, self.rules, self.exclude, **options)
+        plan_schedules(self.selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(self.selection.layers, saved)
         self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
@@ -182,6 +186,14 @@ class NMSparsifier(ModelStatistics):
         """The first and last layers by what was seen of the model, for :meth:`attach`."""
         return flow.ends(self._trained_by(optimizers), self.selection.ends)
 
+    def _attach_again(self, state: Mapping[str, Any]) -> None:
+        """Select by the first and last layers of a saved state."""
+        optimizers = [known.optimizer for known in self._step.optimizers.values()]
+        self.detach()
+        self.attach(state, optimizers)
+        for optimizer in optimizers:
+            self.register(optimizer)
+
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
         plan_schedules(layers, saved, self.planned_steps, self.clock)
@@ -198,8 +210,8 @@ class NMSparsifier(ModelStatistics):
     def wake(self) -> list[NMLayer]:
         """Mask the frozen layers that a registered optimizer trains by now, and return them.
 
-        :meth:`step` and :meth:`register` call it, too; call it where layers are unfrozen, for masks in the next forward
-        pass. All processes must unfreeze the same layers.
+        :meth:`step` calls it at the end of a batch. Call it right after layers were unfrozen, for masks in the next
+        forward pass. All processes must unfreeze the same layers.
 
         Raises:
             ValueError: If a weight holds NaN, or a method does not support the optimizer; nothing is changed then.
@@ -214,6 +226,12 @@ class NMSparsifier(ModelStatistics):
         if layers:
             for layer in layers:
                 refuse_nan(layer)
+                refuse_masked(layer.name, layer.module, layer.parameter)
+                for known in self._step.optimizers.values():
+                    if trained_by([known.optimizer])(layer.optimizer_param):
+                        layer.method.check_optimizer(layer, known.optimizer)
+                layer.to_weight_device()
+                layer.costs.charge_dense(self.clock)
             self._choose_masks(layers, saved)
             self.selection.wake(layers)
             self._step.add(layers)
@@ -262,7 +280,6 @@ class NMSparsifier(ModelStatistics):
             name = type(optimizer).__name__
             raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
         self._step.register(optimizer)
-        self.wake()
 
     @property
     def unowned(self) -> list[str]:
@@ -345,6 +362,8 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
+        if state.get("ends", self.selection.ends) != self.selection.ends:
+            self._attach_again(state)
         saved = by_plain_name(state["layers"])
         waited = set(state.get("waiting", ()))  # masked here since then
         layers = {name: layer for name, layer in self.layers.items() if name in saved or name not in waited}
@@ -370,6 +389,9 @@ class NMSparsifier(ModelStatistics):
             warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
         for layer in (*self.selection.layers, *self.selection.waiting):
             layer.noise.reseed(self.seed)
+            if layer.name not in saved:  # it waited
+                layer.progress.load(0, 0, False, layer.schedule)
+                layer.costs.charge_dense(state["clock"])
         for name, layer in layers.items():
             if name in latent:
                 layer.local_weight.copy_(layer.local_shard(latent[name]))
@@ -381,18 +403,3 @@ class NMSparsifier(ModelStatistics):
             self.macs.update(by_plain_name(state["macs"]))
             if self._counter is not None:
                 self._counter.known = True
-
-
-def _parse_rule(rule: Mapping[str, Any], general: Rule) -> Rule:
-    """Parse one of the ``rules``; keys that it lacks are taken from the general rule."""
-    unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
-    if unknown or "include" not in rule:
-        problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-        keys = "'include' and any of 'pattern', 'method', 'grad_estimator'"
-        raise ValueError(f"rule {dict(rule)!r} has {problem}: a rule has {keys}")
-    return Rule(
-        as_globs(rule["include"], "include"),
-        NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
-        resolve_method(rule["method"]) if "method" in rule else general.method,
-        resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
-    )

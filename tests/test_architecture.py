@@ -15,6 +15,7 @@ ORDER = [
     {"nn"},
     {"training", "distributed"},
     {"methods", "estimators"},
+    {"rules"},
     {"sparsifier"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"lightning_cli"},

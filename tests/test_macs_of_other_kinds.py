@@ -121,3 +121,21 @@ def test_grouped_products_count():
     except RuntimeError as error:
         pytest.skip(f"not on this device: {error}")
     assert sparsifier.macs[OTHERS] == 64 * 32 * 16
+
+
+class Tokens(nn.Module):
+    """A linear layer that reads a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.learned, self.project = nn.Parameter(torch.randn(5, 16)), nn.Linear(16, 32)
+
+    def forward(self, x):
+        return torch.cat([x, x], 1) + self.project(self.learned).sum(0)
+
+
+def test_a_product_of_learned_tokens_counts_once():
+    model = nn.Sequential(nn.Linear(16, 16), Tokens(), nn.Linear(32, 8))
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    model(torch.randn(4, 16))
+    assert sparsifier.macs == {"0": 4 * 16 * 16, "1.project": 5 * 16 * 32, "2": 4 * 32 * 8}

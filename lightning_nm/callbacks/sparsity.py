@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import nn
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Required
 
 from lightning_nm.callbacks.averages import check_averaging_order, mask_average, restore_average
+from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
@@ -66,9 +66,11 @@ class NMSparsityCallback(pl.Callback):
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``; the first match wins.
-        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do. The sanity
-            validation shows which these are: convolutions that read no other layer's result, and linear layers whose
-            result no other layer reads; without it the order of registration decides. The table gives the reason.
+        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do. If Lightning's
+            sanity validation runs, they are found by data flow: convolutions that read no other layer's result, and
+            linear layers whose result no other layer reads. With ``num_sanity_val_steps=0`` or without validation data
+            they are the first and the last one of the trained layers that the model registers. A resumed run keeps its
+            choice. The table of layers gives the reason.
         conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
             them. ``flat``: along the flattened filter, as in the papers' code.
         seed: Base of all random choices.
@@ -141,7 +143,7 @@ class NMSparsityCallback(pl.Callback):
         self._consistency: ProcessConsistency | None = None
         self._finished_layers: dict[str, NMLayer] = {}
         self._flow: ValueFlow | None = None  # until training starts
-        self._masked = 0  # layers that were masked in the last batch
+        self._masked = 0  # layers, in the last batch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -154,14 +156,7 @@ class NMSparsityCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
         self._lifecycle.steps_before = 0
-        if not isinstance(trainer, pl.Trainer):
-            package = type(trainer).__module__
-            fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
-            raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
-        if any(isinstance(other, ModelPruning) for other in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
-            )
+        check_trainer(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
@@ -174,7 +169,7 @@ class NMSparsityCallback(pl.Callback):
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         self._install(trainer, pl_module)
-        log_hyperparameters(trainer, self._installed())
+        log_hyperparameters(trainer, self._installed(), self.name)
         if self._lifecycle.is_new and self.options["skip_first_last"]:
             self._flow = ValueFlow(pl_module)  # of the sanity validation
 
@@ -197,11 +192,8 @@ class NMSparsityCallback(pl.Callback):
     def _settle_ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Select anew if the sanity validation showed other first and last layers than the order of registration."""
         flow, self._flow = self._flow, None
-        if flow is None:
-            return
-        flow.close()
         sparsifier = self._installed()
-        if sparsifier.ends_by(flow, trainer.optimizers) != sparsifier.selection.ends:
+        if flow is not None and sparsifier.ends_by(flow, trainer.optimizers) != sparsifier.selection.ends:
             self._remove(sparsifier)
             sparsifier.detach()
             self._install(trainer, pl_module, flow)
@@ -268,7 +260,7 @@ class NMSparsityCallback(pl.Callback):
     def _remove(self, sparsifier: NMSparsifier) -> None:
         self.sparsifier = None
         if self._flow is not None:
-            self._flow.close()
+            self._flow.__exit__()
             self._flow = None
         if self._monitor is not None:
             self._monitor.stop(sparsifier)
@@ -289,6 +281,16 @@ class NMSparsityCallback(pl.Callback):
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Follow the values of the sanity validation."""
+        if self._flow is not None and trainer.sanity_checking:
+            self._flow.__enter__()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Stop following."""
+        if self._flow is not None:
+            self._flow.__exit__()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -63,7 +63,8 @@ class ASP(MaskMethod):
 
     def _begun(self, layer: NMLayer) -> bool:
         # A state of version 0.1.0 has no schedule.
-        return layer.clock >= (layer.schedule[0] if layer.schedule else self.start)
+        start = self.start if isinstance(self.start, int) else 0
+        return layer.clock >= (layer.schedule[0] if layer.schedule else start)
 
     def init_masks(self, layer: NMLayer) -> None:
         """Prune now if the run starts pruned."""

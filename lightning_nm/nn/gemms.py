@@ -139,6 +139,10 @@ class LayerCosts:
             return None
         return {kind: GemmDensity(*(total / self.counted for total in sums)) for kind, sums in self.spent.items()}
 
+    def charge_dense(self, steps: int) -> None:
+        """Start with so many steps in which all GEMMs were dense."""
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+
     def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
         self.spent = {kind: list(sums) for kind, sums in spent.items()}

@@ -69,7 +69,7 @@ class Selection:
 
 Trained = Callable[[nn.Parameter], bool]
 """Whether a weight is trained."""
-FROZEN = "frozen: no optimizer trains it; frozen='mask', or its name in `include`, masks it all the same"
+FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,10 @@ def select(
             reason = "not in `include`"
         elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
             reason = "in `exclude`"
-        elif candidate.module_name in selection.ends and not is_named:
+        elif candidate.module_name in selection.ends and not is_named and candidate.name not in continued:
             reason = selection.ends[candidate.module_name]
         else:
-            if isinstance(candidate.module, Adapter) and candidate.spec.parameter in candidate.module.nm_layers:
-                raise ValueError(
-                    f"layer '{candidate.name}' is masked already: detach the other sparsifier, give the two disjoint "
-                    "`include`, or use one callback with `rules`"
-                )
+            refuse_masked(candidate.name, candidate.module, candidate.spec.parameter)
             reason = _why_not(candidate, owners)
         own = f"{candidate.module_name}."
         around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
@@ -230,6 +226,15 @@ def _weight(candidate: _Candidate) -> nn.Parameter:
     return getattr(candidate.module, candidate.spec.parameter)
 
 
+def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
+    """Refuse a weight that another sparsifier has masked, by a ``ValueError``."""
+    if isinstance(module, Adapter) and parameter in module.nm_layers:
+        raise ValueError(
+            f"layer '{name}' is masked already: detach the other sparsifier, give the two disjoint `include`, or use "
+            "one callback with `rules`"
+        )
+
+
 def refuse_nan(layer: NMLayer) -> None:
     """Refuse a weight that holds NaN by a ``ValueError``, because no masks can be chosen for it."""
     if gather(torch.isnan(layer.param.detach()).any()):
@@ -289,10 +294,13 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
 
 def _first_and_last(candidates: Sequence[_Candidate], is_trained: Trained | None) -> dict[str, str]:
     """The ends of the part of the model that is trained, or of all of it if that part has none."""
-    if is_trained is not None:
-        candidates = sorted(candidates, key=lambda c: is_trained(_weight(c)))
-    convolutions = [c for c in candidates if c.adapter.role == "convolution"]
+
+    def trained(found: list[_Candidate]) -> list[_Candidate]:
+        return [c for c in found if is_trained is None or is_trained(_weight(c))] or found
+
+    convolutions = trained([c for c in candidates if c.adapter.role == "convolution"])
     linears = [c for c in candidates if c.adapter.role == "linear" and not c.module_name.endswith(".out_proj")]
+    linears = trained(linears)
     ends = {}
     if convolutions:
         ends[convolutions[0].module_name] = "first convolution"

@@ -12,19 +12,30 @@ from lightning_nm.study.config import override
 from lightning_nm.study.spec import Cell, Spec
 from lightning_nm.study.trial import build, silence
 
-STEPS, ROUNDS, WARM_UP = 20, 3, 6
-"""Steps of a timed training, timed trainings of each cell, and steps of an untimed one before them."""
+STEPS = 20
+"""Steps of a timed training."""
+ROUNDS = 3
+"""Timed trainings of each cell."""
+WARM_UP = 6
+"""Steps of an untimed training of each cell, before the timed ones."""
 _FIRST = 2  # steps that do not count: memory is allocated, kernels are looked up
 
 
 class _Clock(pl.Callback):
-    """Notes when each optimizer step ended."""
+    """Notes when each optimizer step ended, on a clock that stands still in validations."""
 
     def __init__(self) -> None:
         self.ends: dict[int, float] = {}
+        self._validating = 0.0  # seconds so far
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.ends[trainer.global_step] = time.perf_counter()
+        self.ends[trainer.global_step] = time.perf_counter() - self._validating
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._validating -= time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._validating += time.perf_counter()
 
 
 def measure(spec: Spec, cells: list[Cell]) -> list[float]:
@@ -47,7 +58,8 @@ def measure(spec: Spec, cells: list[Cell]) -> list[float]:
 def _mean_step(spec: Spec, cell: Cell, steps: int) -> float:
     config = spec.trial_config(cell, {})
     set_steps(config, steps)
-    override(config, {"trainer.limit_val_batches": 0})
+    if config["trainer"].get("limit_val_batches") != 0:  # callbacks and schedulers may need a validation
+        override(config, {"trainer.limit_val_batches": 1})
     clock = _Clock()
     with silence():
         cli = build(config, spec.seeds[0])

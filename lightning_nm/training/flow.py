@@ -1,4 +1,4 @@
-"""Which layers are the first and the last of a model, by the way that values take through it."""
+"""Which layers are the first and the last of a model, by data flow."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import find_adapter
 from lightning_nm.nn.names import plain_name
-from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode
+from lightning_nm.training.forwards import WatchingHook, WatchingMode, can_watch
 
 Sources = frozenset[str]
-FIRST, LAST = "first convolution", "output layer: no other layer reads its result"
+FIRST, LAST = "first convolution, by data flow", "last linear layer, by data flow"
 """Reasons to leave a layer dense."""
+_ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.sub, torch.ops.aten.sub_)
 
 
 class ValueFlow:
-    """Follows values through eager forward passes, from layer to layer, until it is closed.
+    """Follows values from layer to layer, in what runs within it as a context. Compiled models are not followed.
 
     Every tensor is known to come from the layers whose results entered it without passing through another layer.
+    Integers come from none, so tokens that a model decodes and reads again do not count. A layer that is called several
+    times in one batch counts with its first call.
 
     Args:
         model: The model; modules of its kinds of layers that have an adapter are its layers.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with ValueFlow(model) as flow:
+        ...     y = model(torch.randn(3, 4))
+        >>> flow.outputs()
+        {'2'}
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,17 +48,27 @@ class ValueFlow:
         """For each layer, those with whose results an operator combined its own, in its own shape."""
         self._shapes: dict[str, torch.Size] = {}
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._calls = OutermostCalls(model, _Follow(self))
+        self._model = model
+        self._mode: _Follow | None = None
+        self._called: set[str] = set()
         self._handles: list[RemovableHandle] = []
-        if self._calls.watches:
+
+    def __enter__(self) -> ValueFlow:
+        if self._mode is None and can_watch(self._model):
+            self._called.clear()
+            self._mode = _Follow(self)
+            self._mode.__enter__()
             for name, module in self.layers.items():
                 self._handles.append(module.register_forward_hook(_Leave(self, name), with_kwargs=True))
+        return self
 
-    def close(self) -> None:
-        """Stop following."""
-        self._calls.close()
+    def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        if self._mode is not None:
+            mode, self._mode = self._mode, None
+            mode.__exit__(None, None, None)
 
     def ends(self, is_trained: Callable[[nn.Parameter], bool] | None, known: Mapping[str, str]) -> dict[str, str]:
         """The layers of the trained part that come first or last, by name, with the reason to leave them dense.
@@ -57,13 +78,14 @@ class ValueFlow:
             known: The same by the order of registration. It stands for a role of which no trained layer ran, and for
                 layers that did not run.
         """
+        kinds = {name: _role(module, None) for name, module in self.layers.items()}
         roles = {name: _role(module, is_trained) for name, module in self.layers.items()}
         found = {name: reason for name, reason in known.items() if name not in self.feeds}
         for role, names, reason in (("convolution", self.inputs(), FIRST), ("linear", self.outputs(), LAST)):
             if any(roles[name] == role for name in self.feeds):
                 found.update((name, reason) for name in names if roles[name] == role)
             else:
-                found.update((name, reason) for name, reason in known.items() if roles.get(name) == role)
+                found.update((name, reason) for name, reason in known.items() if kinds.get(name) == role)
         return found
 
     def inputs(self) -> set[str]:
@@ -71,9 +93,10 @@ class ValueFlow:
         return {name for name, sources in self.feeds.items() if not sources}
 
     def outputs(self) -> set[str]:
-        """Layers whose results no other layer gets, but for branches whose result is added to that of an earlier layer.
+        """Layers whose results no other layer reads.
 
-        Such a branch ends an encoder without a head, and is like every other branch of it.
+        A residual branch, whose result is added to that of an earlier layer, is none: the last block of an encoder
+        without a head is like its other blocks.
         """
         read = set().union(*self.feeds.values())
         return {name for name in self.feeds if name not in read and not self._is_branch(name)}
@@ -93,18 +116,20 @@ class ValueFlow:
         found = (self._sources.get(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
         return frozenset().union(*(each for each in found if each))
 
-    def made(self, output: Any, sources: Sources) -> None:
-        """An operator made tensors of others that come from these layers."""
+    def made(self, output: Any, sources: Sources, *, adds: bool) -> None:
+        """An operator made tensors of others that come from these layers, perhaps by an addition."""
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and sources:
+            if isinstance(tensor, Tensor) and sources and (tensor.is_floating_point() or tensor.is_complex()):
                 self._sources[tensor] = sources
-                for name in sources if len(sources) > 1 else ():
+                for name in sources if adds and len(sources) > 1 else ():
                     if tensor.shape == self._shapes[name]:
                         self.added_to.setdefault(name, set()).update(sources - {name})
 
     def passed(self, name: str, given: Any, output: Any) -> None:
         """A layer was called."""
-        self.feeds.setdefault(name, set()).update(self.sources(given))
+        if name not in self._called:
+            self._called.add(name)
+            self.feeds.setdefault(name, set()).update(self.sources(given))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._sources[tensor] = frozenset({name})
@@ -136,7 +161,8 @@ class _Follow(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.flow.made(output, self.flow.sources((args, kwargs)))
+        adds = getattr(func, "_overloadpacket", None) in _ADDITIONS
+        self.flow.made(output, self.flow.sources((args, kwargs)), adds=adds)
         return output
 
 

@@ -17,11 +17,15 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if part._compiled_call_impl is not None or "_orig_mod" in part._modules]
 
 
-CAN_WATCH: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
+def can_watch(model: nn.Module) -> bool:
+    """Whether a mode sees all layers of a model: none is compiled, and torch lets modes be during compilation."""
+    return hasattr(TorchDispatchMode, "ignore_compile_internals") and not compiled_parts(model)
 
 
 class WatchingMode(TorchDispatchMode):
     """A mode that sees every operator, and lets compiled functions be compiled as without it."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -46,9 +50,8 @@ class OutermostCalls:
         self.depth = 0
         self.active = True
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._seen: set[nn.Module] = set()
         self._model = model
-        if compiled_parts(model) or any(map(is_sharded, model.parameters())) or not CAN_WATCH:
+        if any(map(is_sharded, model.parameters())) or not can_watch(model):
             return
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -56,15 +59,14 @@ class OutermostCalls:
                 leave = module.register_forward_hook(_Leave(self), always_call=True)
                 self._handles[module] = [enter, leave]
 
-    @property
-    def watches(self) -> bool:
-        """Whether the model is watched."""
-        return bool(self._handles)
-
     def close(self) -> None:
-        """Stop watching. Hooks of modules that never ran eagerly stay: they may be part of a compiled graph."""
+        """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
         self.active = False
-        for module in self._handles.keys() & self._seen:
+        if self.depth:  # an interruption left calls without their end
+            self.depth = 0
+            self.mode.__exit__(None, None, None)
+        compiled = {module for part in compiled_parts(self._model) for module in part.modules()}
+        for module in self._handles.keys() - compiled:
             for handle in self._handles.pop(module):
                 handle.remove()
 
@@ -72,7 +74,6 @@ class OutermostCalls:
         """A module is called."""
         if torch.compiler.is_compiling() or not self.active:
             return
-        self._seen.add(module)
         if self.depth == 0:
             if compiled_parts(self._model):  # by now
                 return

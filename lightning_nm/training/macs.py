@@ -108,21 +108,26 @@ class _OtherProducts(WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.counter._over:
+        if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-        weights = [self._is_weight(tensor) for tensor in given]
-        if any(weights):
-            packet = func._overloadpacket
-            if cost := _cost(packet, args, kwargs, output):
+        given = [self._kind(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if not any(given):
+            return output
+        if cost := _cost(func._overloadpacket, args, kwargs, output):
+            if "known" not in given:
                 self.counter.add(OTHERS, cost)
-            elif all(weights):
-                self._made.update((made, True) for made in tree_leaves(output) if isinstance(made, Tensor))
+            return output
+        # W_F is made of a known weight and its mask.
+        kind = "known" if "known" in given else "other" if all(given) else ""
+        if kind:
+            self._made.update((made, kind) for made in tree_leaves(output) if isinstance(made, Tensor))
         return output
 
-    def _is_weight(self, tensor: Tensor) -> bool:
-        is_other = isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and id(tensor) not in self.known
-        return is_other or tensor in self._made
+    def _kind(self, tensor: Tensor) -> str:
+        """``"known"`` or ``"other"`` for weights and what was made of them, empty for activations."""
+        if isinstance(tensor, nn.Parameter) and tensor.dim() > 1:
+            return "known" if id(tensor) in self.known else "other"
+        return self._made.get(tensor, "")
 
 
 def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:

@@ -68,7 +68,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
-    """Whether a parameter requires a gradient and is held by one of the optimizers, if there are any."""
+    """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
     held = {id(p) for optimizer in optimizers or () for group in optimizer.param_groups for p in group["params"]}
     return lambda parameter: parameter.requires_grad and (not held or id(parameter) in held)
 

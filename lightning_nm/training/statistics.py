@@ -34,7 +34,8 @@ class ModelStatistics:
     selection: Selection
     attached: bool
     macs: dict[str, int]
-    """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
+    """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name, and those of all weights
+    of kinds without an adapter under :data:`~lightning_nm.training.macs.OTHERS`."""
     _counter: MacsCounter | None
 
     @property
@@ -90,7 +91,7 @@ class ModelStatistics:
     def flops_ratios(self) -> dict[str, float]:
         """Return the multiply-adds of a training step over those of a dense step: arithmetic, paper and eligible.
 
-        All linear, convolution and attention weights of the model count, weighted by their multiply-adds in the first
+        All weights of the model count, weighted by their multiply-adds in the first
         batches; before a batch, and in models with compiled parts, by their size.
         """
         return self._flops_ratios({name: layer.gemms().densities() for name, layer in self.layers.items()})

@@ -44,7 +44,7 @@ class TrainingStep:
         self._announced: set[int] = set()
 
     def add(self, layers: Sequence[NMLayer]) -> None:
-        """Begin with layers that are new in :attr:`layers`; optimizers that are registered may own them."""
+        """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
         self._hooks.update({layer.method: layer.method.defined_hooks() for layer in layers})
         for key, known in self.optimizers.items():
             self.optimizers[key] = owned_layers(known.optimizer, self.layers, known)

@@ -267,3 +267,62 @@ def in_a_process(strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "nm_ddp", "fsdp2"])
 def test_a_teacher_in_two_processes(tmp_path, strategy):
     assert in_processes(2, tmp_path / strategy, in_a_process, strategy) == [["student.1", "student.3"]] * 2
+
+
+def test_a_failed_wake_changes_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].weight.requires_grad_(False)
+    rules = [{"include": "[0]", "method": "bame"}]
+    sparsifier = NMSparsifier(model, "2:4", "ste", rules=rules, planned_steps=100).attach()
+    sparsifier.register(torch.optim.Adagrad(model.parameters()))
+    model[0].weight.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Adagrad"):
+            sparsifier.wake()
+        assert list(sparsifier.layers) == ["2"]
+        assert [layer.name for layer in sparsifier.selection.waiting] == ["0"]
+        assert type(model[0]) is nn.Linear
+
+
+def test_a_schedule_that_needs_a_plan_is_refused_at_the_start():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"BAME's stop=0\.66 is a share"):
+        NMSparsifier(model, "2:4", "ste", rules=[{"include": "[0]", "method": "bame"}]).attach()
+
+
+def test_a_waiting_layer_is_not_masked_twice():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    model[0].weight.requires_grad_(False)
+    first = NMSparsifier(model, "2:4", "ste", include=["[02]"]).attach()
+    second = NMSparsifier(model, "2:4", "ste", include=["[01]"]).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for sparsifier in (first, second):
+        sparsifier.register(optimizer)
+    model[0].weight.requires_grad_(True)
+    first.wake()
+    with pytest.raises(ValueError, match="layer '0' is masked already"):
+        second.wake()
+    assert model[0].nm_layers["weight"] is first.layers["0"]
+
+
+def test_steps_in_which_a_layer_waited_count_as_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].weight.requires_grad_(False)
+    sparsifier = NMSparsifier(model, "2:4", "ste").attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    ratios = []
+    for step in range(10):
+        if step == 9:
+            model[0].weight.requires_grad_(True)
+            sparsifier.wake()
+        model(torch.randn(4, 16)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        ratios.append(sparsifier.flops_ratios()["eligible"])
+    assert ratios[8] > ratios[9]
+    assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx(sum(ratios) / 10)

@@ -70,7 +70,7 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
         layer.method.after_step(layer, optimizer)
     assert len(layer.pending.exchange.blocks) > 0.1 * weight.numel() / layer.pattern.m
     copies = max(found.peak, applied.peak) / (4 * weight.numel())
-    assert 0.5 < copies <= 6
+    assert 0.5 < copies <= 6.5
 
 
 def test_a_checkpoint_holds_two_bits_a_weight_and_a_byte_a_block():

@@ -161,7 +161,7 @@ def many():
     for name, strategy, method, options in (
         ("asp", "nm_ddp", "asp", {}),
         ("bf16", NMDDPStrategy(wire_dtype="bf16"), "asp", {}),
-        ("bame", "nm_ddp", BAME(stop=4, every=2), {}),
+        ("bame", "nm_ddp", BAME(stop=4, every=2, gradient_every=2), {}),
         ("dense", "nm_ddp", "sr-ste", {}),
         ("plain", "ddp", "asp", {}),
         ("accumulating", "nm_ddp", "asp", {"accumulate_grad_batches": 3}),

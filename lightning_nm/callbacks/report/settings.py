@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def hyperparameters(sparsifier: NMSparsifier) -> dict[str, Any]:
+def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, Any]:
     """Pattern, method, estimator and their settings: ``nm/...`` for the general ones, ``nm/rules/<k>/...`` for rules.
 
     Example:
@@ -23,7 +23,7 @@ def hyperparameters(sparsifier: NMSparsifier) -> dict[str, Any]:
     """
     *rules, general = sparsifier.rules
     found: dict[str, Any] = {}
-    for place, rule in (("nm", general), *((f"nm/rules/{number}", rule) for number, rule in enumerate(rules))):
+    for place, rule in ((prefix, general), *((f"{prefix}/rules/{number}", rule) for number, rule in enumerate(rules))):
         if rule.include is not None:
             found[f"{place}/include"] = ", ".join(rule.include)
         found[f"{place}/pattern"] = str(rule.pattern)
@@ -33,14 +33,15 @@ def hyperparameters(sparsifier: NMSparsifier) -> dict[str, Any]:
                 if not name.startswith("_"):
                     found[f"{place}/{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
     if sparsifier.exclude:
-        found["nm/exclude"] = ", ".join(sparsifier.exclude)
+        found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
     return found
 
 
-def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
-    """Add the settings to the hyperparameters of the Trainer's loggers."""
+def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
+    """Add the settings to the hyperparameters of the Trainer's loggers; as ``nm/<name>/...`` if there is a name."""
+    settings = hyperparameters(sparsifier, f"nm/{name}" if name else "nm")
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(hyperparameters(sparsifier), metrics={})  # without these it logs hp_metric = -1
+            logger.log_hyperparams(settings, metrics={})  # without these it logs hp_metric = -1
         else:
-            logger.log_hyperparams(hyperparameters(sparsifier))
+            logger.log_hyperparams(settings)

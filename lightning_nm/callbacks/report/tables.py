@@ -54,7 +54,7 @@ def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
 
 
 class _Whole:
-    """A table that is wider than the console rather than cut."""
+    """Renders a table at its full width, even if the console is narrower."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -163,7 +163,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     for reason, number in layer_reasons(sparsifier).items():
         console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
     if sparsifier.selection.ends:
-        console.print("skip_first_last=False masks the first and the last layers, too", style="dim")
+        console.print("skip_first_last=False masks first and last layers, too", style="dim")
     for phase in _phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)

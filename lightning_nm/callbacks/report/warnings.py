@@ -9,11 +9,12 @@ from lightning_nm.training.phases import finished_phases
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
-    """Warn of phases that a training which continues has behind it, and of layers that are not trained."""
+    """Warn of layers that are not trained and, in a resumed training, of phases that ended before it."""
     for phase in finished_phases(sparsifier.selection.layers) if continues else ():
         rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
     if not sparsifier.layers:
-        names = ", ".join(layer.name for layer in sparsifier.selection.waiting)
+        waiting = [layer.name for layer in sparsifier.selection.waiting]
+        names = ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
         advice = "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
     if sparsifier.unowned:

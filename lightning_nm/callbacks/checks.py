@@ -1,0 +1,21 @@
+"""Trainers that NMSparsityCallback cannot work in."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse a Trainer of the package ``pytorch_lightning`` (``TypeError``), and Lightning's own pruning beside ours.
+
+    The latter is a ``ValueError``.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        package = type(trainer).__module__
+        fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
+        raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
+    if any(isinstance(other, ModelPruning) for other in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
+        )
