@@ -94,9 +94,11 @@ def test_histograms_hold_the_margins(run):
 def test_the_table_of_layers_is_a_text(run):
     (text,) = run[0].texts["nm/layers"]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
-    assert rows[0] == ["layer", "shape", "pattern", "fwd", "dgrad", "wgrad", "why", "kernel"]
-    assert ["net.3", "16x16x3x3", "2:4", "2:4", "2:4", "dense", "", "dense product"] in rows
-    assert ["net.8", "4x32", "-", "dense", "dense", "dense", "last linear layer", "dense product"] in rows
+    assert rows[0] == ["layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel"]
+    assert ["net.3", "16x16x3x3", "2:4", "bi-mask", "2:4", "2:4", "dense", "", "dense product"] in rows
+    last = next(row for row in rows if row[0] == "net.8")
+    assert last[1:7] == ["4x32", "-", "-", "dense", "dense", "dense"]
+    assert last[7].startswith("last linear layer")
 
 
 def test_the_layout_has_every_scalar_once(run):
