@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm import NMSparsifier
+from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
+
+pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 
 
 class Experts(nn.Module):
@@ -139,3 +143,22 @@ def test_a_product_of_learned_tokens_counts_once():
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
     model(torch.randn(4, 16))
     assert sparsifier.macs == {"0": 4 * 16 * 16, "1.project": 5 * 16 * 32, "2": 4 * 32 * 8}
+
+
+def test_modules_whose_hash_changes_are_watched():
+    class Measured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+            self.accuracy = MulticlassAccuracy(4)
+
+        def forward(self, x):
+            logits = self.layers(x)
+            self.accuracy(logits, torch.zeros(len(x), dtype=torch.long))
+            return logits
+
+    model = Measured()
+    sparsifier = NMSparsifier(model, "2:4", "ste").attach()
+    model(torch.randn(8, 16))
+    sparsifier.detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

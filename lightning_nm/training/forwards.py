@@ -49,7 +49,7 @@ class OutermostCalls:
         self.mode = mode
         self.depth = 0
         self.active = True
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []  # no dict: the hash of a metric changes
         self._model = model
         if any(map(is_sharded, model.parameters())) or not can_watch(model):
             return
@@ -57,7 +57,7 @@ class OutermostCalls:
             if not isinstance(module, torch.jit.ScriptModule):
                 enter = module.register_forward_pre_hook(_Enter(self))
                 leave = module.register_forward_hook(_Leave(self), always_call=True)
-                self._handles[module] = [enter, leave]
+                self._handles.append((module, [enter, leave]))
 
     def close(self) -> None:
         """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
@@ -65,10 +65,11 @@ class OutermostCalls:
         if self.depth:  # an interruption left calls without their end
             self.depth = 0
             self.mode.__exit__(None, None, None)
-        compiled = {module for part in compiled_parts(self._model) for module in part.modules()}
-        for module in self._handles.keys() - compiled:
-            for handle in self._handles.pop(module):
+        compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
+        for module, handles in self._handles:
+            for handle in handles if id(module) not in compiled else ():
                 handle.remove()
+        self._handles = [(module, handles) for module, handles in self._handles if id(module) in compiled]
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""

@@ -12,8 +12,11 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.training.flow import ValueFlow
+from lightning_nm.training.forwards import can_watch
 from tests.callbacks.test_frozen_layers import Distilled, seeded
 from tests.lightning_models import Data, Inspect, Net, SaveAt, assert_equal_models, callback, make_trainer, new_model
+
+pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 
 
 class Module(pl.LightningModule):

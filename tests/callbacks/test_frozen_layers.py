@@ -119,7 +119,7 @@ def test_the_reason_is_listed(tmp_path, capsys):
     [
         ({"include": ["student.*", "teacher.3"]}, {"student.1", "student.3", "teacher.3"}),
         ({"include": ["teacher.3", "*"]}, {"student.1", "student.3", "teacher.3"}),
-        ({"frozen": "mask"}, {"student.1", "student.3", "teacher.1", "teacher.3"}),
+        ({"frozen": "mask", "exclude": "*.5"}, {"student.1", "student.3", "teacher.1", "teacher.3"}),
     ],
     ids=["named", "named-among-others", "mask"],
 )
