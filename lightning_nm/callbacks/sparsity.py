@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -193,9 +194,16 @@ class NMSparsityCallback(pl.Callback):
         """Select anew if the sanity validation showed other first and last layers than the order of registration."""
         flow, self._flow = self._flow, None
         sparsifier = self._installed()
-        if flow is not None and sparsifier.ends_by(flow, trainer.optimizers) != sparsifier.selection.ends:
-            self._remove(sparsifier)
-            sparsifier.detach()
+        if flow is None:
+            return
+        ends = sparsifier.ends_by(flow, trainer.optimizers)
+        if ends.keys() == sparsifier.selection.ends.keys():
+            sparsifier.selection.explain_ends(ends)
+            return
+        self._remove(sparsifier)
+        sparsifier.detach()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say of the settings was said at the first selection
             self._install(trainer, pl_module, flow)
 
     def _attach(

@@ -66,6 +66,12 @@ class Selection:
         for layer in layers:
             del self.skipped[layer.name]
 
+    def explain_ends(self, ends: Mapping[str, str]) -> None:
+        """Give the same first and last layers other reasons."""
+        new = {self.ends[name]: reason for name, reason in ends.items()}
+        self.skipped = {name: new.get(reason, reason) for name, reason in self.skipped.items()}
+        self.ends = dict(ends)
+
 
 Trained = Callable[[nn.Parameter], bool]
 """Whether a weight is trained."""
