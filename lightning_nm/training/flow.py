@@ -24,20 +24,12 @@ _ADDITIONS = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.sub, torch
 class ValueFlow:
     """Follows values from layer to layer, in what runs within it as a context. Compiled models are not followed.
 
-    Every tensor is known to come from the layers whose results entered it without passing through another layer.
-    Integers come from none, so tokens that a model decodes and reads again do not count. A layer that is called several
-    times in one batch counts with its first call.
+    A torch in which modes prevent compilation follows nothing. Otherwise, every tensor is known to come from the layers
+    whose results entered it without passing through another layer. Integers come from none, so tokens that a model
+    decodes and reads again do not count. A layer that is called several times in one batch counts with its first call.
 
     Args:
         model: The model; modules of its kinds of layers that have an adapter are its layers.
-
-    Example:
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> with ValueFlow(model) as flow:
-        ...     y = model(torch.randn(3, 4))
-        >>> flow.outputs()
-        {'2'}
     """
 
     def __init__(self, model: nn.Module) -> None:
