@@ -4,6 +4,7 @@ from lightning_nm import functional, metrics
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
+from lightning_nm.one_shot import prune
 from lightning_nm.pattern import NMPattern
 from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
 from lightning_nm.sparsifier import NMSparsifier
@@ -37,4 +38,5 @@ __all__ = [
     "__version__",
     "functional",
     "metrics",
+    "prune",
 ]

@@ -16,7 +16,7 @@ ORDER = [
     {"training", "distributed"},
     {"methods", "estimators"},
     {"rules"},
-    {"sparsifier"},
+    {"sparsifier", "one_shot"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"lightning_cli"},
     {"doctor", "study"},

@@ -32,7 +32,7 @@ from lightning_nm.nn.routed_ops import (
 )
 
 # Convolutions and their gradients by the number of spatial dimensions, less one.
-_CONV: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
+CONVOLUTIONS: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
 _CONV_INPUT: list[Callable[..., Tensor]] = [nn_grad.conv1d_input, nn_grad.conv2d_input, nn_grad.conv3d_input]
 _CONV_WEIGHT: list[Callable[..., Tensor]] = [nn_grad.conv1d_weight, nn_grad.conv2d_weight, nn_grad.conv3d_weight]
 
@@ -215,7 +215,7 @@ class _Conv(torch.autograd.Function):
             flat, tag = flattened(*geometry), layer.handle_tensor
             y = forward_conv(_planes(x), weight, bias, tensors, route[1], flat, tag, route[0].handle)
             return y if x.dim() == 4 else torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
-        y = _CONV[x.dim() - 3](x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+        y = CONVOLUTIONS[x.dim() - 3](x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
         record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y
 

@@ -53,6 +53,14 @@ class NMMultiheadAttention(Adapter):
         )
         return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
 
+    @classmethod
+    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Query, key and value for the joint projection, else the one that this weight projects."""
+        given = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+        tokens = [x.flatten(0, -2) for x in given]
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return tokens if parameter == "in_proj_weight" else [tokens[names.index(parameter)]]
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         mha: Any = self
         width = mha.embed_dim

@@ -72,6 +72,15 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """What a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
+
+        :func:`lightning_nm.prune` needs it for calibration. The columns are those of a row of the weight,
+        ``rows.flatten(1)``; the arguments are those of :meth:`macs`.
+        """
+        raise NotImplementedError(f"{cls.__name__} defines no inputs(), which calibration needs")
+
+    @classmethod
     def needed_around(cls, module: Any) -> bool:
         """Whether a module of the handled class must be adapted though none of its own weights is masked."""
         return any(isinstance(getattr(module, child, None), Adapter) for child in cls.reads_children)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.ops import nm_conv
+from lightning_nm.nn.ops import CONVOLUTIONS, nm_conv
 
 
 class _NMConv(Adapter):
@@ -28,6 +29,18 @@ class _NMConv(Adapter):
         """``batch * positions * out * in / groups * taps``."""
         return output.numel() * math.prod(module.weight.shape[1:])
 
+    @classmethod
+    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The patches of the input, for each group: a convolution by filters that each copy one entry of a patch."""
+        (x,) = (*args, *kwargs.values())
+        weight, groups = module.weight, module.groups
+        size = math.prod(weight.shape[1:])
+        copies = torch.eye(size, dtype=x.dtype, device=x.device).view(size, *weight.shape[1:])
+        copies = copies.repeat(groups, *[1] * (weight.dim() - 1))
+        x, padding = _padded(module, x if x.dim() == weight.dim() else x.unsqueeze(0))
+        patches = CONVOLUTIONS[weight.dim() - 3](x, copies, None, module.stride, padding, module.dilation, groups)
+        return list(patches.unflatten(1, (groups, size)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2))
+
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
         conv: Any = self
@@ -38,32 +51,37 @@ class _NMConv(Adapter):
             )
         unbatched = input.dim() == spatial + 1
         x = input.unsqueeze(0) if unbatched else input
-        padding = conv.padding
-        if isinstance(padding, str):
-            extra = (
-                [0] * spatial
-                if padding == "valid"
-                else [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-            )
-            sides = [(total // 2, total - total // 2) for total in extra]
-        else:
-            sides = [(p, p) for p in padding]
-        if conv.padding_mode != "zeros" or any(left != right for left, right in sides):
-            # As torch does: the input is padded first. F.pad counts dimensions from the last.
-            mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-            x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)
-            sides = [(0, 0)] * spatial
+        x, padding = _padded(conv, x)
         y = nm_conv(
             x,
             self.weight,
             self.bias,
             self.nm_layers["weight"],
             conv.stride,
-            tuple(left for left, _ in sides),
+            padding,
             conv.dilation,
             conv.groups,
         )
         return y.squeeze(0) if unbatched else y
+
+
+def _padded(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input, padded where a convolution alone cannot do it, as torch does; and the padding that is left to do."""
+    spatial, padding = conv.weight.dim() - 2, conv.padding
+    if isinstance(padding, str):
+        extra = (
+            [0] * spatial
+            if padding == "valid"
+            else [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        )
+        sides = [(total // 2, total - total // 2) for total in extra]
+    else:
+        sides = [(p, p) for p in padding]
+    if conv.padding_mode != "zeros" or any(left != right for left, right in sides):
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)  # it counts dimensions from the last
+        sides = [(0, 0)] * spatial
+    return x, tuple(left for left, _ in sides)
 
 
 @register_adapter

@@ -34,6 +34,11 @@ class NMLinear(Adapter):
         """``tokens * in * out``."""
         return output.numel() * module.in_features
 
+    @classmethod
+    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The input."""
+        return [_only(args, kwargs).flatten(0, -2)]
+
     def forward(self, input: Tensor) -> Tensor:
         """``input @ W_F^T + bias``."""
         layer = self.nm_layers["weight"]
@@ -65,6 +70,16 @@ class NMTransposedLinear(Adapter):
         """``tokens * in * out``."""
         return output.numel() * module.weight.shape[0]
 
+    @classmethod
+    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The input."""
+        return [_only(args, kwargs).flatten(0, -2)]
+
     def forward(self, x: Tensor) -> Tensor:
         """``x @ W_F + bias``."""
         return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    (x,) = (*args, *kwargs.values())
+    return x if x.dim() > 1 else x.unsqueeze(0)

@@ -1,0 +1,259 @@
+"""prune(): a trained model becomes N:M in one go, before or without fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
+from lightning_nm.functional.select import masked
+from lightning_nm.methods import STE
+from lightning_nm.nn.adapters import find_adapter
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.selection import Rule, as_globs, select
+from lightning_nm.pattern import NMPattern, PatternLike
+
+Score = Literal["magnitude", "wanda", "sparsegpt"]
+
+
+@dataclass
+class Pruned:
+    """The result of :func:`prune`.
+
+    Attributes:
+        errors: By layer, the relative output error on the calibration data, ``|X (W - W_pruned)^T| / |X W^T|`` in the
+            Frobenius norm; empty without data.
+        layers: Names of the pruned layers, in the order in which they were pruned.
+        skipped: Why each other weight is dense, by name.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    pattern: PatternLike = "2:4",
+    score: Score = "magnitude",
+    data: Iterable[Any] | None = None,
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    skip_first_last: bool = True,
+    conv_layout: Literal["channels", "flat"] = "channels",
+    damping: float = 0.01,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+) -> Pruned:
+    """Prune the weights of a trained model to N:M in place.
+
+    The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"))``, which keeps these masks;
+    give it the same ``include``, ``exclude``, ``skip_first_last`` and ``conv_layout``.
+
+    Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
+    For each layer the calibration data run through the model up to this layer, and only its own statistics are in
+    memory: ``in * in`` numbers of 8 bytes, for convolutions with ``in = channels / groups * taps``, for each group.
+
+    Args:
+        model: Any module. It runs in evaluation mode, which is undone.
+        pattern: What :meth:`NMPattern.parse` reads.
+        score: ``"magnitude"``: keep the largest entries. ``"wanda"``: keep the largest products with the norm of the
+            input feature (arXiv 2306.11695). ``"sparsegpt"``: also change the kept entries so that the output changes
+            least (arXiv 2301.00774). Magnitudes need no data.
+        data: Calibration batches, read once for every layer: a DataLoader or a list. A few hundred examples are usual.
+        include: Globs over names of modules to prune; all that can be by default.
+        exclude: Globs over names of modules to keep dense.
+        skip_first_last: Keep the first convolution and the last linear layer dense.
+        conv_layout: How the blocks of convolutions lie, see :class:`~lightning_nm.NMSparsityCallback`.
+        damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
+        call: ``call(model, batch)`` runs the model. By default a mapping gives the arguments by name, a list or tuple
+            its first element, as of (input, target), and anything else itself.
+
+    Raises:
+        ValueError: If the selection fails, data are missing or empty, a layer is not called by them, its inputs hold
+            values that are not finite, or the weights are sharded. Layers that were pruned before stay pruned.
+        TypeError: If ``data`` can be read only once.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> result = prune(model, "2:4", "sparsegpt", [torch.randn(64, 16)], skip_first_last=False)
+        >>> result.layers
+        ['0', '2']
+    """
+    if score not in get_args(Score):
+        raise ValueError(f"score={score!r} is unknown: use {', '.join(map(repr, get_args(Score)))}")
+    if data is None and score != "magnitude":
+        raise ValueError(f"score={score!r} needs calibration batches: data=loader")
+    if data is not None and iter(data) is data:
+        raise TypeError("`data` can be read only once, but every layer reads it: pass a DataLoader or a list")
+    rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE())
+    options: dict[str, Any] = {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
+    selection = select(model, [rule], as_globs(exclude, "exclude") or (), **options)
+    for layer in selection.layers:
+        if layer.sharded:
+            raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
+    result = Pruned(skipped=dict(selection.skipped))
+    with _evaluation(model):
+        if data is None:
+            for layer in selection.layers:
+                _set(layer, _by_magnitude(layer))
+                result.layers.append(layer.name)
+            return result
+        calibration = _Calibration(model, data, call or _call)
+        for layer, calls in calibration.order(selection.layers):
+            moments = calibration.moments(layer, calls)
+            weight, new = _matrices(layer), []
+            try:
+                for part, moment in zip(weight, moments, strict=True):
+                    new.append(_prune(part, moment, layer.pattern, score, damping))
+            except ValueError as error:
+                raise ValueError(f"layer '{layer.name}': {error}") from error
+            result.errors[layer.name] = _error(weight, torch.stack(new), moments)
+            _set(layer, torch.stack(new))
+            result.layers.append(layer.name)
+    return result
+
+
+def _prune(weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, damping: float) -> Tensor:
+    if score == "sparsegpt":
+        return sparsegpt(weight, moment, pattern, damping)
+    if not bool(moment.isfinite().all()):
+        raise ValueError("its inputs hold values that are not finite")
+    norms = moment.diagonal().sqrt().to(weight.dtype)
+    mask = wanda_mask(weight, norms, pattern) if score == "wanda" else magnitude_mask(weight, pattern, dim=1)
+    return masked(weight, mask)
+
+
+def _by_magnitude(layer: NMLayer) -> Tensor:
+    weight = _matrices(layer)
+    return masked(weight, magnitude_mask(weight, layer.pattern, dim=2))
+
+
+def _error(weight: Tensor, pruned: Tensor, moments: Tensor) -> float:
+    """``sqrt(tr(D H D^T) / tr(W H W^T))`` over all groups, where D is the difference."""
+
+    def size(matrix: Tensor) -> Tensor:
+        matrix = matrix.double()
+        return ((matrix @ moments) * matrix).sum().clamp(min=0).sqrt()
+
+    whole = float(size(weight))
+    return float(size(weight - pruned)) / whole if whole else 0.0
+
+
+def _columns(layer: NMLayer) -> Tensor:
+    """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
+    row = layer.rows(layer.param)[0]
+    places = torch.arange(row.numel(), device=row.device).view(row.shape)
+    return places.movedim(0, -1).flatten() if row.dim() > 1 else places
+
+
+def _matrices(layer: NMLayer) -> Tensor:
+    """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
+    matrix = layer.matrix(layer.param.detach())[:, _columns(layer)]
+    return matrix.unflatten(0, (layer.groups, -1))
+
+
+def _set(layer: NMLayer, matrices: Tensor) -> None:
+    rows = layer.rows(layer.param)
+    new = torch.empty_like(matrices.flatten(0, 1))
+    new[:, _columns(layer)] = matrices.flatten(0, 1)
+    layer.param.detach().copy_(layer.unrows(new.view(rows.shape)))
+
+
+class _Reached(Exception):
+    """The model ran as far as is needed."""
+
+
+class _Calibration:
+    def __init__(self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]) -> None:
+        self.model, self.data, self.call = model, data, call
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, on the model's device."""
+        for batch in self.data:
+            yield tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+
+    def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int]]:
+        """The layers in the order in which the first batch calls them, and how often it does."""
+        batch = next(self.batches(), None)
+        if batch is None:
+            raise ValueError("`data` holds no batch")
+        calls: dict[nn.Module, int] = {}
+        modules = list({id(layer.module): layer.module for layer in layers}.values())
+        handles = [
+            module.register_forward_pre_hook(lambda module, _: calls.update({module: calls.get(module, 0) + 1}))
+            for module in modules
+        ]
+        try:
+            self.call(self.model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        never = [layer.name for layer in layers if layer.module not in calls]
+        if never:
+            raise ValueError(f"the calibration data do not call the layers {never}: name them in `exclude`")
+        places = {module: place for place, module in enumerate(calls)}
+        return [(layer, calls[layer.module]) for layer in sorted(layers, key=lambda layer: places[layer.module])]
+
+    def moments(self, layer: NMLayer, calls: int) -> Tensor:
+        """``X^T X`` over all batches for each group, float64 ``[groups, in, in]``."""
+        found = find_adapter(type(layer.module))
+        assert found is not None
+        order = _columns(layer)
+        total = torch.zeros(layer.groups, len(order), len(order), dtype=torch.float64, device=layer.param.device)
+        seen = 0
+
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal seen
+            try:
+                inputs = found[0].inputs(module, layer.parameter, args, kwargs)
+            except NotImplementedError as error:
+                raise ValueError(f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`") from error
+            for place, matrix in enumerate(inputs):
+                matrix = matrix[:, order].float()
+                total[place] += matrix.t() @ matrix
+            seen += 1
+
+        def stop(*_: Any) -> None:
+            if seen == calls:
+                raise _Reached
+
+        handles = [
+            layer.module.register_forward_pre_hook(add, with_kwargs=True),
+            layer.module.register_forward_hook(stop),
+        ]
+        try:
+            for batch in self.batches():
+                seen = 0
+                with suppress(_Reached):
+                    self.call(self.model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return total
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (list, tuple)) else batch)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

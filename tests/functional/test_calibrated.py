@@ -1,0 +1,103 @@
+"""Wanda and SparseGPT against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_nm import functional as nmf
+from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
+from lightning_nm.pattern import NMPattern
+
+PATTERNS = st.sampled_from(["1:2", "2:4", "1:4", "3:4", "1:8", "4:8"])
+
+
+def by_definition(weight, moment, pattern, damping):
+    """One row at a time; each inverse is computed anew."""
+    pattern = NMPattern.parse(pattern)
+    moment = moment.double() + damping * moment.diagonal().mean().double() * torch.eye(len(moment)).double()
+    result = weight.double().clone()
+    for row in result:
+        for j in range(len(row)):
+            if j % pattern.m == 0:
+                places = range(j, j + pattern.m)
+                scores = torch.stack([row[k] ** 2 / torch.linalg.inv(moment[k:, k:])[0, 0] for k in places])
+                kept = nmf.nm_mask(scores, pattern)
+            if not kept[j % pattern.m]:
+                inverse = torch.linalg.inv(moment[j:, j:])
+                row[j:] -= row[j] * inverse[0] / inverse[0, 0]
+                row[j] = 0
+    return result
+
+
+@settings(max_examples=30)
+@given(pattern=PATTERNS, blocks=st.integers(1, 3), rows=st.integers(1, 4), seed=st.integers(0, 99))
+def test_sparsegpt_by_definition(pattern, blocks, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    width = blocks * NMPattern.parse(pattern).m
+    weight = torch.randn(rows, width, generator=generator)
+    inputs = torch.randn(3 * width, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    moment = inputs.t() @ inputs
+    found = sparsegpt(weight, moment, pattern, 0.01)
+    assert nmf.is_nm(found, pattern)
+    assert found.dtype == weight.dtype
+    torch.testing.assert_close(found.double(), by_definition(weight, moment, pattern, 0.01), rtol=1e-4, atol=1e-4)
+
+
+def test_many_columns_are_corrected_across_blocks():
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(3, 160, generator=generator), torch.randn(400, 160, generator=generator)
+    moment = inputs.t() @ inputs
+    expected = by_definition(weight, moment, "2:4", 0.01)
+    torch.testing.assert_close(sparsegpt(weight, moment, "2:4").double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=30)
+@given(pattern=PATTERNS, seed=st.integers(0, 99))
+def test_independent_features_of_equal_size_leave_magnitudes(pattern, seed):
+    weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(sparsegpt(weight, torch.eye(16), pattern), nmf.nm_prune(weight, pattern, dim=1))
+    assert torch.equal(wanda_mask(weight, torch.ones(16), pattern), nmf.magnitude_mask(weight, pattern, dim=1))
+
+
+def test_the_output_error_is_below_that_of_magnitudes():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 64, generator=generator)
+    inputs = torch.randn(512, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
+    inputs *= torch.rand(64, generator=generator)
+    moment, norms = inputs.t() @ inputs, inputs.norm(dim=0)
+
+    def error(pruned):
+        return (inputs @ (weight - pruned).t()).norm() / (inputs @ weight.t()).norm()
+
+    by_wanda = torch.where(wanda_mask(weight, norms, "2:4"), weight, 0)
+    magnitude = error(nmf.nm_prune(weight, "2:4", dim=1))
+    assert error(sparsegpt(weight, moment, "2:4")) < 0.9 * error(by_wanda) < 0.9 * magnitude
+
+
+def test_features_that_are_always_zero_get_no_weight():
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    inputs[:, [1, 6]] = 0
+    pruned = sparsegpt(torch.ones(2, 8), inputs.t() @ inputs, "2:4")
+    assert not pruned[:, [1, 6]].any()
+    assert pruned.isfinite().all()
+    assert not sparsegpt(torch.ones(2, 8), torch.zeros(8, 8), "2:4").any()
+
+
+@pytest.mark.parametrize(
+    ("weight", "moment", "message"),
+    [
+        (torch.ones(2, 8), torch.eye(4), r"\(4, 4\) do not belong to a weight \(2, 8\)"),
+        (torch.ones(2, 6), torch.eye(6), "not a multiple of M = 4"),
+        (torch.ones(2, 4), torch.full((4, 4), float("nan")), "not finite"),
+        (torch.ones(2, 4), -torch.eye(4), "raise it"),
+    ],
+)
+def test_bad_moments(weight, moment, message):
+    with pytest.raises(ValueError, match=message):
+        sparsegpt(weight, moment, "2:4")
+
+
+def test_bad_norms():
+    with pytest.raises(ValueError, match=r"\(4,\) do not belong to a weight \(2, 8\)"):
+        wanda_mask(torch.ones(2, 8), torch.ones(4), "2:4")
