@@ -31,11 +31,11 @@ test: .venv/.dev
 	$(PYTEST)
 
 ## Run the slow tests.
-slow: .venv/.dev
+slow: .venv/.dev .venv/.vision
 	$(PYTEST) -m slow
 
 ## Run the test suite and the slow tests together.
-test-all: .venv/.dev
+test-all: .venv/.dev .venv/.vision
 	$(PYTEST) -m 'not gpu'
 
 ## Run the tests that compute in the arithmetic of a CPU without AVX: none may depend on the last bits of this CPU's products.
@@ -102,6 +102,11 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 
 .venv/.dev: .venv/.torch pyproject.toml $(LIBRARY)
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# timm reads torchvision, which fits one build of torch alone and disturbs others: beside the environment, for tests.
+.venv/.vision: .venv/.dev
+	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
 	@touch $@
 
 .venv-lowest/.dev: constraints-lowest.txt pyproject.toml $(LIBRARY)

@@ -1,0 +1,82 @@
+"""What is masked of each family: ``python -m tests.models.coverage`` prints the table of docs/models.md."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from rich.progress import track
+
+from lightning_nm import NMSparsityCallback
+from tests.models.families import FAMILIES, loader, make, whole
+
+
+class _Look(pl.Callback):
+    def __init__(self, nm):
+        self.nm = nm
+
+    def on_train_batch_end(self, *_):
+        selection = self.nm.sparsifier.selection
+        self.masked = [layer.name.removeprefix("model.") for layer in selection.layers]
+        self.skipped = {name.removeprefix("model."): reason for name, reason in selection.skipped.items()}
+
+
+def selection(family):
+    """The names of masked layers, and of the others with the reason."""
+    nm = NMSparsityCallback("2:4", show_tables=False, monitor=None)
+    look = _Look(nm)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_steps=1, callbacks=[nm, look], accelerator="cpu", limit_val_batches=1, enable_model_summary=False, **options
+    )
+    trainer.fit(make(family), loader(family), loader(family))
+    return look.masked, look.skipped
+
+
+def template(name):
+    """A layer's name without its place in the stack."""
+    return re.sub(r"\.\d+(?=\.|$)", ".#", name)
+
+
+def _names(names):
+    """The names of layers, those within one stack joined."""
+    stacks: dict[str, list[str]] = {}
+    for name in dict.fromkeys(map(template, names)):
+        stack, within, rest = name.rpartition("#.")
+        stacks.setdefault(stack + within, []).append(rest)
+    return ", ".join(
+        f"`{stack}{rests[0]}`" if len(rests) == 1 else f"`{stack}{{{', '.join(rests)}}}`"
+        for stack, rests in stacks.items()
+    )
+
+
+def share(family, masked):
+    """The share of the parameters of the family's default model in layers that are called as the masked ones are."""
+    templates = {template(name) for name in masked}
+    sizes = {name: parameter.numel() for name, parameter in whole(family).named_parameters()}
+    inside = sum(size for name, size in sizes.items() if template(name.removesuffix(".weight")) in templates)
+    return inside / sum(sizes.values()), sum(sizes.values())
+
+
+def table():
+    """The table as lines of Markdown."""
+    lines = ["| family | masked | dense | share |", "| --- | --- | --- | --- |"]
+    for family in track(FAMILIES, transient=True):
+        masked, skipped = selection(family)
+        part, size = share(family, masked)
+        others: dict[str, list[str]] = {}
+        for name, reason in skipped.items():
+            others.setdefault(reason, []).append(name)
+        dense = "; ".join(f"{_names(names)} ({reason})" for reason, names in others.items())
+        lines.append(f"| {family} | {_names(masked)} | {dense} | {part:.1%} of {size / 1e6:,.0f} M |")
+    return lines
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print("\n".join(table()))
