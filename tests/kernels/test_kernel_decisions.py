@@ -164,7 +164,8 @@ def test_processes_save_at_the_same_time(tmp_path):
     path = tmp_path / "kernels.json"
     mp.spawn(save_often, (path,), nprocs=2)
     loaded = Decisions.load(path, HERE)
-    assert {gemm_key(rows=1, depth=80), gemm_key(rows=2, depth=80)} <= set(loaded)
+    last = {gemm_key(rows=1, depth=89), gemm_key(rows=2, depth=89)}
+    assert last & set(loaded)  # those of the process that saved first may be lost
     assert os.listdir(tmp_path) == ["kernels.json"]
 
 

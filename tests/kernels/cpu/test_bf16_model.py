@@ -13,15 +13,13 @@ from tests.cpu_products import LEVELS
 from tests.sanitize import MODEL
 
 ROOT = Path(__file__).parents[3]
-RUN = """
-import sys
+PLUGIN = """
+import os
 from pathlib import Path
-import pytest
 from lightning_nm.kernels.cpu import library
 
-library.LIBRARY = Path(sys.argv[1])
+library.LIBRARY = Path(os.environ["MODELLED"])
 assert library.LEVELS[library.level()] == "avx512-bf16", library.unavailable()
-sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
@@ -45,7 +43,9 @@ def test_products_of_the_modelled_level(tmp_path):
     assert build.compile_library(tmp_path / "libnm.so", MODEL) == ""
     chosen = "avx512-bf16 or test_layouts or test_routed_masks"
     tests = ["tests/kernels/cpu", "tests/nn/test_routed_masks.py", "-k", chosen]
-    command = [sys.executable, "-c", RUN, str(tmp_path / "libnm.so"), "-q", "-p", "no:cacheprovider", *tests]
+    (tmp_path / "modelled_level.py").write_text(PLUGIN)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "modelled_level", *tests]
     environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_NM_ISA"}
+    environment |= {"MODELLED": str(tmp_path / "libnm.so"), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-2000:]}"
