@@ -18,6 +18,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_es
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.low_rank import warn_of_adapters
 from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_masked, refuse_nan, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
@@ -168,6 +169,7 @@ class NMSparsifier(ModelStatistics):
             options["ends"] = self.ends_by(flow, optimizers)
             with suppress(ValueError):  # then no layer would be left to mask
                 self.selection = select(self.model, self.rules, self.exclude, **options)
+        warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         plan_schedules(self.selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(self.selection.layers, saved)
         self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.layer import LayerSpec, NMLayer
+from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, parameter_key, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
 from lightning_nm.pattern import NMPattern
@@ -198,12 +199,12 @@ def select(
 
 def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[_Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
-    wrapped: tuple[str, ...] = ()
+    wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
-        if any(child.startswith("lora_") for child, _ in module.named_children()):
-            wrapped += (f"{name}." if name else "",)
+        if is_low_rank(module):
+            wrapped[f"{name}." if name else ""] = module
         kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
         found = find_adapter(kind)
         if found is None:
@@ -216,8 +217,8 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
             reason = f"{kind.__name__} has a forward of its own"
         elif name in readers:
             reason = f"read, not called, by {readers[name]}"
-        elif name.startswith(wrapped):
-            reason = "inside a low-rank adapter: the merged weight would not be N:M"
+        elif name.startswith(tuple(wrapped)):
+            reason = _in_low_rank(next(found for start, found in wrapped.items() if name.startswith(start)))
         elif parametrize.is_parametrized(module):
             reason = "parametrized: its weight is computed, not stored"
         if reason:
@@ -226,6 +227,14 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
             continue
         for spec in adapter.specs(module, conv_layout):
             yield _Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
+
+
+def _in_low_rank(module: nn.Module) -> str:
+    """Why the parts of a module with low-rank adapters are not masked here."""
+    if isinstance(module, KeepsMask):
+        return "inside a low-rank adapter that keeps the zeros of its base weight"
+    way = "for a base that is N:M, lightning_nm.integrations.peft.mask_adapters keeps it so"
+    return f"inside a low-rank adapter: the merged weight would not be N:M; {way}"
 
 
 def _weight(candidate: _Candidate) -> nn.Parameter:
