@@ -228,7 +228,8 @@ class NMSparsifier(ModelStatistics):
         if layers:
             for layer in layers:
                 refuse_nan(layer)
-                refuse_masked(layer.name, layer.module, layer.parameter)
+                for holder in layer.spec.holders:
+                    refuse_masked(layer.name, *holder)
                 for known in self._step.optimizers.values():
                     if trained_by([known.optimizer])(layer.optimizer_param):
                         layer.method.check_optimizer(layer, known.optimizer)

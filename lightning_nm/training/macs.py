@@ -110,6 +110,8 @@ class _OtherProducts(WatchingMode):
         output = func(*args, **kwargs)
         if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
+        if func._overloadpacket is torch.ops.aten.embedding:  # rows that tokens chose are activations
+            return output
         given = [self._kind(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if not any(given):
             return output
