@@ -256,7 +256,7 @@ def test_two_products_may_not_share_a_weight():
     model = GPT()
     model.other = nn.Linear(DIM, VOCABULARY)
     model.other.weight = model.embed.weight
-    with pytest.raises(ValueError, match="its weight is shared with '.*', which would change with it"):
+    with pytest.raises(ValueError, match=r"its weight is shared with '.*', which would change with it"):
         attach(model)
 
 
