@@ -210,7 +210,7 @@ class NMSparsifier(ModelStatistics):
             layer.draw_noise()
 
     def wake(self) -> list[NMLayer]:
-        """Mask the frozen layers that a registered optimizer trains by now, and return them.
+        """Mask the frozen layers that a registered optimizer trains by now, and return them; see :meth:`follow`, too.
 
         :meth:`step` calls it at the end of a batch. Call it right after layers were unfrozen, for masks in the next
         forward pass. All processes must unfreeze the same layers.
@@ -283,6 +283,14 @@ class NMSparsifier(ModelStatistics):
             name = type(optimizer).__name__
             raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
         self._step.register(optimizer)
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Register all optimizers of a training, and forget others, which were replaced: they train no weight now."""
+        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        self._step.forget_others(inner)
+        for optimizer in inner:
+            if id(optimizer) not in self._step.optimizers:
+                self.register(optimizer)
 
     @property
     def unowned(self) -> list[str]:

@@ -69,6 +69,11 @@ class Selection:
         for layer in layers:
             del self.skipped[layer.name]
 
+    def replaced(self, model: nn.Module) -> list[str]:
+        """Masked and waiting layers whose module is no longer in the model."""
+        modules = set(map(id, model.modules()))
+        return [layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules]
+
     def explain_ends(self, ends: Mapping[str, str]) -> None:
         """Give the same first and last layers other reasons."""
         new = {self.ends[name]: reason for name, reason in ends.items()}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.training.forwards import can_watch
@@ -284,6 +284,17 @@ def test_compiled():
     loss_of(compiled, tokens).backward()
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(model.embed.weight.grad, grad)
+
+
+def test_one_shot_pruning():
+    model = made()
+    assert prune(model, include=["embed", "body.position"]).layers == ["body.position", "head"]
+    assert nmf.is_nm(model.head.weight, "2:4")
+    with pytest.raises(ValueError, match=r"layer 'body.position' is an embedding, whose inputs are tokens"):
+        prune(made(), include=["body.up", "body.position"], data=[batch()[:, :-1]])
+    model = made()
+    prune(model, include="embed", data=[batch()[:, :-1]])  # by the inputs of the head
+    assert nmf.is_nm(model.embed.weight, "2:4")
 
 
 class Experts(nn.Module):
