@@ -100,6 +100,9 @@ def prune(
     for layer in selection.layers:
         if layer.sharded:
             raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
+        if data is not None and isinstance(layer.module, nn.Embedding):
+            fault = f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it"
+            raise ValueError(f"{fault}. Prune it by magnitude, in a call of its own without data")
     result = Pruned(skipped=dict(selection.skipped))
     with _evaluation(model):
         if data is None:

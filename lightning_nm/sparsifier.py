@@ -18,6 +18,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_es
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.low_rank import warn_of_adapters
 from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_masked, refuse_nan, select
 from lightning_nm.nn.sharding import is_sharded, reshard
 from lightning_nm.nn.state import (
@@ -168,6 +169,7 @@ class NMSparsifier(ModelStatistics):
             options["ends"] = self.ends_by(flow, optimizers)
             with suppress(ValueError):  # then no layer would be left to mask
                 self.selection = select(self.model, self.rules, self.exclude, **options)
+        warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         plan_schedules(self.selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(self.selection.layers, saved)
         self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
@@ -208,7 +210,7 @@ class NMSparsifier(ModelStatistics):
             layer.draw_noise()
 
     def wake(self) -> list[NMLayer]:
-        """Mask the frozen layers that a registered optimizer trains by now, and return them.
+        """Mask the frozen layers that a registered optimizer trains by now, and return them; see :meth:`follow`, too.
 
         :meth:`step` calls it at the end of a batch. Call it right after layers were unfrozen, for masks in the next
         forward pass. All processes must unfreeze the same layers.
@@ -226,7 +228,8 @@ class NMSparsifier(ModelStatistics):
         if layers:
             for layer in layers:
                 refuse_nan(layer)
-                refuse_masked(layer.name, layer.module, layer.parameter)
+                for holder in layer.spec.holders:
+                    refuse_masked(layer.name, *holder)
                 for known in self._step.optimizers.values():
                     if trained_by([known.optimizer])(layer.optimizer_param):
                         layer.method.check_optimizer(layer, known.optimizer)
@@ -280,6 +283,14 @@ class NMSparsifier(ModelStatistics):
             name = type(optimizer).__name__
             raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
         self._step.register(optimizer)
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Register all optimizers of a training, and forget others, which were replaced: they train no weight now."""
+        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        self._step.forget_others(inner)
+        for optimizer in inner:
+            if id(optimizer) not in self._step.optimizers:
+                self.register(optimizer)
 
     @property
     def unowned(self) -> list[str]:

@@ -17,7 +17,7 @@ ORDER = [
     {"methods", "estimators"},
     {"rules"},
     {"sparsifier", "one_shot"},
-    {"callbacks", "plugins", "strategies", "metrics", "export"},
+    {"callbacks", "plugins", "strategies", "metrics", "export", "integrations"},
     {"lightning_cli"},
     {"doctor", "study"},
     {"cli"},

@@ -33,7 +33,7 @@ def mask_average(
 
     Returns, for each key of a masked weight, the layer's name and its :func:`~lightning_nm.nn.state.dropped` entries.
     """
-    by_module = {(layer.module, layer.parameter): name for name, layer in layers.items()}
+    by_module = {holder: name for name, layer in layers.items() for holder in layer.spec.holders}
     names = {  # a module that the model holds twice has two keys
         plain_name(parameter_key(prefix, parameter)): by_module[module, parameter]
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -21,7 +21,7 @@ from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
-from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
+from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -281,8 +281,7 @@ class NMSparsityCallback(pl.Callback):
         self._settle_ends(trainer, pl_module)
         sparsifier = self._installed()
         settle_throughput(trainer)
-        for optimizer in trainer.optimizers:
-            sparsifier.register(optimizer)
+        sparsifier.follow(trainer.optimizers)
         if self._lifecycle.batch_open:  # saved within a batch, maybe after the optimizer step
             sparsifier.step()
         self._lifecycle.batch_open = False
@@ -300,11 +299,16 @@ class NMSparsityCallback(pl.Callback):
         if self._flow is not None:
             self._flow.__exit__()
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Notice modules that were replaced."""
+        warn_of_replaced(self._installed())
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Mask layers that were unfrozen since the last batch."""
+        """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
         sparsifier = self._installed()
+        sparsifier.follow(trainer.optimizers)
         sparsifier.wake()
         router = getattr(trainer.precision_plugin, "router", None)
         if len(sparsifier.layers) != self._masked and isinstance(router, Router):

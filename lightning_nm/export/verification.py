@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,17 @@ def verify(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
             "--pattern 2:4"
         )
+    verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
     return Verification(verdicts, _problems(verdicts, [include] if isinstance(include, str) else include))
+
+
+def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
+    """A verdict that tells of a low-rank adapter that the file holds for the weight."""
+    module, base, _ = verdict.key.rpartition(".base_layer.")
+    if verdict.verdict != "N:M" or not base or not any(key.startswith(f"{module}.lora_") for key in weights):
+        return verdict
+    note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
+    return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))
 
 
 def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:

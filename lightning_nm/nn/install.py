@@ -15,8 +15,9 @@ _SAVED = "_nm_fast_path"
 def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     """Swap the classes of the layers' modules, and switch off fused paths that would bypass them."""
     for layer in layers:
-        _adapt(layer.module)
-        vars(layer.module)["nm_layers"][layer.parameter] = layer
+        for module, parameter in layer.spec.holders:
+            _adapt(module)
+            vars(module)["nm_layers"][parameter] = layer
     for module in model.modules():
         if _needed_around(module):
             _adapt(module)
@@ -30,8 +31,9 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
 def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     """Give the layers' modules their classes back; what other sparsifiers installed stays."""
     for layer in layers:
-        if isinstance(layer.module, Adapter):
-            layer.module.nm_layers.pop(layer.parameter, None)
+        for module, parameter in layer.spec.holders:
+            if isinstance(module, Adapter):
+                module.nm_layers.pop(parameter, None)
     # Children come after their parents, which may be needed around them.
     for module in reversed(list(model.modules())):
         if isinstance(module, Adapter) and not module.nm_layers and not _needed_around(module):

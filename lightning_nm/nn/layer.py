@@ -47,6 +47,13 @@ class LayerSpec:
     forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
     dgrad_reason: str = ""  # likewise for the dgrad GEMM
     tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
+    tied: tuple[tuple[nn.Module, str], ...] = ()
+    """Other modules that hold the same parameter, with its name in them: they use the same masks."""
+
+    @property
+    def holders(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Every module that holds the parameter, with its name in it."""
+        return (self.module, self.parameter), *self.tied
 
 
 _MOVED = {

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
+from lightning_nm.functional.select import masked
 from lightning_nm.kernels.dispatch import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.routed_conv import backward_convs, flattened, forward_conv
@@ -112,6 +113,25 @@ def nm_conv(
         return _Conv.apply(*arguments, layer.noise.words, *layer.read_tensors())
 
 
+def nm_embedding(
+    tokens: Tensor, weight: Tensor, layer: NMLayer, padding_idx: int | None, scale_grad_by_freq: bool
+) -> Tensor:
+    """Rows of W_F, whose gradient is routed to W by the method; no estimator, because dW is a sum and no product.
+
+    Args:
+        tokens: Integers ``[...]``.
+        weight: The latent parameter ``[num_embeddings, embedding_dim]``; blocks lie along ``embedding_dim``.
+        layer: Method and masks.
+        padding_idx: The row that receives no gradient, or ``None``.
+        scale_grad_by_freq: Whether gradients are divided by how often a row occurs in ``tokens``.
+
+    Returns:
+        ``[..., embedding_dim]``.
+    """
+    padding = -1 if padding_idx is None else padding_idx
+    return _Embedding.apply(tokens, weight, layer, padding, scale_grad_by_freq, *layer.read_tensors())
+
+
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast casts for a matmul; the weight is cast inside the op so that the parameter itself is saved."""
     device = x.device.type
@@ -200,6 +220,31 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, *rest
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        layer: NMLayer
+        tokens, weight, layer, padding, by_frequency, *tensors = inputs
+        ctx.save_for_backward(tokens, weight, *tensors)
+        ctx.layer, ctx.padding, ctx.by_frequency = layer, padding, by_frequency
+        method = layer.spec.method
+        if not method.masks_entries:
+            return F.embedding(tokens, method.forward_weight(layer, weight))
+        rows, mask = F.embedding(tokens, weight), layer.forward_mask_view
+        return rows if mask is None else masked(rows, mask[tokens])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        tokens, weight, *tensors = ctx.saved_tensors
+        grad_weight, rest = None, [None] * len(tensors)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[5:]):
+            found = torch.ops.aten.embedding_dense_backward(
+                grads[0], tokens, len(weight), ctx.padding, ctx.by_frequency
+            )
+            grad_weight, rest = _route(ctx.layer, weight, found, len(tensors))
+        return None, grad_weight, None, None, None, *rest
 
 
 class _Conv(torch.autograd.Function):

@@ -14,10 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
+from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.layer import LayerSpec, NMLayer
-from lightning_nm.nn.names import layer_name, parameter_key, plain_name
+from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
+from lightning_nm.nn.names import layer_name, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
+from lightning_nm.nn.ties import Candidate, Ties
+from lightning_nm.nn.unmaskable import matrices, quantised, unmaskable
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
@@ -66,6 +69,11 @@ class Selection:
         for layer in layers:
             del self.skipped[layer.name]
 
+    def replaced(self, model: nn.Module) -> list[str]:
+        """Masked and waiting layers whose module is no longer in the model."""
+        modules = set(map(id, model.modules()))
+        return [layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules]
+
     def explain_ends(self, ends: Mapping[str, str]) -> None:
         """Give the same first and last layers other reasons."""
         new = {self.ends[name]: reason for name, reason in ends.items()}
@@ -76,15 +84,6 @@ class Selection:
 Trained = Callable[[nn.Parameter], bool]
 """Whether a weight is trained."""
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    name: str
-    module_name: str
-    module: nn.Module
-    adapter: type[Adapter]
-    spec: WeightSpec
 
 
 def select(
@@ -102,7 +101,7 @@ def select(
     """Choose the weights to mask; the first rule that matches a layer decides.
 
     A glob without wildcards names a layer: it must be maskable, and neither ``skip_first_last`` nor ``is_trained``
-    holds it back.
+    holds it back. Embeddings and tied weights are masked by name alone.
 
     Args:
         model: Any module; it is not changed.
@@ -124,21 +123,21 @@ def select(
     selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
     candidates = list(_candidates(model, selection, conv_layout))
+    ties = Ties(model, candidates, named)
+    selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
+    candidates = [c for c in candidates if c.name not in selection.skipped]
     _check_globs(model, rules, exclude, candidates, selection)
     if skip_first_last:
         selection.ends = dict(_first_and_last(candidates, is_trained) if ends is None else ends)
-    owners: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(parameter_key(plain_name(module_name), name))
 
     wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
+        if ties.joins(candidate):
+            continue
         selection.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
-        names = (candidate.module_name, candidate.name)
+        names = ties.names(candidate)
         rule = next((rule for rule in rules if rule.matches(*names)), None)
-        is_named = not named.isdisjoint(names)
+        is_named = ties.is_named(candidate)
         reason, reasons = "", ("", "")
         if rule is None:
             reason = "not in `include`"
@@ -147,8 +146,9 @@ def select(
         elif candidate.module_name in selection.ends and not is_named and candidate.name not in continued:
             reason = selection.ends[candidate.module_name]
         else:
-            refuse_masked(candidate.name, candidate.module, candidate.spec.parameter)
-            reason = _why_not(candidate, owners)
+            for holder in (candidate, *ties.tied(candidate)):
+                refuse_masked(candidate.name, holder.module, holder.spec.parameter)
+            reason = _why_not(candidate) or ties.why_not(candidate)
         own = f"{candidate.module_name}."
         around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
         cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
@@ -177,15 +177,16 @@ def select(
             candidate.spec.parameter,
             rule.pattern,
             rule.method,
-            rule.estimator,
+            None if candidate.is_embedding else rule.estimator,
             layout=candidate.spec.layout,
             groups=candidate.spec.groups * cuts.get(0, 1),
             forward_reason=reasons[0],
             dgrad_reason=reasons[1],
             tensor_parallel=bool(cuts),
+            tied=tuple((other.module, other.spec.parameter) for other in ties.tied(candidate)),
         )
         layer = NMLayer(spec, seed=seed, wrappers=around)
-        if is_named or candidate.name in continued or is_trained is None or is_trained(_weight(candidate)):
+        if is_named or candidate.name in continued or is_trained is None or is_trained(candidate.weight):
             refuse_nan(layer)
             selection.layers.append(layer)
         else:
@@ -196,28 +197,30 @@ def select(
     return selection
 
 
-def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[_Candidate]:
+def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
-    wrapped: tuple[str, ...] = ()
+    wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
-        if any(child.startswith("lora_") for child, _ in module.named_children()):
-            wrapped += (f"{name}." if name else "",)
+        if is_low_rank(module):
+            wrapped[f"{name}." if name else ""] = module
         kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-        found = find_adapter(kind)
+        found, packed = find_adapter(kind), quantised(module)
         if found is None:
-            if any(p is not None and p.dim() >= 2 for p in module.parameters(recurse=False)):
-                selection.skipped[name] = f"no adapter for {kind.__name__}"
+            if packed or matrices(module):
+                selection.skipped[name] = packed or unmaskable(kind) or f"no adapter for {kind.__name__}"
             continue
         adapter, handled = found
         reason = ""
-        if kind.forward is not handled.forward or "forward" in vars(module):
+        if stated := packed or adapter.refusal(module):
+            reason = stated
+        elif kind.forward is not handled.forward or "forward" in vars(module):
             reason = f"{kind.__name__} has a forward of its own"
         elif name in readers:
             reason = f"read, not called, by {readers[name]}"
-        elif name.startswith(wrapped):
-            reason = "inside a low-rank adapter: the merged weight would not be N:M"
+        elif name.startswith(tuple(wrapped)):
+            reason = _in_low_rank(next(found for start, found in wrapped.items() if name.startswith(start)))
         elif parametrize.is_parametrized(module):
             reason = "parametrized: its weight is computed, not stored"
         if reason:
@@ -225,11 +228,15 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
             readers.update({f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children})
             continue
         for spec in adapter.specs(module, conv_layout):
-            yield _Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
+            yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
 
 
-def _weight(candidate: _Candidate) -> nn.Parameter:
-    return getattr(candidate.module, candidate.spec.parameter)
+def _in_low_rank(module: nn.Module) -> str:
+    """Why the parts of a module with low-rank adapters are not masked here."""
+    if isinstance(module, KeepsMask):
+        return "inside a low-rank adapter that keeps the zeros of its base weight"
+    way = "for a base that is N:M, lightning_nm.integrations.peft.mask_adapters keeps it so"
+    return f"inside a low-rank adapter: the merged weight would not be N:M; {way}"
 
 
 def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
@@ -251,7 +258,7 @@ def _size(weight: Tensor) -> int:
     return 0 if nn.parameter.is_lazy(weight) else weight.numel()
 
 
-def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
+def _why_not(candidate: Candidate) -> str:
     weight = candidate.module._parameters.get(candidate.spec.parameter)
     if weight is None and f"{candidate.spec.parameter}_orig" in candidate.module._parameters:
         return "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
@@ -270,24 +277,21 @@ def _why_not(candidate: _Candidate, owners: dict[int, list[str]]) -> str:
             f"its weight is flat, {tuple(weight.shape)}, as FSDP1 keeps weights in parts: use FSDP2, fully_shard in "
             "configure_model and ModelParallelStrategy"
         )
-    own = parameter_key(candidate.module_name, candidate.spec.parameter)
-    shared = [name for name in owners[id(weight)] if name != own]
-    if shared:
-        return f"its weight is shared with '{shared[0]}', which would change with it"
     groups = getattr(candidate.module, "groups", 1)
     if groups > 1 and weight.shape[1] == 1:
         return "depthwise convolution: one input channel per filter"
     return ""
 
 
-def _eligibility(candidate: _Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
+def _eligibility(candidate: Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
     """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
     weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
     rows = weight.t() if spec.layout == "transposed" else weight.flatten(1) if spec.layout == "flat" else weight
     part = "" if spec.groups == 1 else "/group"
     forward = _misfit(f"in{part}", rows.shape[1], pattern, cuts.get(1, 1))
-    dgrad = _misfit(f"out{part}", rows.shape[0] // spec.groups, pattern, cuts.get(0, 1))
-    return forward, dgrad
+    if candidate.is_embedding:
+        return forward, "tokens have no gradient"
+    return forward, _misfit(f"out{part}", rows.shape[0] // spec.groups, pattern, cuts.get(0, 1))
 
 
 def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
@@ -298,11 +302,11 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
     return f"{axis} {divided} % {pattern.m} != 0"
 
 
-def _first_and_last(candidates: Sequence[_Candidate], is_trained: Trained | None) -> dict[str, str]:
+def _first_and_last(candidates: Sequence[Candidate], is_trained: Trained | None) -> dict[str, str]:
     """The ends of the part of the model that is trained, or of all of it if that part has none."""
 
-    def trained(found: list[_Candidate]) -> list[_Candidate]:
-        return [c for c in found if is_trained is None or is_trained(_weight(c))] or found
+    def trained(found: list[Candidate]) -> list[Candidate]:
+        return [c for c in found if is_trained is None or is_trained(c.weight)] or found
 
     convolutions = trained([c for c in candidates if c.adapter.role == "convolution"])
     linears = [c for c in candidates if c.adapter.role == "linear" and not c.module_name.endswith(".out_proj")]
@@ -319,7 +323,7 @@ def _check_globs(
     model: nn.Module,
     rules: Sequence[Rule],
     exclude: Sequence[str],
-    candidates: Sequence[_Candidate],
+    candidates: Sequence[Candidate],
     selection: Selection,
 ) -> None:
     names = list(dict.fromkeys(name for c in candidates for name in (c.module_name, c.name)))

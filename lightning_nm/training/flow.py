@@ -129,11 +129,15 @@ class ValueFlow:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that hold weights of a known kind, by name."""
+    """Modules that hold weights of a known kind, by name; embeddings are inputs of the first layers."""
     found = {}
     for name, module in model.named_modules():
         adapter = find_adapter(type(module))
-        if adapter is not None and any(True for _ in adapter[0].specs(module, "channels")):
+        if (
+            adapter is not None
+            and adapter[0].role != "embedding"
+            and any(True for _ in adapter[0].specs(module, "channels"))
+        ):
             found[plain_name(name)] = module
     return found
 

@@ -43,7 +43,8 @@ class MacsCounter:
         for name, module in model.named_modules():
             if (found := find_adapter(type(module))) is not None:
                 self._handles[module] = module.register_forward_hook(_Leave(self, plain_name(name)), with_kwargs=True)
-                known.update(id(getattr(module, spec.parameter)) for spec in found[0].specs(module, "channels"))
+                if found[0].role != "embedding":  # what is made of its rows are activations
+                    known.update(id(getattr(module, spec.parameter)) for spec in found[0].specs(module, "channels"))
         self._calls = OutermostCalls(model, _OtherProducts(self, known))
 
     def hidden(self) -> set[nn.Module]:
@@ -109,6 +110,8 @@ class _OtherProducts(WatchingMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
+            return output
+        if func._overloadpacket is torch.ops.aten.embedding:  # rows that tokens chose are activations
             return output
         given = [self._kind(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if not any(given):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class TrainingStep:
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
         self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones by id
         self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}
         self._announced: set[int] = set()
 
@@ -143,8 +144,17 @@ class TrainingStep:
         """Count the real steps of an optimizer; does nothing if it is registered."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
-            self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
-            self._handles.append(optimizer.register_step_post_hook(self._leave_step))
+            enter = optimizer.register_step_pre_hook(self._enter_step)
+            self._handles[id(optimizer)] = [enter, optimizer.register_step_post_hook(self._leave_step)]
+
+    def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget the registered optimizers that are not among these: they were replaced."""
+        for key in self.optimizers.keys() - {id(optimizer) for optimizer in optimizers}:
+            for handle in self._handles.pop(key):
+                handle.remove()
+            del self.optimizers[key]
+            self._depth.pop(key, None)
+            self._announced.discard(key)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -166,7 +176,7 @@ class TrainingStep:
 
     def release(self, *, keep_parameters: bool = False) -> None:
         """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
-        for handle in self._handles:
+        for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
         if not keep_parameters:
             for known in self.optimizers.values():

@@ -326,3 +326,50 @@ def test_steps_in_which_a_layer_waited_count_as_dense():
         ratios.append(sparsifier.flops_ratios()["eligible"])
     assert ratios[8] > ratios[9]
     assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx(sum(ratios) / 10)
+
+
+class ReplaceOptimizer(pl.Callback):
+    """From the second batch on the head alone is trained; the first optimizer held the backbone, too."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 1:
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.head.parameters(), 0.05)]
+            pl_module.backbone.requires_grad_(True)
+
+
+def test_an_optimizer_that_was_replaced_trains_no_layer(tmp_path):
+    model, masks = seeded(FineTuned), callback("ste", skip_first_last=False)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05)
+    model.backbone.requires_grad_(False)
+    make_trainer(tmp_path, [ReplaceOptimizer(), masks]).fit(model, Data())
+    state = masks.state_dict()
+    assert set(state["layers"]) == {"head"}
+    assert state["waiting"] == ["backbone.1", "backbone.3"]
+    assert state["layers"]["head"]["step"] == 12  # of both optimizers
+
+
+def test_an_own_loop_says_which_optimizers_it_has():
+    model = FineTuned()
+    model.backbone.requires_grad_(False)
+    sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach()
+    old, new = (torch.optim.SGD(part.parameters(), 0.1) for part in (model, model.head))
+    sparsifier.follow([old])
+    sparsifier.follow([new])
+    model.backbone.requires_grad_(True)
+    assert sparsifier.wake() == []
+    old.step()
+    assert not sparsifier.step()  # its steps do not count
+    sparsifier.follow([old, new])
+    assert [layer.name for layer in sparsifier.wake()] == ["backbone.1", "backbone.3"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_module_that_is_replaced_is_named(tmp_path, waits):
+    class Replace(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.backbone[3] = nn.Linear(32, 32)
+
+    model = seeded(FineTuned)
+    model.backbone[3].requires_grad_(not waits)
+    with pytest.warns(UserWarning, match=r"no longer in the model, and what replaced them .*\['backbone\.3'\]"):
+        make_trainer(tmp_path, [callback("ste"), Replace()]).fit(model, Data())

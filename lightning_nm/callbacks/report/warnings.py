@@ -21,6 +21,15 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
 
 
+def warn_of_replaced(sparsifier: NMSparsifier) -> None:
+    """Warn of layers whose module was replaced since the masks were chosen."""
+    if replaced := sparsifier.selection.replaced(sparsifier.model):
+        rank_zero_warn(
+            f"these layers are no longer in the model, and what replaced them stays dense in this fit: {replaced}. "
+            "Replace modules before the fit starts, for example in setup()"
+        )
+
+
 def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
     """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
     if sparsifier.unseen:

@@ -3,6 +3,7 @@
 from lightning_nm.nn.adapters.attention import FUSED_PATHS, NMMultiheadAttention
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, _new, adapted_class, find_adapter, register_adapter
 from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
+from lightning_nm.nn.adapters.embedding import NMEmbedding
 from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "NMConv1d",
     "NMConv2d",
     "NMConv3d",
+    "NMEmbedding",
     "NMLinear",
     "NMMultiheadAttention",
     "NMTransposedLinear",

@@ -40,7 +40,9 @@ class Adapter(nn.Module):
     """
 
     handles: ClassVar[type[nn.Module]]  # the class whose forward this adapter replaces
-    role: ClassVar[Literal["linear", "convolution", ""]] = ""  # what skip_first_last takes the module for
+    role: ClassVar[Literal["linear", "convolution", "embedding", ""]] = ""
+    """What ``skip_first_last`` takes the module for. An embedding is a lookup, not a product: it is masked by name
+    alone, and has neither a dgrad GEMM nor an estimator."""
     tensor_parallel: ClassVar[bool] = False  # whether forward can run while tensor parallelism shards the weight
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
@@ -52,6 +54,11 @@ class Adapter(nn.Module):
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
         """The class that the adapter handles, if a module class is derived from it; else ``None``."""
         return cls.handles if issubclass(kind, cls.handles) else None
+
+    @classmethod
+    def refusal(cls, module: Any) -> str:
+        """Why this module of the handled class cannot be masked; empty if it can."""
+        return ""
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:

@@ -1,0 +1,426 @@
+"""LoRA adapters on N:M weights train the masked delta, and merging them keeps every zero."""
+
+import copy
+import io
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from lightning_nm import NMSparsifier  # noqa: E402
+from lightning_nm import functional as nmf  # noqa: E402
+from lightning_nm.export import verify  # noqa: E402
+from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
+from lightning_nm.nn.low_rank import masked_delta  # noqa: E402
+from tests.lightning_models import Data  # noqa: E402
+from tests.test_readme import ROOT, ShortTrainer, blocks  # noqa: E402
+
+Conv1D = transformers.pytorch_utils.Conv1D
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to .* but the target module is"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft reads it
+]
+
+
+class Net(nn.Module):
+    def __init__(self, pattern="2:4"):
+        super().__init__()
+        self.first, self.gpt, self.head = nn.Linear(16, 32), Conv1D(24, 32), nn.Linear(24, 8, bias=False)
+        with torch.no_grad():
+            self.gpt.weight.normal_()
+            for layer, dim in ((self.first, 1), (self.gpt, 0), (self.head, 1)):
+                layer.weight.copy_(nmf.nm_prune(layer.weight, pattern, dim=dim))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.gpt(torch.relu(self.first(x)))))
+
+
+class Convs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Conv1d(8, 16, 3, padding=2, dilation=2, stride=2)
+        self.two = nn.Conv2d(16, 8, (3, 2), padding=1, padding_mode="circular")
+        self.three = nn.Conv3d(8, 8, (2, 1, 1), padding=(1, 0, 0))
+        with torch.no_grad():
+            self.one.weight.copy_(nmf.nm_prune(self.one.weight, "2:4", dim=1))
+            self.two.weight.copy_(nmf.nm_prune(self.two.weight.flatten(1), "2:4", dim=1).view_as(self.two.weight))
+            self.three.weight.copy_(nmf.nm_prune(self.three.weight, "2:4", dim=1))
+
+    def forward(self, x):
+        return self.three(self.two(self.one(x).unflatten(2, (2, -1))).unsqueeze(2))
+
+
+def tiny_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                module.weight.copy_(nmf.nm_prune(module.weight, "2:4"))
+    return model
+
+
+TARGETS = {Net: ["first", "gpt", "head"], Convs: ["one", "two", "three"], tiny_llama: ["q_proj", "v_proj", "down_proj"]}
+INPUTS = {
+    Net: lambda: torch.randn(6, 16, dtype=torch.float64),
+    Convs: lambda: torch.randn(2, 8, 12, dtype=torch.float64),
+    tiny_llama: lambda: torch.randint(0, 32, (2, 7)),
+}
+
+
+def adapted(make=Net, *, seed=0, dtype=torch.float64, **options):
+    torch.manual_seed(seed)
+    options = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS[make], "init_lora_weights": False} | options
+    return peft.get_peft_model(make().to(dtype), peft.LoraConfig(**options))
+
+
+def values(model, x):
+    found = model(x)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def layers(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+
+
+def base_weights(model):
+    return {name: layer.get_base_layer().weight.detach().clone() for name, layer in layers(model).items()}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("make", [Net, Convs, tiny_llama])
+def test_the_merged_weight_is_n_m_and_the_function_that_was_trained(make, safe, rslora):
+    model, x = adapted(make, use_rslora=rslora), INPUTS[make]()
+    before = base_weights(model)
+    names = mask_adapters(model)
+    assert names == list(layers(model))
+    trained = values(model, x)
+    owners = {name: layer.get_base_layer() for name, layer in layers(model).items()}
+    merged = model.merge_and_unload(safe_merge=safe)
+    torch.testing.assert_close(values(merged, x), trained, rtol=1e-12, atol=1e-12)
+    for name, weight in before.items():
+        assert torch.equal(owners[name].weight.ne(0), weight.ne(0)), name
+        assert not torch.equal(owners[name].weight, weight), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_output_and_gradients_are_those_of_the_formula(transposed, bias):
+    torch.manual_seed(0)
+    base = (Conv1D(24, 16) if transposed else nn.Linear(16, 24)).double()
+    with torch.no_grad():
+        base.weight.copy_(nmf.nm_prune(torch.randn_like(base.weight), "2:4", dim=0 if transposed else 1))
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["0"], init_lora_weights=False, lora_bias=bias)
+    model = peft.get_peft_model(nn.Sequential(base), config)
+    mask_adapters(model)
+    (layer,) = layers(model).values()
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    a, b, c = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.lora_B["default"].bias
+    weight = base.weight.t() if transposed else base.weight
+    total = weight + 5 / 3 * weight.ne(0) * (b @ a)
+    expected = F.linear(x, total, base.bias) + (0 if c is None else 5 / 3 * c)
+    found = model(x)
+    torch.testing.assert_close(found, expected)
+    by = [x, a, b, *([] if c is None else [c])]
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(torch.autograd.grad(found, by, grad), torch.autograd.grad(expected, by, grad))
+
+
+def test_numeric_gradients_and_second_derivatives():
+    torch.manual_seed(0)
+    x, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 8), (2, 8), (4, 2)))
+    mask = nmf.nm_mask(torch.randn(4, 8), "2:4")
+    assert torch.autograd.gradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
+    assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
+
+
+def test_no_tensor_of_the_weights_shape_is_kept_for_backward():
+    model = adapted(r=2)
+    mask_adapters(model)
+    (layer, *_) = layers(model).values()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        model(INPUTS[Net]())
+    large = [t for t in kept if t.numel() == 32 * 16]
+    assert {t.data_ptr() for t in large} <= {layer.base_layer.weight.data_ptr(), layer.nm_mask.data_ptr()}
+
+
+@pytest.mark.parametrize("make", [Net, Convs])
+def test_unmerging_gives_the_base_weight_back(make):
+    model, x = adapted(make), INPUTS[make]()
+    mask_adapters(model)
+    before, expected = base_weights(model), values(model, x)
+    model.merge_adapter()
+    torch.testing.assert_close(values(model, x), expected)
+    assert all(torch.equal(w.ne(0), before[n].ne(0)) for n, w in base_weights(model).items())
+    model.unmerge_adapter()
+    for name, weight in base_weights(model).items():
+        torch.testing.assert_close(weight, before[name])
+        assert not weight[before[name] == 0].any()
+    torch.testing.assert_close(values(model, x), expected)
+
+
+def test_without_masks_a_merge_would_not_be_n_m():
+    model = adapted()
+    mask_adapters(model)
+    unmask_adapters(model)
+    assert {type(layer) for layer in layers(model).values()} == {peft.tuners.lora.Linear}
+    assert not any("nm_mask" in vars(module) for module in model.modules())
+    assert not nmf.is_nm(model.merge_and_unload().first.weight, "2:4")
+
+
+def test_several_adapters_and_those_that_come_later():
+    model, x = adapted(), INPUTS[Net]()
+    mask_adapters(model)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "gpt"], init_lora_weights=False))
+    model.double().eval()
+    one = model(x)
+    model.set_adapter("other")
+    two = model(x)
+    with model.disable_adapter():
+        base = model(x)
+    mixed = model(x, adapter_names=["other", "default", "__base__", "default", "other", "__base__"])
+    torch.testing.assert_close(mixed, torch.stack([two[0], one[1], base[2], one[3], two[4], base[5]]))
+    model.base_model.set_adapter(["default", "other"])
+    both = model(x)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x), both)
+    assert nmf.is_nm(merged.first.weight, "2:4")
+    assert nmf.is_nm(merged.gpt.weight, "2:4", dim=0)
+
+
+def test_convolutions_take_the_adapter_of_each_sample():
+    model, x = adapted(Convs).eval(), INPUTS[Convs]()
+    mask_adapters(model)
+    with model.disable_adapter():
+        base = model(x)
+    found = model(x, adapter_names=["__base__", "default"])
+    torch.testing.assert_close(found, torch.stack([base[0], model(x)[1]]))
+
+
+def test_dropout_acts_on_the_input_of_the_adapter():
+    model, x = adapted(lora_dropout=0.5), INPUTS[Net]()
+    mask_adapters(model)
+    (layer, *_) = layers(model).values()
+    torch.manual_seed(1)
+    found = layer(x)
+    torch.manual_seed(1)
+    expected = layer.base_layer(x) + F.dropout(x, 0.5) @ layer.get_delta_weight("default").t()
+    torch.testing.assert_close(found, expected)
+    model.eval()
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ layer.get_delta_weight("default").t())
+
+
+@pytest.mark.parametrize("make", [Net, Convs])
+def test_autocast_and_half_precision(make):
+    model, x = adapted(make, dtype=torch.float32), INPUTS[make]().float()
+    mask_adapters(model)
+    exact = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    found.float().square().sum().backward()
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0.1, atol=0.1 * float(exact.detach().abs().max()))
+    for layer in layers(model).values():  # weights of half precision under adapters of single precision
+        layer.get_base_layer().to(torch.bfloat16)
+    assert model(x.bfloat16()).dtype is torch.bfloat16
+    before = base_weights(model)
+    model.merge_adapter()
+    assert all(not w[before[n] == 0].any() for n, w in base_weights(model).items())
+
+
+def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
+    model, x = adapted(init_lora_weights=True), INPUTS[Net]()
+    mask_adapters(model)
+    target = torch.sin(3 * torch.randn(6, 8, dtype=torch.float64))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
+    losses = []
+    for _ in range(40):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(Net().double(), tmp_path)
+    assert not torch.allclose(again(x), model(x))  # peft's own delta is not masked
+    mask_adapters(again)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+def test_copies_pickles_and_state_dicts():
+    model, x = adapted(), INPUTS[Net]()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    mask_adapters(model)
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), expected)
+        assert nmf.is_nm(other.merge_and_unload().first.weight, "2:4")
+    mask_adapters(model)  # a second call changes nothing
+    assert torch.equal(model(x), expected)
+    assert all(layer.nm_mask.is_meta for layer in layers(copy.deepcopy(model).to("meta")).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "DoraLinearVariant is not LoRA's plain sum"),
+        ({"init_lora_weights": "pissa"}, r"not 2:4: \d+ of 128 blocks hold more"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(options, message):
+    model = adapted(dtype=torch.float32, target_modules=["first"], **options)
+    with pytest.raises(ValueError, match=rf"'base_model.model.first'.*{message}"):
+        mask_adapters(model)
+    assert type(model.base_model.model.first) is peft.tuners.lora.Linear
+
+
+def test_dense_layers_are_named_and_may_be_excluded():
+    torch.manual_seed(0)
+    net = Net()
+    net.first.weight.data[0, :4] = 1
+    nn.init.normal_(net.head.weight)
+    config = peft.LoraConfig(r=2, target_modules=TARGETS[Net])
+    model = peft.get_peft_model(net, config)
+    with pytest.raises(ValueError, match=r"2 of 3 .*first.*not 2:4: 1 of 128 .*head.*48 of 48") as raised:
+        mask_adapters(model)
+    assert "gpt" not in str(raised.value)
+    assert mask_adapters(model, exclude=["*.first", "*.head"]) == ["base_model.model.gpt"]
+    with pytest.raises(ValueError, match="leaves no adapted layer"):
+        mask_adapters(model, exclude="*")
+
+
+def test_other_faults_are_named():
+    with pytest.raises(ValueError, match="no adapter of peft"):
+        mask_adapters(Net())
+    model = adapted()
+    with pytest.raises(ValueError, match="not 1:4"):
+        mask_adapters(model, "1:4")
+    with pytest.raises(ValueError, match="has no blocks of 3:5"):
+        mask_adapters(model, "3:5")
+    model.base_model.model.first.base_layer.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="its base weight is trained"):
+        mask_adapters(model)
+    model.base_model.model.first.base_layer.weight.requires_grad_(False)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged into its base weight: call unmerge_adapter\(\)"):
+        mask_adapters(model)
+    model.unmerge_adapter()
+    grouped = nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Embedding(8, 8))
+    with pytest.warns(UserWarning, match="groups > 1"):
+        model = peft.get_peft_model(grouped, peft.LoraConfig(r=2, target_modules=["0", "1"]))
+    with pytest.raises(ValueError, match=r"grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"):
+        mask_adapters(model)
+
+
+def test_an_adapter_of_another_kind_cannot_join_masked_ones():
+    model = adapted()
+    mask_adapters(model)
+    with pytest.raises(ValueError, match="DoraLinearVariant"):
+        model.add_adapter("dora", peft.LoraConfig(r=2, target_modules=["first"], use_dora=True))
+
+
+def test_weights_loaded_since_then_are_noticed():
+    model = adapted()
+    mask_adapters(model)
+    with torch.no_grad():
+        model.base_model.model.first.base_layer.weight.copy_(nmf.nm_prune(torch.randn(32, 16), "2:4"))
+    with pytest.raises(ValueError, match="other nonzeros than when its adapters were masked"):
+        model.merge_and_unload()
+
+
+def test_a_base_that_a_sparsifier_masks():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).double()
+    net.requires_grad_(False)
+    sparsifier = NMSparsifier(net, "1:4", "ste", frozen="mask", skip_first_last=False).attach()
+    model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+    model.double()
+    mask_adapters(model)  # by the layer's own pattern
+    x = torch.randn(5, 16, dtype=torch.float64)
+    trained = model(x)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x), trained)
+    sparsifier.bake()
+    sparsifier.detach()
+    torch.testing.assert_close(merged(x), trained)
+    assert all(nmf.is_nm(layer.weight, "1:4") for layer in (merged[0], merged[2]))
+
+
+def in_a_model(masks):
+    """An adapted N:M layer in a model whose other layers a sparsifier masks."""
+    model = nn.Sequential(adapted(dtype=torch.float32), nn.Linear(8, 8), nn.Linear(8, 8))
+    if masks:
+        mask_adapters(model)
+    return model
+
+
+def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
+    with pytest.warns(UserWarning, match=r"base_model\.model\.first, .*gpt, .*head.*mask_adapters\(model\) before"):
+        sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
+    assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    sparsifier = NMSparsifier(in_a_model(True), "2:4", "ste").attach()
+    assert list(sparsifier.layers) == ["1"]
+    assert "keeps the zeros" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    NMSparsifier(in_a_model(False), "1:4", "ste").attach()  # dense for this pattern
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_verify_reads_adapted_and_merged_weights(tmp_path, masks):
+    model = adapted(dtype=torch.float32)
+    if masks:
+        mask_adapters(model)
+    torch.save(model.state_dict(), tmp_path / "adapted.pt")
+    result = verify(tmp_path / "adapted.pt", "2:4", include="*.first.base_layer")
+    assert result.ok
+    notes = {verdict.key: verdict.note for verdict in result.verdicts}
+    assert "N:M only if mask_adapters() masked" in notes["base_model.model.first.base_layer.weight"]
+    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
+    assert verify(tmp_path / "merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.v_proj, self.head = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        for layer in (self.q_proj, self.v_proj):
+            layer.weight.data = nmf.nm_prune(layer.weight.data, "2:4")
+
+    def forward(self, x):
+        return self.head(torch.relu(self.v_proj(torch.relu(self.q_proj(x.flatten(1))))))
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
+def test_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    (code,) = blocks("python", (ROOT / "docs" / "lora.md").read_text(encoding="utf-8"))
+    torch.manual_seed(0)
+    names = {"sparse": Projections(), "data": Data()}
+    before = names["sparse"].v_proj.weight.detach().clone()
+    exec(code, names)
+    weight = names["merged"].v_proj.weight
+    assert torch.equal(weight.ne(0), before.ne(0))
+    assert not torch.equal(weight, before)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
