@@ -19,7 +19,7 @@ ORDER = [
     {"sparsifier", "one_shot"},
     {"callbacks", "plugins", "strategies", "metrics", "export", "integrations"},
     {"lightning_cli"},
-    {"doctor", "study"},
+    {"doctor", "report", "study"},
     {"cli"},
     {"__main__"},
 ]

@@ -8,15 +8,24 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_nm.callbacks.report.environment import environment
+from lightning_nm.callbacks.report.history import LayerHistory, layer_column
 from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
 from lightning_nm.callbacks.report.tables import PREFIX
 from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
     custom_scalars_layout,
     draw_histogram,
+    draw_maps,
+    kernels_markdown,
     layers_markdown,
+    markdown_table,
+    summary_markdown,
+    write_map_column,
+    write_map_rows,
 )
 from lightning_nm.kernels import Router
 from lightning_nm.nn.selection import as_globs
@@ -32,6 +41,11 @@ class _Watched:
     names: list[str]  # the statistics that are logged
     introduced: bool = False  # whether the table of layers was written
     drawn: dict[str, Tensor] = field(default_factory=dict)  # the last image of each forward mask
+    history: LayerHistory = field(default_factory=LayerHistory)  # the columns of the heat maps
+    rows: list[str] | None = None  # the layers of the columns, as last written
+    step: int | None = None  # the last one of this fit
+    drawn_step: int | None = None  # that of the last heat maps
+    suffix: str = ""  # of the tags that several callbacks would share
 
 
 class MaskMonitor(pl.Callback):
@@ -42,20 +56,23 @@ class MaskMonitor(pl.Callback):
 
     Every logger gets the scalars ``nm/<statistic>``, and with ``log_layers`` ``nm/<statistic>/<layer>``, at the
     Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronization.
-    TensorBoard also gets, once in a fit, the table of layers as text and a layout of its custom scalars, and at
-    intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`) and images of masks: the upper
-    left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side. If a logger refuses one of
-    these, there is one warning.
+    TensorBoard also gets, once in a fit, the table of layers and the environment as text and a layout of its custom
+    scalars, and at intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`), images of
+    masks (the upper left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side), and heat maps
+    of the flip rate, the margin and the kept magnitude of every layer over the steps. When fit ends it gets the heat
+    maps again, the summary, and the kernels that ran. If a logger refuses one of these, there is one warning.
 
     Args:
         statistics: Names of the statistics to log; all by default.
         log_layers: Also log statistics and histograms of every layer.
         histograms_every: Optimizer steps between two histograms, the first of which come with the first log; 0 for
             none. They are written at the next log.
-        images_every: The same for images.
+        images_every: The same for images of masks and heat maps; with 0 there are no heat maps at the end either.
         image_layers: Globs over names of masked layers to draw; the first masked layer by default.
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
-        layer_table: Write the table of layers.
+        layer_table: Write the table of layers, the environment, the summary and the kernels as text.
+        heat_maps: Compute the heat maps' statistics of every layer at every log, write them, and draw the maps. A run
+            that resumes goes on with its columns, which the callback's state keeps in at most 768 bytes for a layer.
         progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
@@ -79,6 +96,7 @@ class MaskMonitor(pl.Callback):
         image_layers: str | list[str] | None = None,
         custom_scalars: bool = True,
         layer_table: bool = True,
+        heat_maps: bool = True,
         progress_bar: bool = True,
     ) -> None:
         for name, number in (("histograms_every", histograms_every), ("images_every", images_every)):
@@ -93,6 +111,7 @@ class MaskMonitor(pl.Callback):
         self.image_layers = as_globs(image_layers, "image_layers")
         self.custom_scalars = custom_scalars
         self.layer_table = layer_table
+        self.heat_maps = heat_maps
         self.progress_bar = progress_bar
         self._tensorboard = TensorBoardWriter()
         self._watched: dict[NMSparsifier, _Watched] = {}
@@ -121,10 +140,17 @@ class MaskMonitor(pl.Callback):
             advice = "add an NMSparsityCallback without a `monitor` of its own"
             raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
 
-    def start(self, sparsifier: NMSparsifier, also: Sequence[str] = ()) -> None:
-        """Start a fit. :class:`~lightning_nm.NMSparsityCallback` calls this, :meth:`watch` and :meth:`stop`.
+    def start(
+        self,
+        sparsifier: NMSparsifier,
+        also: Sequence[str] = (),
+        name: str | None = None,
+        history: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start a fit. The callback calls this, :meth:`watch`, :meth:`finish`, :meth:`history` and :meth:`stop`.
 
-        ``also`` names the statistics that :meth:`watch` gets besides the sparsifier's.
+        ``also`` names the statistics that :meth:`watch` gets besides the sparsifier's, ``name`` is that of the
+        callback, and ``history`` what :meth:`history` returned in the run that this fit resumes.
 
         Raises:
             ValueError: If a requested statistic or layer does not exist.
@@ -137,7 +163,15 @@ class MaskMonitor(pl.Callback):
             there = [*sparsifier.layers, *(layer.name for layer in sparsifier.selection.waiting)]
             if not any(fnmatchcase(name, glob) for name in there):
                 raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
-        self._watched[sparsifier] = _Watched([name for name in names if self._wanted(name)])
+        watched = _Watched([name for name in names if self._wanted(name)], suffix=f"/{name}" if name else "")
+        if history:
+            watched.history = LayerHistory.from_state(history)
+        self._watched[sparsifier] = watched
+
+    def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
+        """Return the heat maps' columns for a checkpoint; empty if there are none."""
+        watched = self._watched.get(sparsifier)
+        return watched.history.state_dict() if watched is not None and watched.history.steps else {}
 
     def stop(self, sparsifier: NMSparsifier) -> None:
         """End a fit."""
@@ -159,19 +193,36 @@ class MaskMonitor(pl.Callback):
         # global_step may count several steps in one.
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
-        if stepped and not self._watched[sparsifier].introduced:  # the kernels are known after the first step
-            self._watched[sparsifier].introduced = True
-            self._introduce(trainer, sparsifier, count - 1)
+        watched = self._watched[sparsifier]
+        if stepped:
+            watched.step = count - 1
+            if not watched.introduced:  # the kernels are known after the first step
+                watched.introduced = True
+                self._introduce(trainer, sparsifier, count - 1)
         every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
         due = every > 0 and (count % every == 0 or trainer.should_stop)
         if not due or (automatic and not stepped):
             return
         self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also})
         if TensorBoardWriter.has_logger(trainer):
+            self._record(trainer, sparsifier, count - 1)
             if _passed(count, every, self.histograms_every):
                 self._draw_margins(trainer, sparsifier, count - 1)
             if _passed(count, every, self.images_every):
                 self._draw_masks(trainer, sparsifier, count - 1)
+                self._draw_maps(trainer, sparsifier, count - 1)
+
+    def finish(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
+        """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
+        watched = self._watched[sparsifier]
+        if watched.step is None or not TensorBoardWriter.has_logger(trainer):
+            return
+        if watched.step not in watched.history.steps:
+            self._record(trainer, sparsifier, watched.step)
+        if self.images_every and watched.drawn_step != watched.step:
+            self._draw_maps(trainer, sparsifier, watched.step)
+        if self.layer_table:
+            self._summarize(trainer, sparsifier, watched)
 
     def _wanted(self, statistic: str) -> bool:
         return self.statistics is None or statistic in self.statistics
@@ -184,8 +235,24 @@ class MaskMonitor(pl.Callback):
             if self.layer_table:
                 table = layers_markdown(sparsifier, router if isinstance(router, Router) else None)
                 writer.add_text("nm/layers", table, step)
+                writer.add_text("nm/environment", markdown_table(("part", "value"), environment(trainer).items()), step)
             if self.custom_scalars:
                 writer.add_custom_scalars(custom_scalars_layout(self._watched[sparsifier].names, self.log_layers))
+
+        self._tensorboard.write(trainer, draw)
+
+    def _summarize(self, trainer: pl.Trainer, sparsifier: NMSparsifier, watched: _Watched) -> None:
+        try:
+            summary = summary_markdown(sparsifier, dict(trainer.callback_metrics))
+        except ValueError as error:  # a weight holds NaN
+            rank_zero_warn(f"MaskMonitor writes no summary: {error}")
+            return
+        router = getattr(trainer.precision_plugin, "router", None)
+
+        def draw(writer: Any) -> None:
+            writer.add_text(f"nm/summary{watched.suffix}", summary, watched.step)
+            if isinstance(router, Router) and router.used():
+                writer.add_text("nm/kernels", kernels_markdown(router), watched.step)
 
         self._tensorboard.write(trainer, draw)
 
@@ -220,6 +287,28 @@ class MaskMonitor(pl.Callback):
                 draw_histogram(writer, f"nm/margin/{name}", histogram, step)
 
         self._tensorboard.write(trainer, draw)
+
+    def _record(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Add a column to the heat maps, and write its numbers."""
+        if not self.heat_maps or not sparsifier.layers:
+            return
+        watched, names = self._watched[sparsifier], list(sparsifier.layers)
+        column = layer_column(list(sparsifier.layers.values()))
+        watched.history.add(step, names, column)
+
+        def draw(writer: Any) -> None:
+            if watched.rows != names:
+                write_map_rows(writer, names, step, watched.suffix)
+            write_map_column(writer, column, step, watched.suffix)
+
+        self._tensorboard.write(trainer, draw)
+        watched.rows = names
+
+    def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        watched = self._watched[sparsifier]
+        if watched.history.steps and self.heat_maps:
+            self._tensorboard.write(trainer, lambda writer: draw_maps(writer, watched.history, step, watched.suffix))
+            watched.drawn_step = step
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         drawn, globs, names = self._watched[sparsifier].drawn, self.image_layers, list(sparsifier.layers)

@@ -175,7 +175,7 @@ class NMSparsityCallback(pl.Callback):
             self._flow = ValueFlow(pl_module)  # of the sanity validation
 
     def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None) -> None:
-        sparsifier = self._attach(trainer, pl_module, flow)
+        sparsifier, saved = self._attach(trainer, pl_module, flow), self._lifecycle.state or {}
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
@@ -183,7 +183,8 @@ class NMSparsityCallback(pl.Callback):
             self._consistency = ProcessConsistency.create(trainer, sparsifier, self.compare_ranks_every)
             if self._monitor is not None:
                 sends = self._consistency is not None and self._consistency.comm_hook is not None
-                self._monitor.start(sparsifier, ["grad_bytes_ratio"] if sends else [])
+                history = None if self._lifecycle.is_new else saved.get("history")
+                self._monitor.start(sparsifier, ["grad_bytes_ratio"] if sends else [], self.name, history)
         except BaseException:
             sparsifier.detach()
             raise
@@ -255,12 +256,13 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is None:
             return
         sparsifier = self.sparsifier
+        state = self.state_dict() if self._has_trained(sparsifier.selection.layers) else None
         self._remove(sparsifier)
-        if not self._has_trained(sparsifier.selection.layers):
+        if state is None:
             self._lifecycle.end(None)
             sparsifier.detach()  # the model keeps its dense weights
             return
-        self._lifecycle.end({**sparsifier.state_dict(), "open": self._lifecycle.batch_open})
+        self._lifecycle.end(state)
         sparsifier.bake()
         sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
         self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
@@ -361,7 +363,9 @@ class NMSparsityCallback(pl.Callback):
             self._consistency.at_end()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the summary."""
+        """Print the summary, and let the monitor write it."""
+        if self._monitor is not None:
+            self._monitor.finish(trainer, self._installed())
         if self.show_tables:
             # All processes compute it: statistics of sharded weights need all of them.
             print_summary(self._installed(), trainer, Console(quiet=not trainer.is_global_zero))
@@ -377,7 +381,9 @@ class NMSparsityCallback(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the sparsifier's state, during fit and after it."""
         if self.sparsifier is not None:
-            return {**self.sparsifier.state_dict(), "open": self._lifecycle.batch_open}
+            history = {} if self._monitor is None else self._monitor.history(self.sparsifier)
+            state = {**self.sparsifier.state_dict(), "open": self._lifecycle.batch_open}
+            return {**state, "history": history} if history else state
         return self._lifecycle.state or {}
 
     def on_save_checkpoint(

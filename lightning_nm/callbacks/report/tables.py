@@ -182,27 +182,33 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     table.add_column("statistic")
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
+    for row in summary_rows(sparsifier, metrics):
+        table.add_row(*row)
+    return table
+
+
+def summary_rows(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the statistics of a finished fit: name, value, meaning."""
     for name, value in metrics.items():
         if not name.startswith(("nm/", PREFIX)):
-            table.add_row(name, f"{float(value):.4f}", "last value that the model logged")
+            yield name, f"{float(value):.4f}", "last value that the model logged"
     stats = sparsifier.stats()
-    table.add_row("density", f"{stats['density']:.4f}", "share of weights that the forward masks keep")
-    table.add_row("N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros")
+    yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
+    yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
-    table.add_row("flip rate, last update", flips, "share of forward mask bits that changed; mean over steps")
+    yield "flip rate, last update", flips, "share of forward mask bits that changed; mean over steps"
     if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
-        table.add_row("overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps")
-    table.add_row("kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|")
+        yield "overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps"
+    yield "kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|"
     if "grad_snr" in stats:
-        table.add_row("gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error")
+        yield "gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error"
     ratios = sparsifier.mean_flops_ratios()
     for kind, meaning in (
         ("arithmetic", "nonzero operands and needed outputs; dense is 1"),
         ("paper", "as the N:M papers count; dense is 1"),
         ("eligible", "GEMMs that N:M hardware could skip; not a time"),
     ):
-        table.add_row(f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning)
-    return table
+        yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 
 def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None) -> None:
@@ -226,16 +232,9 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
             console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
 
 
-def _kernel_table(router: Router) -> Table:
-    """One row per kind of product and kernel: its calls, times in milliseconds if measured, and the reason."""
-    table = _table("N:M kernels")
-    table.add_column("rows x depth x columns", overflow="fold", min_width=16)
-    table.add_column("calls", justify="right", no_wrap=True)
+def kernel_rows(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and a row per kind of product and kernel: its calls, milliseconds if measured, and the reason."""
     measured = any(used.decision and used.decision.dense_ms for used in router.used())
-    for column in ("dense", "sparse", "pack") if measured else ():
-        table.add_column(f"{column} ms", justify="right")
-    table.add_column("kernel", overflow="fold", min_width=9)
-    table.add_column("why", overflow="fold", ratio=1, min_width=20)
     calls: dict[tuple[str, ...], int] = {}
     for used in router.used():
         key, decision = used.product.key, used.decision
@@ -244,11 +243,28 @@ def _kernel_table(router: Router) -> Table:
         why = used.product.reason or (decision.reason if decision else "first batch, not measured yet")
         row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *cells, used.kernel, why)
         calls[row] = calls.get(row, 0) + used.calls
+    timed = ("dense ms", "sparse ms", "pack ms") if measured else ()
+    head = ("rows x depth x columns", "calls", *timed, "kernel", "why")
+    rows = [
+        (product, str(count), *(times_ms if measured else ()), kernel, why)
+        for (product, *times_ms, kernel, why), count in calls.items()
+    ]
+    return head, rows
+
+
+def _kernel_table(router: Router) -> Table:
+    table = _table("N:M kernels")
+    head, rows = kernel_rows(router)
+    table.add_column(head[0], overflow="fold", min_width=16)
+    for column in head[1:-2]:
+        table.add_column(column, justify="right", no_wrap=column == "calls")
+    table.add_column("kernel", overflow="fold", min_width=9)
+    table.add_column("why", overflow="fold", ratio=1, min_width=20)
     shown: set[str] = set()
-    for (product, *times_ms, kernel, why), count in calls.items():
+    for *cells, why in rows:
         repeated = why in shown and len(why) > len("as above")
         shown.add(why)
-        table.add_row(product, str(count), *(times_ms if measured else ()), kernel, "as above" if repeated else why)
+        table.add_row(*cells, "as above" if repeated else why)
     return table
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
+from lightning_nm.callbacks.report.heat_map import draw_heat_map
+from lightning_nm.callbacks.report.history import MAPS, LayerHistory
 from lightning_nm.callbacks.report.pictures import EDGES, Histogram
-from lightning_nm.callbacks.report.tables import layer_rows
+from lightning_nm.callbacks.report.tables import kernel_rows, layer_rows, summary_rows
 from lightning_nm.kernels import Router
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -89,14 +93,49 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> dict[str, dict[
     return layout
 
 
+def write_map_rows(writer: Any, layers: Sequence[str], step: int, suffix: str = "") -> None:
+    """Write the names of the layers of :func:`write_map_column` from this step on."""
+    writer.add_text(f"nm/map_rows{suffix}", f"```json\n{json.dumps(list(layers), indent=0)}\n```", step)
+
+
+def write_map_column(writer: Any, column: Tensor, step: int, suffix: str = "") -> None:
+    """Write a column of the heat maps as numbers, which TensorBoard's pages do not show."""
+    writer.add_tensor(f"nm/maps{suffix}", column.float(), step)
+
+
+def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -> None:
+    """Draw the heat map of each statistic."""
+    for place, name in enumerate(MAPS):
+        title = f"{name.replace('_', ' ')} of layers over steps"
+        picture = draw_heat_map(title, history.layers, history.steps, history.values[:, place], name == "flip_rate")
+        writer.add_image(f"nm/{name}_map{suffix}", picture, step)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for row in rows:
+        lines.append(" | ".join(re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in row))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     """Return the table of layers in Markdown, with the kernels of a router after its first products."""
     kernels: dict[str, dict[str, str]] = {}
     for used in router.used() if router is not None else ():
         kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
-    lines = ["layer | shape | pattern | method | fwd | dgrad | wgrad | why | kernel", " | ".join(["---"] * 9)]
+    rows = []
     for row in layer_rows(sparsifier):
         kernel = ", ".join(f"{gemm}: {name}" for gemm, name in kernels.get(row[0], {}).items())
-        cells = (re.sub(r"([|*_])", r"\\\1", cell) or " " for cell in (*row, kernel or "dense product"))
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
+        rows.append((*row, kernel or "dense product"))
+    return markdown_table(("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel"), rows)
+
+
+def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:
+    """Return the statistics of a finished fit in Markdown."""
+    return markdown_table(("statistic", "value", "meaning"), summary_rows(sparsifier, metrics))
+
+
+def kernels_markdown(router: Router) -> str:
+    """Return the kernels that ran in Markdown."""
+    return markdown_table(*kernel_rows(router))

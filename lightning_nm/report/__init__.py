@@ -1,0 +1,1 @@
+"""``lightning-nm report``: a page about runs, from what their folders hold."""
