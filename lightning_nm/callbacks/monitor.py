@@ -43,7 +43,7 @@ class _Watched:
     drawn: dict[str, Tensor] = field(default_factory=dict)  # the last image of each forward mask
     history: LayerHistory = field(default_factory=LayerHistory)  # the columns of the heat maps
     rows: list[str] | None = None  # the layers of the columns, as last written
-    step: int | None = None  # the last one of this fit
+    latest: int | None = None  # step of this fit
     drawn_step: int | None = None  # that of the last heat maps
     suffix: str = ""  # of the tags that several callbacks would share
 
@@ -72,7 +72,7 @@ class MaskMonitor(pl.Callback):
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers, the environment, the summary and the kernels as text.
         heat_maps: Compute the heat maps' statistics of every layer at every log, write them, and draw the maps. A run
-            that resumes goes on with its columns, which the callback's state keeps in at most 768 bytes for a layer.
+            that resumes goes on with its columns, which the callback's state keeps in at most 780 bytes for a layer.
         progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
@@ -195,7 +195,7 @@ class MaskMonitor(pl.Callback):
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
         watched = self._watched[sparsifier]
         if stepped:
-            watched.step = count - 1
+            watched.latest = count - 1
             if not watched.introduced:  # the kernels are known after the first step
                 watched.introduced = True
                 self._introduce(trainer, sparsifier, count - 1)
@@ -215,12 +215,12 @@ class MaskMonitor(pl.Callback):
     def finish(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
         watched = self._watched[sparsifier]
-        if watched.step is None or not TensorBoardWriter.has_logger(trainer):
+        if watched.latest is None or not TensorBoardWriter.has_logger(trainer):
             return
-        if watched.step not in watched.history.steps:
-            self._record(trainer, sparsifier, watched.step)
-        if self.images_every and watched.drawn_step != watched.step:
-            self._draw_maps(trainer, sparsifier, watched.step)
+        if watched.latest not in watched.history.steps:
+            self._record(trainer, sparsifier, watched.latest)
+        if self.images_every and watched.drawn_step != watched.latest:
+            self._draw_maps(trainer, sparsifier, watched.latest)
         if self.layer_table:
             self._summarize(trainer, sparsifier, watched)
 
@@ -250,9 +250,9 @@ class MaskMonitor(pl.Callback):
         router = getattr(trainer.precision_plugin, "router", None)
 
         def draw(writer: Any) -> None:
-            writer.add_text(f"nm/summary{watched.suffix}", summary, watched.step)
+            writer.add_text(f"nm/summary{watched.suffix}", summary, watched.latest)
             if isinstance(router, Router) and router.used():
-                writer.add_text("nm/kernels", kernels_markdown(router), watched.step)
+                writer.add_text("nm/kernels", kernels_markdown(router), watched.latest)
 
         self._tensorboard.write(trainer, draw)
 

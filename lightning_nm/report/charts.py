@@ -85,7 +85,7 @@ def _curves(title: str, tags: Sequence[str], runs: Mapping[str, Mapping[str, Ser
     )
     figure.update_xaxes(title_text="step", title_standoff=6, **GRID)
     figure.update_yaxes(**GRID)
-    return Chart(title if several or legend else tags[0], _to_json(figure), height)
+    return Chart(title if len(tags) > 1 else tags[0], _to_json(figure), height)
 
 
 def thinned(series: Series) -> tuple[list[int], list[float]]:

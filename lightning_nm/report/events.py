@@ -126,10 +126,11 @@ def layer_scalars(log: Log) -> dict[str, LayerHistory]:
 
     Each history has one statistic, at the place of the first of :data:`MAPS`.
     """
-    layers = {name for tag in log.scalars if (name := _layer_of(tag))}
+    order = {row[0]: place for place, row in enumerate(log.table("nm/layers"))}  # the model's
+    layers = sorted({_layer_of(tag) for tag in log.scalars} - {""}, key=lambda name: (order.get(name, 0), name))
     found: dict[str, LayerHistory] = {}
     for statistic in dict.fromkeys(tag.split("/")[1] for tag in log.scalars if _layer_of(tag)):
-        series = {name: log.scalars.get(f"nm/{statistic}/{name}") for name in sorted(layers)}
+        series = {name: log.scalars.get(f"nm/{statistic}/{name}") for name in layers}
         values = {
             name: dict(zip(one.steps, one.values, strict=True)) for name, one in series.items() if one is not None
         }

@@ -23,6 +23,7 @@ class Section:
     metrics: Table
     layers: Table
     heat_maps: list[Chart]
+    constant: list[str]  # statistics that no heat map shows, because they have one value
     curves: list[Chart]
     statistics: list[Chart]
 
@@ -70,13 +71,21 @@ def section(run: Run) -> Section:
         for place, name in enumerate(MAPS)
     ]
     drawn = {name for name, *_ in histories}
-    histories += [(name, history, 0) for name, history in layer_scalars(log).items() if name not in drawn]
+    constant = []
+    for name, history in layer_scalars(log).items():
+        values = history.values[:, 0]
+        known = values[~values.isnan()]
+        if name not in drawn and known.numel() and known.min() == known.max():
+            constant.append(f"{name.replace('_', ' ')} {float(known[0]):.4g}")
+        elif name not in drawn:
+            histories.append((name, history, 0))
     return Section(
         run,
         _facts(run),
         _metric_table(run),
         _layer_table(run),
         all_layers(histories),
+        constant,
         metric_charts({run.label: run.metrics}),
         statistic_charts({run.label: run.statistics}),
     )
@@ -155,7 +164,9 @@ def _layer_table(run: Run) -> Table:
     found = [head]
     for row in rows[1:]:
         verdict = verdicts.get(row[0])
-        checked = "-" if verdict is None else f"{verdict.verdict}, {verdict.violations:,} of {verdict.blocks:,} blocks over"
+        checked = "-" if verdict is None else verdict.verdict
+        if verdict is not None and verdict.verdict == "broken":
+            checked += f": {verdict.violations:,} of {verdict.blocks:,} blocks"
         extra = [*(last.get(row[0], ["-"] * len(STATISTICS)) if last else ()), *([checked] if verdicts else ())]
         found.append([*row, *extra])
     return found

@@ -116,6 +116,8 @@ def _read_settings(run: Run) -> None:
 def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, part in value.items():
+            if key == "_instantiator":  # Lightning's own, of LightningCLI
+                continue
             yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
     elif prefix:
         yield prefix, str(value)

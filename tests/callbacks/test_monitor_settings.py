@@ -16,6 +16,7 @@ from tests.lightning_models import Net, callback
 
 def test_what_is_switched_off_is_not_written(tmp_path):
     settings = {"histograms_every": 0, "images_every": 0, "custom_scalars": False, "layer_table": False}
+    settings["heat_maps"] = False
     fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(["density", "overlap"], True, **settings)))
     events = Events(tmp_path / "logs" / "version_0")
     layers = {f"nm/{name}/{layer}" for name in ("density", "overlap") for layer in ("net.3", "net.6")}

@@ -15,7 +15,7 @@ from lightning_nm.nn.layer import NMLayer
 MAPS = ("flip_rate", "margin", "kept_magnitude")
 """The statistics of a column, in this order."""
 
-COLUMNS = 128  # a longer history has wider columns
+COLUMNS = 128  # at most; even
 
 
 @torch.no_grad()
@@ -44,13 +44,13 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
 
 
 class LayerHistory:
-    """The columns of a run, at most :data:`COLUMNS` of them: a longer run has the means of neighbours.
+    """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs, which double as need be.
 
-    Each value takes two bytes: at most 768 bytes for a layer.
+    Each value takes two bytes, in the last column six: at most 780 bytes for a layer.
 
     Attributes:
         layers: Names of the layers, in the order of the rows.
-        steps: The step of each column, which stands for the steps since the column before it.
+        steps: The step of the last log of each column.
         values: float16 ``[columns, 3, layers]``; NaN where a layer was not masked.
     """
 
@@ -58,42 +58,61 @@ class LayerHistory:
         self.layers: list[str] = []
         self.steps: list[int] = []
         self.values = torch.empty(0, len(MAPS), 0, dtype=torch.float16)
+        self._stride = 1  # logs of a column
+        self._filled = 0  # logs of the last column so far
+        self._mean = torch.empty(len(MAPS), 0)  # of these, in float32
 
     def add(self, step: int, layers: Sequence[str], column: Tensor) -> None:
-        """Add the values of a step, ``[3, layers]``; columns of that step and of later ones are dropped.
+        """Add the values of a log, ``[3, layers]``; columns that reach that step or later ones are dropped.
 
-        ``layers`` may have more names than before, in any order.
+        ``layers`` may have other names than before.
         """
         self._set_rows(layers)
-        known = sum(at < step for at in self.steps)
-        self.steps = [*self.steps[:known], step]
-        self.values = torch.cat([self.values[:known], column.to(torch.float16).unsqueeze(0)])
-        if len(self.steps) > COLUMNS:
-            self._halve()
+        if self.steps and self.steps[-1] >= step:
+            known = sum(at < step for at in self.steps)
+            self.steps, self.values, self._filled = self.steps[:known], self.values[:known], self._stride
+        if self._filled == self._stride and len(self.steps) == COLUMNS:
+            self.values = self.values.float().unflatten(0, (-1, 2)).nanmean(1).to(torch.float16)
+            self.steps, self._stride, self._filled = self.steps[1::2], 2 * self._stride, 2 * self._stride
+        column = column.float()
+        if self.steps and self._filled < self._stride:
+            self._filled += 1
+            mean = self._mean + (column - self._mean) / self._filled
+            mean = torch.where(self._mean.isnan(), column, torch.where(column.isnan(), self._mean, mean))
+            self.steps, self.values = self.steps[:-1], self.values[:-1]
+        else:
+            self._filled, mean = 1, column
+        self.steps, self._mean = [*self.steps, step], mean
+        self.values = torch.cat([self.values, mean.to(torch.float16).unsqueeze(0)])
 
     def _set_rows(self, layers: Sequence[str]) -> None:
         if self.layers == list(layers):
             return
+        places = {name: place for place, name in enumerate(self.layers)}
         values = torch.full((len(self.steps), len(MAPS), len(layers)), torch.nan, dtype=torch.float16)
+        mean = torch.full((len(MAPS), len(layers)), torch.nan)
         for place, name in enumerate(layers):
-            if name in self.layers:
-                values[:, :, place] = self.values[:, :, self.layers.index(name)]
-        self.layers, self.values = list(layers), values
-
-    def _halve(self) -> None:
-        whole = len(self.steps) // 2 * 2
-        pairs = self.values[:whole].float().unflatten(0, (-1, 2)).nanmean(1).to(torch.float16)
-        self.values = torch.cat([pairs, self.values[whole:]])
-        self.steps = self.steps[1:whole:2] + self.steps[whole:]
+            if name in places:
+                values[:, :, place] = self.values[:, :, places[name]]
+                mean[:, place] = self._mean[:, places[name]]
+        self.layers, self.values, self._mean = list(layers), values, mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns as plain tensors and names."""
-        return {"layers": list(self.layers), "steps": list(self.steps), "values": self.values.clone()}
+        return {
+            "layers": list(self.layers),
+            "steps": list(self.steps),
+            "values": self.values.clone(),
+            "stride": self._stride,
+            "filled": self._filled,
+            "mean": self._mean.clone(),
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> LayerHistory:
         """Return the history of a :meth:`state_dict`."""
         history = cls()
         history.layers, history.steps = list(state["layers"]), list(state["steps"])
-        history.values = state["values"].to(torch.float16).cpu()
+        history.values, history._mean = state["values"].cpu(), state["mean"].cpu()
+        history._stride, history._filled = state["stride"], state["filled"]
         return history

@@ -1,0 +1,261 @@
+"""Heat maps of layers over steps: their numbers, their columns, their pictures, and where they are written."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from PIL import Image
+from tensorboard.util.tensor_util import make_ndarray
+from torch import nn
+
+from lightning_nm import MaskMonitor, NMSparsifier, NMSparsityCallback
+from lightning_nm.callbacks import monitor as monitor_file
+from lightning_nm.callbacks.report.heat_map import GREY, PLOT_WIDTH, column_of_pixel, colours, draw_heat_map
+from lightning_nm.callbacks.report.history import COLUMNS, MAPS, LayerHistory, layer_column
+from lightning_nm.functional import mask_margin
+from tests.callbacks.test_monitor import fit
+from tests.event_files import Events
+from tests.lightning_models import Data, Inspect, callback, new_model
+
+TAGS = [f"nm/{name}_map" for name in MAPS]
+
+
+# ------------------------------------------------------------------------------------------------ numbers of a column
+
+
+@pytest.mark.parametrize("conv_layout", ["channels", "flat"])
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "transposable", "asp"])
+def test_a_column_holds_the_statistics_of_each_layer(method, conv_layout):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 12))
+    options = {"skip_first_last": False, "conv_layout": conv_layout, "planned_steps": 10}
+    sparsifier = NMSparsifier(model, "2:4", method, **options).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    for _ in range(2):
+        model(torch.randn(4, 8, 4, 4)).square().sum().backward()
+        optimizer.step()
+        sparsifier.step()
+    column = layer_column(list(sparsifier.layers.values()))
+    for place, (name, stats) in enumerate(sparsifier.layer_stats().items()):
+        layer = sparsifier.layers[name]
+        margins = mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), "2:4", 1)
+        found = dict(zip(MAPS, column[:, place].tolist(), strict=True))
+        assert found["flip_rate"] == pytest.approx(stats["flip_rate"])
+        assert found["kept_magnitude"] == pytest.approx(stats["kept_magnitude"])
+        assert found["margin"] == pytest.approx(np.nanmean(margins.detach().numpy()), rel=1e-5)
+    assert method not in ("sr-ste", "bi-mask") or column[0].max() > 0
+
+
+def test_a_layer_without_a_mask_has_no_flips_and_no_margin():
+    sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "dense", skip_first_last=False).attach()
+    flips, margin, kept = layer_column(list(sparsifier.layers.values()))
+    assert flips.isnan().all()
+    assert margin.isnan().all()
+    assert kept.tolist() == [1.0]
+    assert layer_column([]).shape == (3, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- the columns
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 130, 256, 257, 300, 1111])
+def test_columns_are_means_of_equally_many_logs(length):
+    values = torch.rand(length, 3, 2, generator=torch.Generator().manual_seed(length))
+    steps, history = [5 * k + 4 for k in range(length)], LayerHistory()
+    for step, column in zip(steps, values, strict=True):
+        history.add(step, ["a", "b"], column)
+    stride = 1
+    while stride * COLUMNS < length:
+        stride *= 2
+    assert history.steps == [*steps[stride - 1 : -1 : stride], steps[-1]]
+    for k in range(len(history.steps)):
+        expected = values[k * stride : (k + 1) * stride].mean(0)
+        torch.testing.assert_close(history.values[k].float(), expected, atol=2e-3, rtol=0)
+    state = history.state_dict()
+    assert (state["values"].numel() * 2 + state["mean"].numel() * 4) <= 780 * 2
+
+
+def test_a_run_that_goes_back_replaces_what_it_trains_again():
+    history = LayerHistory()
+    for step in (9, 19, 29, 39):
+        history.add(step, ["a"], torch.full((3, 1), float(step)))
+    history.add(19, ["a"], torch.zeros(3, 1))
+    history.add(24, ["a"], torch.ones(3, 1))
+    assert history.steps == [9, 19, 24]
+    assert history.values[:, 0, 0].tolist() == [9, 0, 1]
+
+
+def test_layers_that_join_later_keep_the_models_order():
+    history = LayerHistory()
+    history.add(1, ["b"], torch.full((3, 1), 0.5))
+    history.add(2, ["a", "b"], torch.tensor([[0.25, 0.75]] * 3))
+    assert history.layers == ["a", "b"]
+    assert torch.equal(history.values[:, 0].nan_to_num(-1), torch.tensor([[-1, 0.5], [0.25, 0.75]]).half())
+    again = LayerHistory.from_state(history.state_dict())
+    assert (again.layers, again.steps) == (history.layers, history.steps)
+    assert torch.equal(again.values.nan_to_num(-1), history.values.nan_to_num(-1))
+
+
+# ------------------------------------------------------------------------------------------------------- the picture
+
+
+def cells(picture, layers, height):
+    """The colours of the map: what lies left of the colour bar's gap, below the title."""
+    body = picture.transpose(1, 2, 0)
+    top = 10 + 2 * 15
+    left = next(x for x in range(body.shape[1]) if (body[top : top + layers * height, x : x + 100] != 255).any(-1).all())
+    return body[top : top + layers * height, left : left + PLOT_WIDTH]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 40), st.booleans(), st.integers(0, 2**16))
+def test_a_picture_shows_every_value_at_its_place(layers, columns, root, seed):
+    rng = np.random.default_rng(seed)
+    values = rng.random((columns, layers))
+    values[rng.random((columns, layers)) < 0.1] = np.nan
+    steps = np.cumsum(rng.integers(1, 9, columns)).tolist()
+    picture = draw_heat_map("title", [f"layer.{k}" for k in range(layers)], steps, torch.tensor(values), root)
+    height = min(18, 560 // layers)
+    shown = cells(picture, layers, height)
+    known = values[~np.isnan(values)]
+    low, high = (0 if root else known.min(), known.max()) if known.size else (0, 1)
+    start = steps[0] - (steps[1] - steps[0] if columns > 1 else 1)
+    for x in rng.integers(0, PLOT_WIDTH, 20):
+        moment = start + (steps[-1] - start) * (x + 0.5) / PLOT_WIDTH
+        column = next(k for k, step in enumerate(steps) if moment <= step)
+        for row in range(layers):
+            value = values[column, row]
+            share = 0.5 if high <= low else (value - low) / (high - low)
+            expected = GREY if np.isnan(value) else colours(np.array(share**0.5 if root and high > low else share))
+            assert tuple(shown[row * height + height // 2, x]) == tuple(expected)
+
+
+def test_pixels_belong_to_the_column_that_ends_after_them():
+    assert column_of_pixel([4, 9, 19], 20).tolist() == [0] * 5 + [1] * 5 + [2] * 10
+    assert column_of_pixel([7], 3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("layers", [1, 41, 90, 2500])
+def test_pictures_stay_small_and_names_are_thinned(layers):
+    names = [f"model.layers.{k}.some_block_with_a_long_name.attention.q_projection" for k in range(layers)]
+    one = draw_heat_map("title", names, [1, 2], torch.rand(2, layers), False)
+    assert one.dtype == np.uint8
+    assert one.shape[1] < 1200
+    assert one.shape[2] < 1200
+    left = one[:, :, :300].transpose(1, 2, 0)
+    lines = (left < 128).all(-1).any(1)  # rows of pixels with letters in the margin
+    assert lines.sum() < 1100
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, float("nan")])
+def test_a_constant_map_is_drawn(value):
+    assert draw_heat_map("title", ["a", "b"], [1, 2, 3], torch.full((3, 2), value), True).max() == 255
+
+
+def test_names_may_hold_any_character():
+    draw_heat_map("title", ["层.é", "<b>"], [1], torch.zeros(1, 2), False)
+
+
+# -------------------------------------------------------------------------------------------------- in the log
+
+
+def written(folder):
+    """The columns in the event files by step, and the names of the rows."""
+    events = Events(folder)
+    columns = {event.step: make_ndarray(event.tensor_proto) for event in events.tensors("nm/maps")}
+    return columns, [json.loads(text.strip("`json\n")) for text in events.texts["nm/map_rows"]]
+
+
+def test_maps_are_written_with_the_pictures_and_at_the_end(tmp_path):
+    seen = {}
+
+    def look(trainer, module):
+        layers = list(nm.sparsifier.layers.values())
+        seen[trainer.global_step - 1] = layer_column(layers).float().numpy()
+
+    nm = callback("bi-mask", monitor=MaskMonitor(images_every=4))
+    fit(tmp_path, nm, Inspect(look), max_epochs=2)
+    events = Events(tmp_path / "logs" / "version_0")
+    assert events.steps("nm/forward_mask/net.3") == [1, 5, 9]
+    assert [events.steps(tag) for tag in TAGS] == [[1, 5, 9, 11]] * 3
+    columns, rows = written(tmp_path / "logs" / "version_0")
+    assert rows == [["net.3", "net.6"]]
+    assert list(columns) == [1, 3, 5, 7, 9, 11]
+    for step, column in columns.items():
+        np.testing.assert_array_equal(column, seen[step])
+    for tag in TAGS:
+        picture = Image.open(io.BytesIO(events.images[tag][-1].encoded_image_string))
+        assert len(picture.getcolors(1 << 16)) > 20
+    for text in ("nm/environment", "nm/summary"):
+        assert len(events.texts[text]) == 1
+    assert "| torch | 2." in events.texts["nm/environment"][0]
+    assert "| N:M violations | 0 |" in events.texts["nm/summary"][0]
+
+
+def test_the_last_step_has_a_column_even_if_it_is_not_logged(tmp_path):
+    fit(tmp_path, callback("sr-ste"), max_steps=5, log_every_n_steps=3)
+    assert list(written(tmp_path / "logs" / "version_0")[0]) == [2, 4]
+
+
+def test_a_resumed_run_goes_on_with_its_columns(tmp_path):
+    class Capture(MaskMonitor):
+        def finish(self, trainer, sparsifier):
+            super().finish(trainer, sparsifier)
+            self.last = self.history(sparsifier)
+
+    def run(name, epochs, ckpt=None):
+        nm = callback("bi-mask", monitor=Capture())
+        options = {"max_epochs": epochs, "logger": TensorBoardLogger(str(tmp_path), name=name), "ckpt_path": ckpt}
+        return fit(tmp_path, nm, model=new_model(dropout=0.0), data=Data(96), **options), nm.monitor.last
+
+    _, whole = run("whole", 4)
+    first, half = run("half", 2)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    assert state["history"]["steps"] == half["steps"] == [1, 3, 5, 7, 9, 11]
+    _, resumed = run("resumed", 4, tmp_path / "half.ckpt")
+    assert resumed["steps"] == whole["steps"] == list(range(1, 24, 2))
+    assert torch.equal(resumed["values"], whole["values"])
+    assert list(written(tmp_path / "resumed" / "version_0")[0]) == list(range(13, 24, 2))
+
+
+def test_a_checkpoint_without_columns_resumes(tmp_path):
+    trainer = fit(tmp_path, callback("sr-ste", monitor=False), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert "history" not in torch.load(tmp_path / "one.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    fit(tmp_path, callback("sr-ste"), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    assert list(written(tmp_path / "logs" / "version_1")[0]) == [7, 9, 11]
+
+
+@pytest.mark.parametrize("logger", ["none", "csv"])
+def test_without_tensorboard_nothing_is_computed(tmp_path, monkeypatch, logger):
+    monkeypatch.setattr(monitor_file, "layer_column", lambda layers: pytest.fail("computed"))
+    fit(tmp_path, callback("sr-ste"), logger=CSVLogger(str(tmp_path)) if logger == "csv" else False)
+
+
+@pytest.mark.parametrize(("options", "maps", "numbers"), [({"heat_maps": False}, 0, 0), ({"images_every": 0}, 0, 6)])
+def test_maps_can_be_left_out(tmp_path, options, maps, numbers):
+    fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(**options)))
+    events = Events(tmp_path / "logs" / "version_0")
+    assert sum(tag in events.images for tag in TAGS) == maps
+    assert len(events.tensors("nm/maps") if numbers else []) == numbers
+    assert ("nm/maps" in events.accumulator.Tags()["tensors"]) == bool(numbers)
+
+
+def test_two_loggers_get_the_same_maps_and_two_callbacks_maps_of_their_own(tmp_path):
+    a, b = (NMSparsityCallback(method="ste", include=x, name=x, show_tables=False) for x in ("net.3", "net.6"))
+    loggers = [TensorBoardLogger(str(tmp_path), name=name) for name in ("one", "two")]
+    fit(tmp_path, a, b, MaskMonitor(), logger=loggers)
+    one, two = (Events(logger.log_dir) for logger in loggers)
+    for layer in ("net.3", "net.6"):
+        assert json.loads(one.texts[f"nm/map_rows/{layer}"][0].strip("`json\n")) == [layer]
+        for tag in TAGS:
+            pictures = [[event.encoded_image_string for event in log.images[f"{tag}/{layer}"]] for log in (one, two)]
+            assert pictures[0] == pictures[1]
+            assert pictures[0]
