@@ -15,7 +15,7 @@ OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 # Tests that compute nothing, or with fixed numbers.
 NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_build_hook.py doctor studies
 
-.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks benchmarks clean
+.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -75,6 +75,10 @@ types: .venv/.dev
 ## Execute every notebook.
 notebooks: .venv/.dev
 	$(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=120 notebooks
+
+## Execute every notebook and save it with its outputs.
+notebooks-outputs: .venv/.dev
+	$(BIN)/python notebooks/refresh.py
 
 benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.masks

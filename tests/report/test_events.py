@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.tensorboard import SummaryWriter
 
@@ -16,6 +16,7 @@ from lightning_nm.report.run import labels
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), max_size=12)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.lists(TEXT, min_size=3, max_size=3), min_size=1, max_size=4))
 def test_tables_come_back_from_markdown(rows):
     assert markdown_rows(markdown_table(("a", "b", "c"), rows)) == [["a", "b", "c"], *rows]

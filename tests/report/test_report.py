@@ -40,7 +40,7 @@ def train(folder, *callbacks, model=None, **options):
 def runs(tmp_path_factory):
     """A run with everything, one of another method without a checkpoint, and a dense one."""
     path = tmp_path_factory.mktemp("runs")
-    plugin = NMPrecision("32-true", kernels="sparse", backends=[SimulatedSparseKernel()], decisions=None)
+    plugin = NMPrecision(kernels="sparse", backends=[SimulatedSparseKernel()], decisions=None)
     full = callback("bi-mask", monitor=MaskMonitor(log_layers=True))
     return [
         train(path / "full", full, ModelCheckpoint(path / "full" / "checkpoints"), plugins=[plugin]),
