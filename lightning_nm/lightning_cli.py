@@ -1,9 +1,19 @@
-"""LightningCLI for all subcommands: it knows the demo's classes, and reports bad arguments as usage errors."""
+"""LightningCLI for all subcommands: it knows the demo's classes, and reports bad arguments as usage errors.
+
+jsonargparse explains a mistake in YAML by all forms that a value might have. The last line is ours: :func:`hint` says
+which key is wrong, and what was probably meant.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib
+import inspect
+import re
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -17,11 +27,20 @@ def lightning_cli() -> type[LightningCLI]:
     warnings.filterwarnings(
         "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
     )
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     import lightning_nm.demo  # noqa: F401  # makes its classes available by their short names
 
+    class Parser(LightningArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            said = hint(message) if self.exit_on_error else ""  # parsers of single classes raise
+            super().error(f"{message}\nhint: {said}" if said else message, ex)
+
     class CLI(LightningCLI):
+        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+            self.parser_class = Parser
+            return super().init_parser(**kwargs)
+
         def instantiate_classes(self) -> None:
             try:
                 super().instantiate_classes()
@@ -32,3 +51,98 @@ def lightning_cli() -> type[LightningCLI]:
                 self.parser.error(str(error))
 
     return CLI
+
+
+def hint(message: str) -> str:
+    """Return which key of a message of jsonargparse is wrong, why, and what was probably meant; empty if unknown.
+
+    Example:
+        >>> print(hint('''Parser key "data":
+        ...   Problem with given class_path 'lightning_nm.demo.Digits':
+        ...     Option 'batchsize' is not accepted'''))
+        data, Digits: there is no 'batchsize'; did you mean 'batch_size'?
+    """
+    lines = message.splitlines()
+    for find in (_unknown_key, _unknown_class, _own_words, _none_of):
+        for number, line in enumerate(lines):
+            if said := find(line, lines[number:], _places(lines[: number + 1])):
+                places = [place.rpartition(".")[2] if "class:" in place else place for place in _places(lines[:number])]
+                return ": ".join(filter(None, (", ".join(places), said)))
+    return ""
+
+
+def _places(lines: Sequence[str]) -> list[str]:
+    """The keys and the classes (marked by ``class:``) that enclose the last of some lines, from the outside."""
+    if not lines:
+        return []
+    found: list[str] = []
+    depth = len(lines[-1]) - len(lines[-1].lstrip(" -")) + 1
+    for line in reversed(lines):
+        indent = len(line) - len(line.lstrip(" -"))
+        if line.strip() and indent < depth:
+            depth = indent
+            if key := re.match(r"(?:error: )?Parser key \"(.*)\":", line.strip(" -")):
+                found.append(key[1])
+            elif path := re.match(r"Problem with given class_path '(.*)':", line.strip(" -")):
+                found.append(f"class:{path[1]}")
+    return found[::-1]
+
+
+def _unknown_key(line: str, after: Sequence[str], places: Sequence[str]) -> str:
+    if option := re.search(r"Option '([^']*)' is not accepted", line):
+        path = next((place[6:] for place in reversed(places) if place.startswith("class:")), "")
+        return f"there is no '{option[1]}'{_meant(option[1], _parameters(path))}"
+    if keys := re.search(r"Unexpected keys: \{(.*?)\}", line):
+        from lightning_nm.callbacks.sparsity import RuleSpec
+
+        first = keys[1].split(",")[0].strip(" '")
+        known = list(RuleSpec.__annotations__) if places and places[-1] == "rules" else []
+        return f"there is no '{first}'{_meant(first, known)}"
+    return ""
+
+
+def _unknown_class(line: str, after: Sequence[str], places: Sequence[str]) -> str:
+    missing = re.search(r"module '(\S+)' has no attribute '(\S+)'", line)
+    if missing is None:
+        return ""
+    return f"{missing[1]} has no {missing[2]}{_meant(missing[2], dir(importlib.import_module(missing[1])))}"
+
+
+def _own_words(line: str, after: Sequence[str], places: Sequence[str]) -> str:
+    """What the constructor of a class said of its arguments."""
+    words = line.strip()
+    if words.startswith("Not of type "):
+        return words.partition(": ")[2]
+    others = ("Expected ", "Problem with ", "Not a valid ", "Does not ", "Unexpected ", "a class path", "a dict ")
+    return words[2:] if words.startswith("- ") and not words[2:].startswith(others) else ""
+
+
+def _none_of(line: str, after: Sequence[str], places: Sequence[str]) -> str:
+    literal = re.search(r"Expected a typing\.Literal(\[.*?\])", line)
+    values = _given(after)
+    if literal is None or values is None:
+        return ""
+    known = [str(name) for name in ast.literal_eval(literal[1])]
+    return f"'{values}' is none of {', '.join(known)}{_meant(values, known)}"
+
+
+def _given(lines: Sequence[str]) -> str | None:
+    """The value that the first of some lines complains about."""
+    for line in lines:
+        if value := re.search(r"Got value: (.*)|Given value: (.*)", line):
+            return value[1] or value[2]
+    return None
+
+
+def _parameters(path: str) -> list[str]:
+    module, _, name = path.rpartition(".")
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return []
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    if close := difflib.get_close_matches(word, known, n=1):
+        return f"; did you mean '{close[0]}'?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) < 12 else ""

@@ -15,6 +15,7 @@ import lightning_nm
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
+from lightning_nm.lightning_cli import hint
 from tests.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -80,14 +81,18 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["pattern: 5:4"], ["5:4", "N must be smaller than M"]),
+        (["pattern: 5:4"], ["trainer.callbacks, NMSparsityCallback, pattern: ", "5:4", "N must be smaller than M"]),
         (["pattern: 2:0"], ["2:0"]),
         (["pattern: 2-4"], ["2-4"]),
-        (["method: bi-msak"], ["bi-msak", "bi-mask"]),
-        (["patern: 2:4"], ["patern"]),
-        (["method: {class_path: lightning_nm.BiMask, init_args: {permute_evry: 3}}"], ["permute_evry"]),
-        (["rules: [{include: a, patern: 1:4}]"], ["patern"]),
-        (["conv_layout: hwc"], ["hwc"]),
+        (["method: bi-msak"], ["method: 'bi-msak' is none of dense, ste, sr-ste", "did you mean 'bi-mask'?"]),
+        (["method: {class_path: lightning_nm.BiMsk}"], ["lightning_nm has no BiMsk; did you mean 'BiMask'?"]),
+        (["patern: 2:4"], ["NMSparsityCallback: there is no 'patern'; did you mean 'pattern'?"]),
+        (
+            ["method: {class_path: lightning_nm.BiMask, init_args: {permute_evry: 3}}"],
+            ["NMSparsityCallback, method, BiMask: there is no 'permute_evry'; did you mean 'permute_every'?"],
+        ),
+        (["rules: [{include: a, patern: 1:4}]"], ["rules: there is no 'patern'; did you mean 'pattern'?"]),
+        (["conv_layout: hwc"], ["conv_layout: 'hwc' is none of channels, flat"]),
         (["method: {class_path: lightning_nm.BAME, init_args: {budget: 0}}"], ["budget=0", "(0, 1]"]),
         (["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"], ["stop=1.5", "an integer"]),
         (["grad_estimator: mvu"], ["mvu", "approx-mvue"]),
@@ -96,13 +101,19 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         (["method: {class_path: lightning_nm.TransposableMask, init_args: {dense_end: -1}}"], ["dense_end=-1"]),
     ],
 )
-def test_typos_are_named(tmp_path, capsys, lines, words):
+def test_typos_are_named_in_the_last_line(tmp_path, capsys, lines, words):
     with pytest.raises(SystemExit) as stop:
         main(["fit", "-c", config(tmp_path, *lines)])
     assert stop.value.code == 2
-    message = capsys.readouterr().err
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("hint: ")
     for word in words:
-        assert word in message
+        assert word in last
+
+
+def test_an_unknown_mistake_has_no_hint():
+    assert hint("Subcommand 'fit' does not accept option 'trainr.accelerator'") == ""
+    assert hint("") == ""
 
 
 @pytest.mark.parametrize("written", ["0", "0.66", "1", "1.0", "2000"])
@@ -156,6 +167,7 @@ def test_help_is_complete(capsys):
     text = capsys.readouterr().out
     assert "verify" in text
     assert "study" in text
+    assert "report" in text
     assert "fit" in text
 
 
@@ -165,7 +177,9 @@ def test_help_is_complete(capsys):
 def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert main([word]) == 2
     said = capsys.readouterr().err.strip()
-    assert re.search(r"no subcommand '" + word + "', only fit, validate, test, predict, doctor, study, verify", said)
+    assert re.search(
+        r"no subcommand '" + word + "', only fit, validate, test, predict, doctor, report, study, verify", said
+    )
     assert re.search(hint, said)
 
 

@@ -58,9 +58,9 @@ class MaskMonitor(pl.Callback):
     Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronization.
     TensorBoard also gets, once in a fit, the table of layers and the environment as text and a layout of its custom
     scalars, and at intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`), images of
-    masks (the upper left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side), and heat maps
-    of the flip rate, the margin and the kept magnitude of every layer over the steps. When fit ends it gets the heat
-    maps again, the summary, and the kernels that ran. If a logger refuses one of these, there is one warning.
+    masks (the upper left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side), and heat
+    maps of the flip rate, the margin and the kept magnitude of every layer over the steps. When fit ends it gets the
+    heat maps again, the summary, and the kernels that ran. If a logger refuses one of these, there is one warning.
 
     Args:
         statistics: Names of the statistics to log; all by default.

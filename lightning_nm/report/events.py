@@ -99,7 +99,7 @@ def read_log(folder: Path) -> Log:
                 (event.step, json.loads(event.tensor_proto.string_val[0].decode().strip("`json\n")))
                 for event in events.Tensors(f"{tag.replace('maps', 'map_rows', 1)}/text_summary")
             ]
-            columns = [(event.step, torch.from_numpy(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+            columns = [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
             log.maps[tag.removeprefix("nm/maps").removeprefix("/")] = _history(rows, columns)
     log.rewound = sorted(rewound)
     return log
@@ -149,13 +149,13 @@ def _layer_of(tag: str) -> str:
     return parts[2] if len(parts) == 3 and parts[0] == "nm" else ""
 
 
-def _history(rows: list[tuple[int, list[str]]], columns: list[tuple[int, torch.Tensor]]) -> LayerHistory:
+def _history(rows: list[tuple[int, list[str]]], columns: list[tuple[int, Any]]) -> LayerHistory:
     """Join columns with the names of their rows, which hold until other names follow, in the order of writing."""
     history = LayerHistory()
     for step, column in columns:
         fitting = [names for at, names in rows if at <= step and len(names) == column.shape[1]]
         if fitting:
-            history.add(step, fitting[-1], column)
+            history.add(step, fitting[-1], torch.tensor(column))
     return history
 
 

@@ -144,8 +144,7 @@ def _metric_table(run: Run) -> Table:
     named = [*run.metrics.items(), *((f"nm/{name}", series) for name, series in run.statistics.items())]
     for tag, series in named:
         finite = series.finite
-        low, high = (min(finite), max(finite)) if finite else (("-", "-"), ("-", "-"))
-        extremes = [f"{x:.6g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in (*low, *high)]
+        extremes = [cell for end in (min, max) for cell in _point(end(finite) if finite else None)]
         rows.append([tag, _last(series), f"{series.steps[-1]:,}", *extremes, f"{len(series.steps):,}"])
     return rows if named else []
 
@@ -170,6 +169,10 @@ def _layer_table(run: Run) -> Table:
         extra = [*(last.get(row[0], ["-"] * len(STATISTICS)) if last else ()), *([checked] if verdicts else ())]
         found.append([*row, *extra])
     return found
+
+
+def _point(point: tuple[float, int] | None) -> tuple[str, str]:
+    return ("-", "-") if point is None else (f"{point[0]:.6g}", f"{point[1]:,}")
 
 
 def _last(series: Series | None) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_nm import MaskMonitor, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks import monitor as monitor_file
-from lightning_nm.callbacks.report.heat_map import GREY, PLOT_WIDTH, column_of_pixel, colours, draw_heat_map
+from lightning_nm.callbacks.report.heat_map import GREY, PLOT_WIDTH, colours, column_of_pixel, draw_heat_map
 from lightning_nm.callbacks.report.history import COLUMNS, MAPS, LayerHistory, layer_column
 from lightning_nm.functional import mask_margin
 from tests.callbacks.test_monitor import fit
@@ -109,8 +109,9 @@ def cells(picture, layers, height):
     """The colours of the map: what lies left of the colour bar's gap, below the title."""
     body = picture.transpose(1, 2, 0)
     top = 10 + 2 * 15
-    left = next(x for x in range(body.shape[1]) if (body[top : top + layers * height, x : x + 100] != 255).any(-1).all())
-    return body[top : top + layers * height, left : left + PLOT_WIDTH]
+    body = body[top : top + layers * height]
+    left = next(x for x in range(body.shape[1]) if (body[:, x : x + 100] != 255).any(-1).all())
+    return body[:, left : left + PLOT_WIDTH]
 
 
 @settings(max_examples=15, deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,10 @@ MARGIN = 10
 GREY, BLACK = (208, 208, 208), (32, 32, 32)
 # From dark to light at equal steps of lightness: viridis at eighths.
 RAMP = np.array(
-    [[68, 1, 84], [71, 45, 123], [59, 82, 139], [44, 114, 142], [33, 145, 140]]
-    + [[40, 174, 128], [94, 201, 98], [173, 220, 48], [253, 231, 37]],
+    [
+        *([68, 1, 84], [71, 45, 123], [59, 82, 139], [44, 114, 142], [33, 145, 140]),
+        *([40, 174, 128], [94, 201, 98], [173, 220, 48], [253, 231, 37]),
+    ],
     dtype=np.float64,
 )
 
@@ -165,7 +166,8 @@ def _short(names: Sequence[str]) -> list[str]:
     """Shorten long names, if need be by what all of them start with, in characters that every font of Pillow has."""
     names = [name.encode("ascii", "replace").decode() for name in names]
     if max(map(len, names)) > NAME and len(names) > 1:
-        common = os.path.commonprefix(names).rpartition(".")[0]
-        names = [f"...{name[len(common) + 1 :]}" if common else name for name in names]
+        parts = [name.split(".") for name in names]
+        common = next((k for k, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1), 0)
+        names = ["..." + ".".join(part[common:]) if common else ".".join(part) for part in parts]
     half = NAME // 2
     return [name if len(name) <= NAME else f"{name[:half]}...{name[3 - half :]}" for name in names]
