@@ -84,7 +84,8 @@ def _curves(title: str, tags: Sequence[str], runs: Mapping[str, Mapping[str, Ser
         hovermode="x unified",
     )
     figure.update_xaxes(title_text="step", title_standoff=6, **GRID)
-    figure.update_yaxes(**GRID)
+    shown = {value for trace in figure.data for value in trace.y if value is not None}
+    figure.update_yaxes(rangemode="tozero" if len(shown) == 1 else "normal", **GRID)
     return Chart(title if len(tags) > 1 else tags[0], _to_json(figure), height)
 
 

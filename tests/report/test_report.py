@@ -3,9 +3,11 @@
 import html
 import json
 import re
+import shlex
 import shutil
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -226,6 +228,20 @@ def test_names_are_text_everywhere(tmp_path):
     assert page.text.count("</script>") == page.text.count("<script")
     assert page.charts["margin"]["data"][0]["y"] == [html.escape(BAD), "b"]
     assert page.tables["Layers"][1][0] == BAD
+
+
+def test_the_commands_of_the_documentation_run(tmp_path, runs, monkeypatch, capsys):
+    page = Path(__file__).parents[2] / "docs" / "report.md"
+    commands = [shlex.split(line) for line in page.read_text().splitlines() if line.startswith("lightning-nm report ")]
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    for _, *words in commands:
+        for word in words[1:]:
+            if word.startswith("runs/") and not Path(word).exists():
+                shutil.copytree(runs[1], word)
+        assert main(words) == 0
+    assert Path("report.html").is_file()
+    assert Path("comparison.html").is_file()
 
 
 def test_what_cannot_be_reported_is_a_usage_error(tmp_path, capsys, runs):
