@@ -119,6 +119,7 @@ def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
     for owner, name in (
         (NMSparsifier, "stats"),
         (NMSparsifier, "layer_stats"),
+        (monitor_file, "layer_column"),
         (monitor_file, "margin_histogram"),
         (monitor_file, "mask_pictures"),
     ):
@@ -132,7 +133,7 @@ def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
     seen = []
     nm = callback("bi-mask", monitor=MaskMonitor(log_layers=True, histograms_every=1, images_every=1))
     fit(tmp_path, nm, Inspect(lambda *args: seen.append(list(calls)) or calls.clear()), log_every_n_steps=4)
-    every = ["stats", "layer_stats", "margin_histogram", "margin_histogram", "mask_pictures"]
+    every = ["stats", "layer_stats", "layer_column", "margin_histogram", "margin_histogram", "mask_pictures"]
     assert seen == [every if step % 4 == 3 else [] for step in range(12)]
 
 

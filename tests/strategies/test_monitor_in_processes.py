@@ -60,7 +60,7 @@ def test_all_processes_compute_and_the_first_writes(tmp_path):
     for tag in alone.images:
         for one, other in zip(sharded.pictures(tag), alone.pictures(tag), strict=True):
             assert np.array_equal(one, other)
-    assert len(alone.images) == 6
+    assert len(alone.images) == 6 + 3  # masks of two layers, and heat maps
     assert refusing.steps("nm/density") == [1, 3, 5, 7]
     assert not refusing.images
     assert "nm/grad_bytes_ratio" in ddp.tags()

@@ -27,7 +27,7 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
     Returns:
         float64 ``[3, layers]`` on the CPU. A layer without a forward mask has no flip rate and no margin: they are NaN.
     """
-    parts = []
+    parts, sizes = [], []
     for layer in layers:
         with layer.full():
             weight, used = layer.weight.detach(), layer.forward_weight()
@@ -35,12 +35,13 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
             if layer.forward_mask is not None and layer.masks.flips is not None:
                 margins = mask_margin(layer.rows(weight), layer.rows(layer.forward_mask), layer.pattern, 1)
                 sums += [margins.nanmean(), layer.masks.flips]
+        sizes.append(weight.numel())
         parts += [value.double() for value in (*sums, *[weight.new_tensor(torch.nan)] * (4 - len(sums)))]
     if not parts:
         return torch.empty(len(MAPS), 0, dtype=torch.float64)
     used, whole, margin, flips = torch.stack([part.to(parts[0].device) for part in parts]).cpu().view(-1, 4).unbind(1)
-    sizes = torch.tensor([layer.param.numel() for layer in layers], dtype=torch.float64)
-    return torch.stack([FLIP_RATE.exact(flips, sizes), margin, KEPT_MAGNITUDE.exact(used, whole)])
+    entries = torch.tensor(sizes, dtype=torch.float64)
+    return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
 
 
 class LayerHistory:
