@@ -163,7 +163,7 @@ def markdown_rows(text: str) -> Table:
     r"""Return the cells of a Markdown table, without the line below its head.
 
     Example:
-        >>> markdown_rows("| a | b |\\n| --- | --- |\\n| 1\\\\|2 |   |")
+        >>> markdown_rows("| a | b |\n| --- | --- |\n| 1\\|2 |   |")
         [['a', 'b'], ['1|2', '']]
     """
     return list(_rows(line for line in text.splitlines() if line.startswith("|")))

@@ -227,6 +227,9 @@ def test_names_are_text_everywhere(tmp_path):
     assert "<img" not in page.text[: page.text.rindex("<footer")]
     assert page.text.count("</script>") == page.text.count("<script")
     assert page.charts["margin"]["data"][0]["y"] == [html.escape(BAD), "b"]
+    figures = re.findall(r'<script type="application/json">(.*?)</script>', page.text)
+    assert len(figures) > 4
+    assert not any("<" in figure for figure in figures)
     assert page.tables["Layers"][1][0] == BAD
 
 
