@@ -14,6 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_nm.nn.state import check_schema
 
+STATE_FILE = "nm_sparsifier.pt"
+"""Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
+
 
 def check_archive(path: str | Path) -> None:
     """Compare the checksums of a file of ``torch.save``.
