@@ -1,6 +1,7 @@
 """NMTrainerCallback in the Trainer of transformers."""
 
 import copy
+import gc
 import sys
 
 import pytest
@@ -24,6 +25,14 @@ pytestmark = pytest.mark.filterwarnings(
     # Accelerate on torch 2.13.
     "ignore:.*is deprecated:FutureWarning",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects():
+    """Each training collects garbage, which takes longest in what was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def sparse(method="sr-ste", estimator=None, **options):
@@ -167,6 +176,7 @@ def interrupted(tmp_path, **options):
     return model, callback
 
 
+@pytest.mark.slow
 def test_a_resume_finds_the_folder_by_itself(tmp_path):
     """In the same process, over the masks that the exception left."""
     whole = new(gpt2)
@@ -204,6 +214,7 @@ def test_another_training_follows_an_exception(tmp_path):
     assert torch.equal(saved(**batch).logits, logits)
 
 
+@pytest.mark.slow
 def test_masks_that_an_exception_left_give_way(tmp_path):
     model, _ = interrupted(tmp_path / "first")
     trainer(model, tmp_path / "second", [sparse("bi-mask")]).train()
@@ -262,6 +273,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
         resume(folder, sparse())
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_are_refused(tmp_path):
     folder, other = checkpoint(tmp_path / "run"), checkpoint(tmp_path / "other", "ste")
     (other / "nm_sparsifier.pt").write_bytes((folder / "nm_sparsifier.pt").read_bytes())
@@ -288,7 +300,7 @@ def test_a_masked_model_is_refused(tmp_path):
 
 
 def test_bad_arguments_are_refused_at_once():
-    with pytest.raises(ValueError, match="unknown method 'asb'"):
+    with pytest.raises(ValueError, match="method 'asb' does not exist"):
         sparse("asb")
     with pytest.raises(ValueError, match="conv_layout='rows'"):
         sparse(conv_layout="rows")
@@ -373,6 +385,7 @@ def test_later_callbacks_get_the_statistics(tmp_path):
     assert not any(name.startswith("nm/") for name in end)
 
 
+@pytest.mark.slow
 def test_schedules_are_shares_of_max_steps(tmp_path):
     run = trainer(new(gpt2), tmp_path, [sparse(ASP(start=0.5))], max_steps=4)
     run.train()
