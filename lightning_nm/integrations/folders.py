@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from lightning_nm.export.checkpoint import STATE_FILE, check_archive
+from lightning_nm.export.files import read_file
+from lightning_nm.export.huggingface import STATE_FILE
 from lightning_nm.nn.state import check_schema
 
 _START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"
@@ -45,11 +46,7 @@ def read_state(folder: Path, global_step: int | None = None) -> dict[str, Any]:
     if not path.is_file():
         fault = f"there is no '{path}', which holds the masks and the weights of pruned entries"
         raise ValueError(f"{fault}: {_OTHER_FOLDER}; if it was saved without NMTrainerCallback, {_START_ANEW}")
-    check_archive(path)
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"cannot read '{path}': {error}") from error
+    state: dict[str, Any] = read_file(path)
     check_schema(state)
     if global_step not in (None, state["global_step"]):
         fault = f"'{path}' was saved at step {state['global_step']}, but the training resumes at step {global_step}"

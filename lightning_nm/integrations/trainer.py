@@ -42,8 +42,8 @@ class NMTrainerCallback(TrainerCallback):
     """Trains the weights of a model N:M sparse in a ``transformers.Trainer``.
 
     Masks are installed when training begins and are updated after each optimizer step. While they are installed,
-    ``state_dict()`` of the model returns the sparse weights, so every ``model.safetensors`` holds the sparse model under
-    its own keys. What training needs beyond that is in the file ``nm_sparsifier.pt`` of each checkpoint folder:
+    ``state_dict()`` of the model returns the sparse weights, so every ``model.safetensors`` holds the sparse model. What
+    training needs beyond that is in the file ``nm_sparsifier.pt`` of each checkpoint folder:
     ``trainer.train(resume_from_checkpoint=...)`` continues exactly, and refuses a folder without it. After training the
     parameters are the sparse weights and the modules are ordinary ones. A second ``train()`` starts with new masks.
 
@@ -136,7 +136,8 @@ class NMTrainerCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Install the masks, new or as saved."""
-        assert model is not None and optimizer is not None
+        assert model is not None
+        assert optimizer is not None
         _check_setting(args, model, optimizer)
         folder = self._folder(args, state) if state.global_step else None
         saved = read_state(folder, state.global_step) if folder else None

@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
 def test_weights_of_another_run_are_refused(tmp_path):
     folder, other = checkpoint(tmp_path / "run"), checkpoint(tmp_path / "other", "ste")
     (other / "nm_sparsifier.pt").write_bytes((folder / "nm_sparsifier.pt").read_bytes())
-    with pytest.raises(ValueError, match="cannot resume with the state in .*do not belong to the weights"):
+    with pytest.raises(ValueError, match=r"cannot resume with the state in .*do not belong to the weights"):
         resume(other, sparse())
 
 
@@ -313,7 +313,7 @@ class Owner(MaskMethod):
 
 def test_methods_that_own_parameters_are_refused(tmp_path):
     model = new(gpt2)
-    with pytest.raises(ValueError, match="Owner owns parameters at layer 'transformer.h.0.attn.c_attn'"):
+    with pytest.raises(ValueError, match=r"Owner owns parameters at layer 'transformer.h.0.attn.c_attn'"):
         trainer(model, tmp_path, [sparse(Owner())]).train()
     assert is_ordinary(model)
 
