@@ -42,7 +42,7 @@ class NMTrainerCallback(TrainerCallback):
     """Trains the weights of a model N:M sparse in a ``transformers.Trainer``.
 
     Masks are installed when training begins and are updated after each optimizer step. While they are installed,
-    ``state_dict()`` of the model returns the sparse weights, so every ``model.safetensors`` holds the sparse model. What
+    ``state_dict()`` of the model returns the sparse weights, and so every ``model.safetensors`` holds them. What
     training needs beyond that is in the file ``nm_sparsifier.pt`` of each checkpoint folder:
     ``trainer.train(resume_from_checkpoint=...)`` continues exactly, and refuses a folder without it. After training the
     parameters are the sparse weights and the modules are ordinary ones. A second ``train()`` starts with new masks.
