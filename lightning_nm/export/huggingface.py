@@ -19,6 +19,11 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, in one file or in several."""
+    return any((folder / f"{name}{suffix}").is_file() for name in _FILES for suffix in ("", ".index.json"))
+
+
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
 

@@ -36,7 +36,7 @@ def write_state(folder: Path, state: Mapping[str, Any], global_step: int) -> Non
         new.unlink(missing_ok=True)
 
 
-def read_state(folder: Path, global_step: int | None = None) -> dict[str, Any]:
+def read_state(folder: Path, global_step: int) -> dict[str, Any]:
     """Read the state of a checkpoint folder.
 
     Raises:
@@ -48,7 +48,7 @@ def read_state(folder: Path, global_step: int | None = None) -> dict[str, Any]:
         raise ValueError(f"{fault}: {_OTHER_FOLDER}; if it was saved without NMTrainerCallback, {_START_ANEW}")
     state: dict[str, Any] = read_file(path)
     check_schema(state)
-    if global_step not in (None, state["global_step"]):
+    if state["global_step"] != global_step:
         fault = f"'{path}' was saved at step {state['global_step']}, but the training resumes at step {global_step}"
         raise ValueError(f"{fault}: {_OTHER_FOLDER}")
     return state

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,6 +16,8 @@ from typing_extensions import Self
 from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.export.huggingface import holds_model, read_folder
+from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.sharding import is_sharded
@@ -141,7 +144,7 @@ class NMTrainerCallback(TrainerCallback):
         _check_setting(args, model, optimizer)
         folder = self._folder(args, state) if state.global_step else None
         saved = read_state(folder, state.global_step) if folder else None
-        self._release(model, state, saved)
+        self._release(model, state, folder)
         sparsifier = NMSparsifier(model, **self.options, planned_steps=state.max_steps, data_rank=args.process_index)
         sparsifier.attach(saved, [optimizer])
         try:
@@ -171,7 +174,7 @@ class NMTrainerCallback(TrainerCallback):
             return Path(given)
         return saved_folder(args, state) or Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
-    def _release(self, model: nn.Module, state: TrainerState, saved: Mapping[str, Any] | None) -> None:
+    def _release(self, model: nn.Module, state: TrainerState, folder: Path | None) -> None:
         """Remove masks that a training left when an exception ended it; refuse a second callback."""
         other = vars(model).get(_MARK, _Mark()).callback
         if other is None or other.sparsifier is None:
@@ -179,9 +182,9 @@ class NMTrainerCallback(TrainerCallback):
         if other is not self and other._state is state:
             other.finish()
             raise ValueError("this Trainer has two NMTrainerCallbacks: use one with `rules`")
-        if saved is not None:  # the Trainer has loaded its weights, which do not belong to the masks there are
-            other.sparsifier.load_state_dict(dict(saved))
         other.finish()
+        if folder is not None:  # the Trainer loaded its weights under those masks
+            _load(model, folder)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Compare the masks of all processes before the first backward pass after an update."""
@@ -248,11 +251,17 @@ class NMTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Remove the masks; the parameters become the sparse weights, of the best model if the Trainer loaded it."""
-        try:
-            if self.sparsifier is not None and args.load_best_model_at_end and state.best_model_checkpoint:
-                self.sparsifier.load_state_dict(read_state(Path(state.best_model_checkpoint)))
-        finally:
-            self.finish()
+        sparsifier, best = self.sparsifier, state.best_model_checkpoint if args.load_best_model_at_end else None
+        self.finish()
+        if sparsifier is None:
+            return
+        if best:  # the Trainer loaded it under the masks of the last step
+            _load(sparsifier.model, Path(best))
+        dense = _dense_layers(sparsifier)
+        if dense:
+            which = f"those of '{best}'" if best else f"those of step {state.global_step}"
+            fault = f"the weights of {len(dense)} masked layers, such as '{dense[0]}', are not N:M sparse"
+            rank_zero_warn(f"{fault}: they are {which}, in a dense phase")
 
     def finish(self) -> None:
         """Give the model ordinary modules that hold the sparse weights; does nothing if no training has begun.
@@ -279,6 +288,23 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
     sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if sharded is not None:
         raise ValueError(f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP")
+
+
+def _load(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint folder, as the Trainer does; those of adapters are loaded already."""
+    if holds_model(folder):
+        model.load_state_dict(read_folder(folder)[0], strict=False)
+
+
+def _dense_layers(sparsifier: NMSparsifier) -> list[str]:
+    """The layers whose parameters, after training, are not N:M though their method masks the forward weight."""
+    return [
+        layer.name
+        for layer in sparsifier.layers.values()
+        if layer.method.sparse_forward
+        and not layer.forward_reason
+        and not is_nm(layer.rows(layer.param.detach()), layer.method.current_pattern(layer), dim=1)
+    ]
 
 
 def _refuse_owners(sparsifier: NMSparsifier) -> None:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from lightning_nm import ASP, BAME, MVUE, SRSTE, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
+from lightning_nm.export import verify
 from lightning_nm.integrations import NMTrainerCallback
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn import Adapter
@@ -81,6 +82,13 @@ class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise KeyboardInterrupt
+
+
+class Early(TrainerCallback):
+    """Raises an exception before the first step."""
+
+    def on_step_begin(self, *args, **kwargs):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("estimator", [None, MVUE()])
@@ -167,25 +175,36 @@ def assert_equal(a, b):
         assert a == b
 
 
-def interrupted(tmp_path, **options):
-    """The model and the callback of a training that an exception ended after two of its four steps."""
-    model, callback = new(gpt2), sparse()
-    run = trainer(model, tmp_path, [callback, Stop(2)], save_strategy="steps", save_steps=1, **options)
+def interrupted(tmp_path, method="sr-ste", step=2):
+    """The model and the callback of a training that an exception ended after some of its four steps."""
+    model, callback = new(gpt2), sparse(method)
+    run = trainer(model, tmp_path, [callback, Stop(step)], save_strategy="steps", save_steps=1)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     return model, callback
 
 
 @pytest.mark.slow
-def test_a_resume_finds_the_folder_by_itself(tmp_path):
-    """In the same process, over the masks that the exception left."""
+@pytest.mark.parametrize("method", ["sr-ste", BAME(every=1), ASP(start=0.5)])
+def test_a_resume_finds_the_folder_by_itself(tmp_path, method):
+    """In the same process, over the masks that the exception left, which the checkpoint may lack."""
     whole = new(gpt2)
-    trainer(whole, tmp_path / "whole", [sparse()], save_strategy="steps", save_steps=1).train()
-    model, callback = interrupted(tmp_path / "part")
+    trainer(whole, tmp_path / "whole", [sparse(method)], save_strategy="steps", save_steps=1).train()
+    model, callback = interrupted(tmp_path / "part", method, 3)
+    folder = tmp_path / "part" / "checkpoint-1"
     run = trainer(model, tmp_path / "part", [callback], save_strategy="steps", save_steps=1)
-    run.train(resume_from_checkpoint=True)
+    run.train(resume_from_checkpoint=str(folder))
     assert_equal(whole.state_dict(), model.state_dict())
     assert is_ordinary(model)
+
+
+def test_a_resume_that_ends_at_once_leaves_the_sparse_weights(tmp_path):
+    folder = checkpoint(tmp_path)
+    model = new(gpt2)
+    with pytest.raises(KeyboardInterrupt), sparse() as callback:
+        trainer(model, tmp_path, [callback, Early()]).train(resume_from_checkpoint=str(folder))
+    saved = load_file(folder / "model.safetensors")
+    assert_equal({name: model.state_dict()[name] for name in saved}, saved)
 
 
 def test_an_exception_leaves_ordinary_modules(tmp_path):
@@ -225,11 +244,6 @@ def test_masks_that_an_exception_left_give_way(tmp_path):
 def test_what_fails_before_the_first_step_costs_no_weight(tmp_path):
     model = new(gpt2)
     before = copy.deepcopy(model.state_dict())
-
-    class Early(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt), sparse() as callback:
         trainer(model, tmp_path, [callback, Early()]).train()
     assert_equal(before, model.state_dict())
@@ -336,23 +350,37 @@ def test_sharded_trainings_are_refused(tmp_path, kind):
         callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
 
 
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy", "greater_is_better": True}
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+
+
+def train_with_best(tmp_path, method, best):
+    """The model, and the files of the best checkpoint and of the last."""
+    model = new(bert)
+    run = trainer(model, tmp_path, [sparse(method)], **EACH_STEP, **BEST)
+    scores = iter([float(step == best) for step in range(1, 5)])
+    run.compute_metrics = lambda _: {"accuracy": next(scores)}
+    run.train()
+    assert run.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert is_ordinary(model)
+    return model, *(load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (best, 4))
+
+
 @pytest.mark.parametrize("method", ["sr-ste", pytest.param(TransposableMask(update_every=1), marks=pytest.mark.slow)])
 def test_the_best_model_is_sparse(tmp_path, method):
     """Though it is loaded over the masks of the last step."""
-    model = new(bert)
-    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy", "greater_is_better": True}
-    run = trainer(model, tmp_path, [sparse(method)], **options, **best)
-    scores = iter([0.1, 0.9, 0.2, 0.3])
-    run.compute_metrics = lambda _: {"accuracy": next(scores)}
-    run.train()
-    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
-    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    assert_equal({name: model.state_dict()[name] for name in saved}, saved)
-    assert is_ordinary(model)
+    model, best, last = train_with_best(tmp_path, method, 2)
+    assert_equal({name: model.state_dict()[name] for name in best}, best)
     assert is_sparse(model)
-    last = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-    assert any(not torch.equal(last[name], saved[name]) for name in saved)
+    assert any(not torch.equal(last[name], best[name]) for name in best)
+
+
+def test_a_best_model_of_a_dense_phase_is_reported(tmp_path):
+    with pytest.warns(UserWarning, match="are not N:M sparse: they are those of .*checkpoint-1', in a dense phase"):
+        model, best, last = train_with_best(tmp_path, ASP(start=0.5), 1)
+    assert_equal({name: model.state_dict()[name] for name in best}, best)
+    assert not is_sparse(model)
+    assert nmf.is_nm(last["bert.pooler.dense.weight"], "2:4")
 
 
 def test_evaluation_and_saving_use_the_sparse_weights(tmp_path):
@@ -420,3 +448,19 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"needs the extra `hf`: pip install 'lightning-nm\[hf\]'"):
         __import__("lightning_nm.integrations")
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_verify_reads_the_folders(tmp_path, make):
+    """Those of checkpoints name the masked layers; a model in several files needs the pattern."""
+    model = new(make)
+    trainer(model, tmp_path, [sparse()], max_steps=1, save_strategy="steps", save_steps=1).train()
+    found = verify(tmp_path / "checkpoint-1")
+    assert found.ok
+    assert {verdict.verdict for verdict in found.verdicts} == {"N:M"}
+    model.save_pretrained(tmp_path / "parts", max_shard_size="8KB")
+    assert len(list((tmp_path / "parts").glob("model-0000?-of-*.safetensors"))) > 1
+    parts = verify(tmp_path / "parts", "2:4", min_share=0.5)
+    assert parts.ok
+    assert {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"} == {v.key for v in found.verdicts}
+    assert parts.share == found.share
