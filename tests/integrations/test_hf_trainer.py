@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
@@ -464,3 +465,29 @@ def test_verify_reads_the_folders(tmp_path, make):
     assert parts.ok
     assert {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"} == {v.key for v in found.verdicts}
     assert parts.share == found.share
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_decay_is_not_scaled_in_float16(tmp_path, clipped):
+    """Clipping unscales the gradients; without it the callback does."""
+    model = new(lambda: gpt2(dropout=0.0))
+    run = trainer(model, tmp_path, [callback := sparse(SRSTE(decay=0.1))])
+    run.create_optimizer()
+    run.state.max_steps = 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = AcceleratedOptimizer(run.optimizer, scaler=scaler)
+    with callback:
+        callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
+        ids = torch.arange(8)[None]
+        expected = copy.deepcopy(model)
+        expected(input_ids=ids, labels=ids).loss.backward()
+        scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+        if clipped:
+            scaler.unscale_(run.optimizer)
+        callback.on_pre_optimizer_step(run.args, run.state, run.control, optimizer=optimizer)
+        layer = callback.sparsifier.layers["transformer.h.0.mlp.c_fc"]
+        plain = expected.transformer.h[0].mlp.c_fc.weight.grad
+        decay = 0.1 * layer.weight.detach() * ~layer.forward_mask
+        torch.testing.assert_close(layer.weight.grad, plain + decay)
+        optimizer.step()
+        assert layer.step == 1
