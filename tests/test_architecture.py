@@ -17,13 +17,14 @@ ORDER = [
     {"methods", "estimators"},
     {"rules"},
     {"sparsifier", "one_shot"},
-    {"callbacks", "plugins", "strategies", "metrics", "export", "integrations"},
+    {"callbacks", "plugins", "strategies", "metrics", "export"},
+    {"integrations"},
     {"lightning_cli"},
     {"doctor", "report", "study"},
     {"cli"},
     {"__main__"},
 ]
-LIGHTNING = ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "study", "cli", "demo")
+LIGHTNING = ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "study", "cli", "demo", "integrations")
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

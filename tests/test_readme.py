@@ -1,8 +1,10 @@
 """What the README shows runs as it stands: its Python, its YAML, its commands; and no page links to nowhere."""
 
+import importlib
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -68,6 +70,33 @@ def test_distillation(monkeypatch):
     assert nmf.is_nm(student.net[6].weight, "2:4")
     assert not nmf.is_nm(student.net[8].weight, "2:4")
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+
+
+def test_hugging_face(tmp_path, monkeypatch, capsys):
+    """The Trainer, what verify says of its folders, and the loop with Accelerate."""
+    pytest.importorskip("transformers")
+    hugging_face = importlib.import_module("tests.hf_models")
+    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    with_trainer, with_accelerate = blocks("python", page)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["transformers"], "TrainingArguments", hugging_face.arguments)
+    model = hugging_face.new(hugging_face.llama)
+    data = hugging_face.data(model)
+    exec(with_trainer, {"model": model, "data": data})
+    assert nmf.is_nm(model.model.layers[1].mlp.up_proj.weight, "2:4")
+    commands = [shlex.split(line) for block in blocks("", page) for line in block.splitlines()]
+    assert len(commands) == 2
+    for program, *words in commands:
+        assert program == "lightning-nm"
+        assert main([found for word in words for found in sorted(map(str, Path().glob(word))) or [word]]) == 0
+    assert "3 of 3 checkpoints OK" in capsys.readouterr().out
+
+    model = hugging_face.new(hugging_face.gpt2)
+    batches = torch.utils.data.DataLoader(hugging_face.data(model), batch_size=4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    exec(with_accelerate, {"model": model, "batches": batches, "optimizer": optimizer})
+    loaded = type(model).from_pretrained("runs/model")
+    assert nmf.is_nm(loaded.transformer.h[1].mlp.c_fc.weight, "2:4", dim=0)
 
 
 def test_without_lightning():

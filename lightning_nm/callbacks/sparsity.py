@@ -25,7 +25,7 @@ from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.export.checkpoint import check_archive
+from lightning_nm.export.files import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer

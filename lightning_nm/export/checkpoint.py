@@ -1,8 +1,7 @@
-"""Read weights and sparsifier states from checkpoints, state dicts and safetensors files."""
+"""Read weights and sparsifier states from checkpoints, state dicts, safetensors files and folders."""
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,34 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from lightning_nm.export.files import read_file
+from lightning_nm.export.huggingface import read_folder
 from lightning_nm.nn.state import check_schema
 
 
-def check_archive(path: str | Path) -> None:
-    """Compare the checksums of a file of ``torch.save``.
-
-    ``torch.load`` finds a truncated file, but only the checksums reveal damage in the middle, for example after a power
-    failure. Files without checksums or of other formats are not checked.
-
-    Raises:
-        ValueError: Naming the file and the damaged record.
-    """
-    if not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(
-            f"'{path}' is damaged: the contents of its record '{damaged}' do not match their checksum. Use another "
-            "checkpoint; if this one was saved under torch.serialization.set_crc32_options(False), set that here, too"
-        )
-
-
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Read the weights and the sparsifier states of a Lightning checkpoint, a saved state dict or a safetensors file.
+    """Read the weights and the sparsifier states of a checkpoint.
 
     Args:
-        path: A file, or the folder of a sharded checkpoint.
+        path: A Lightning checkpoint, a saved state dict or a safetensors file; or the folder of a sharded checkpoint
+            or of a transformers model.
 
     Returns:
         The state dict, and the sparsifier states; a plain state dict has none.
@@ -54,25 +36,11 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
         except Exception as error:
             raise ValueError(f"cannot read the sharded checkpoint '{path}': {error}") from error
         return _find_weights_and_states(content, path)
+    if path.is_dir():
+        return read_folder(path)
     if not path.is_file():
-        raise ValueError(f"'{path}' is neither a file nor the folder of a sharded checkpoint")
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise ValueError(
-                "reading safetensors needs the package `safetensors`: pip install 'lightning-nm[cli]'"
-            ) from None
-        try:
-            return load_file(path), []
-        except Exception as error:
-            raise ValueError(f"cannot read '{path}' as safetensors: {error}") from error
-    check_archive(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
-    return _find_weights_and_states(content, path)
+        raise ValueError(f"'{path}' is neither a file nor a folder")
+    return _find_weights_and_states(read_file(path), path)
 
 
 def _read_shards(path: Path) -> dict[str, Any]:
@@ -97,7 +65,7 @@ def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor
         for key, state in content.get("callbacks", {}).items()
         if str(key).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
     ]
-    if "schema" in content and "layers" in content:
+    if "schema" in content and isinstance(content.get("layers"), Mapping):
         states.append(dict(content))
     for state in states:
         check_schema(state)

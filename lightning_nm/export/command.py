@@ -6,24 +6,57 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.export.verification import Verdict, verify
+from lightning_nm.export.verification import Verdict, Verification, verify
 
 SCHEMA = 1
 
 
 def main(args: Sequence[str]) -> int:
     """Run ``lightning-nm verify`` and return its exit status."""
+    options = _parser().parse_args(list(args))
+    console, errors = Console(quiet=options.json), Console(stderr=options.json)
+    several = len(options.checkpoint) > 1
+    statuses, contents = [], []
+    for checkpoint in options.checkpoint:
+        if several:
+            console.print(f"{checkpoint}:", style="bold", highlight=False, markup=False, soft_wrap=True)
+        try:
+            result = verify(checkpoint, options.pattern, options.include, options.min_share)
+        except ValueError as error:
+            errors.print(f"lightning-nm verify: {error}", highlight=False, markup=False, soft_wrap=True)
+            contents.append({"checkpoint": checkpoint, "ok": False, "error": str(error)})
+            statuses.append(2)
+        else:
+            _print(result, console)
+            contents.append({"checkpoint": checkpoint, "ok": result.ok, **_content(result)})
+            statuses.append(0 if result.ok else 1)
+    if several:
+        console.print(f"{statuses.count(0)} of {len(statuses)} checkpoints OK", highlight=False)
+    if options.json and several:
+        print(_dumped({"schema": SCHEMA, "ok": not any(statuses), "checkpoints": contents}))
+    elif options.json and statuses[0] != 2:
+        print(_dumped({"schema": SCHEMA, **contents[0]}))
+    return max(statuses)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm verify",
         description="Check that every block of a checkpoint's masked weights holds at most N nonzeros in M. "
-        "Exits with 0 if so, 1 if not, 2 if the file cannot be read.",
+        "Exits with 0 if so, 1 if not, 2 if a file cannot be read; of several checkpoints, with the highest.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT", help="Lightning checkpoint, state dict or .safetensors file")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        nargs="+",
+        help="Lightning checkpoint, state dict, .safetensors file, or folder of a transformers model",
+    )
     parser.add_argument(
         "--pattern",
         metavar="N:M",
@@ -36,26 +69,38 @@ def main(args: Sequence[str]) -> int:
         default=[],
         help="weights (by key or module name) that must be N:M; may be given several times",
     )
+    parser.add_argument(
+        "--min-share",
+        metavar="S",
+        type=float,
+        default=0.0,
+        help="the least share, from 0 to 1, of the entries of all matrices that must be in N:M matrices",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
-    options = parser.parse_args(list(args))
-    console = Console()
-    try:
-        result = verify(options.checkpoint, options.pattern, options.include)
-    except ValueError as error:
-        Console(stderr=options.json).print(f"lightning-nm verify: {error}", markup=False, soft_wrap=True)
-        return 2
-    if options.json:
-        weights = [asdict(verdict) for verdict in result.verdicts]
-        content = {"schema": SCHEMA, "checkpoint": options.checkpoint, "ok": result.ok}
-        print(json.dumps({**content, "problems": result.problems, "weights": weights}, indent=1, allow_nan=False))
-        return 0 if result.ok else 1
+    return parser
+
+
+def _print(result: Verification, console: Console) -> None:
     console.print(_table(result.verdicts))
+    sparse, dense, total = result.count("N:M"), result.count("dense"), len(result.matrices)
+    verb = "is" if dense == 1 else "are"
+    text = f"{sparse} of {total} matrices are N:M, with {result.share:.1%} of all entries; {dense} {verb} dense"
+    console.print(text, highlight=False, soft_wrap=True)
     for problem in result.problems:
-        console.print(f"FAILED: {problem}", markup=False, soft_wrap=True)
+        console.print(f"FAILED: {problem}", highlight=False, markup=False, soft_wrap=True)
     if result.ok:
         good = sum(verdict.verdict == "N:M" for verdict in result.verdicts)
         console.print(f"OK: {good} weights, no block holds more than N of M")
-    return 0 if result.ok else 1
+
+
+def _content(result: Verification) -> dict[str, Any]:
+    counts = {verdict: result.count(verdict) for verdict in ("N:M", "dense", "broken")}
+    shares = {"matrices": counts, "share": result.share, "problems": result.problems}
+    return {**shares, "weights": [asdict(verdict) for verdict in result.verdicts]}
+
+
+def _dumped(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,23 @@ class Verification:
     Args:
         verdicts: One result for each weight.
         problems: Messages; empty if every masked weight is N:M, and at least one weight is.
+        matrices: The number of entries of every floating-point weight of two or more dimensions, by key.
     """
 
     verdicts: list[Verdict]
     problems: list[str]
+    matrices: Mapping[str, int] = field(default_factory=dict)
+
+    def count(self, verdict: str) -> int:
+        """The number of matrices with a verdict; those that the sparsifier state does not name are dense."""
+        found = sum(v.verdict == verdict for v in self.verdicts if v.key in self.matrices)
+        unnamed = len(self.matrices.keys() - {v.key for v in self.verdicts})
+        return found + unnamed if verdict == "dense" else found
+
+    @property
+    def share(self) -> float:
+        """The share of the matrices' entries that is in N:M matrices."""
+        return _share(self.verdicts, self.matrices)
 
     @property
     def ok(self) -> bool:
@@ -61,15 +74,20 @@ class Verification:
 
 
 def verify(
-    checkpoint: str | Path, pattern: PatternLike | None = None, include: str | Sequence[str] = ()
+    checkpoint: str | Path,
+    pattern: PatternLike | None = None,
+    include: str | Sequence[str] = (),
+    min_share: float = 0.0,
 ) -> Verification:
     """Check that every block of a checkpoint's masked weights holds at most N nonzeros in M.
 
     Args:
-        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, or a safetensors file.
+        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, or the folder of a
+            transformers model.
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
             of the sparsifier state in the file.
         include: Globs over keys or module names of weights that must be N:M.
+        min_share: The least share of the entries of all matrices that must be in N:M matrices, from 0 to 1.
 
     Raises:
         ValueError: If the file cannot be read, or has no sparsifier state and no pattern is given.
@@ -85,9 +103,11 @@ def verify(
         True
     """
     parsed = None if pattern is None else NMPattern.parse(pattern)
+    if not 0 <= min_share <= 1:
+        raise ValueError(f"min_share={min_share} must be a share from 0 to 1")
     weights, states = read_checkpoint(checkpoint)
+    matrices = {key: weight for key, weight in weights.items() if weight.dim() >= 2 and weight.is_floating_point()}
     if parsed is not None:
-        matrices = {k: w for k, w in weights.items() if w.dim() >= 2 and w.is_floating_point()}
         verdicts = [_classify(key, weight, parsed) for key, weight in matrices.items()]
     elif states:
         verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
@@ -97,7 +117,12 @@ def verify(
             "--pattern 2:4"
         )
     verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
-    return Verification(verdicts, _problems(verdicts, [include] if isinstance(include, str) else include))
+    problems = _problems(verdicts, [include] if isinstance(include, str) else include)
+    sizes = {key: weight.numel() for key, weight in matrices.items()}
+    share = _share(verdicts, sizes)
+    if share < min_share:
+        problems.append(f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}")
+    return Verification(verdicts, problems, sizes)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -152,6 +177,11 @@ def _judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, mask
     else:
         verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
     return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
+
+
+def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
+    sparse = sum(sizes.get(verdict.key, 0) for verdict in verdicts if verdict.verdict == "N:M")
+    return sparse / sum(sizes.values()) if sparse else 0.0
 
 
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:

@@ -1,1 +1,22 @@
-"""Other training libraries: each file needs its own, and is imported by itself."""
+"""Other training libraries: each file needs its own, and is imported when it is used."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_nm.integrations.trainer import NMTrainerCallback
+
+__all__ = ["NMTrainerCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import accelerate as _accelerate  # noqa: F401
+        import transformers as _transformers  # noqa: F401
+    except ImportError as error:
+        advice = "pip install 'lightning-nm[hf]'"
+        raise ImportError(f"lightning_nm.integrations.{name} needs the extra `hf`: {advice} ({error})") from error
+    from lightning_nm.integrations import trainer
+
+    return getattr(trainer, name)

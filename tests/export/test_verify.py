@@ -42,5 +42,5 @@ def test_a_state_dict_is_classified(tmp_path):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(ValueError, match="neither a file nor the folder of a sharded checkpoint"):
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
         verify(tmp_path / "missing.ckpt")

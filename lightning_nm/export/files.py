@@ -1,0 +1,118 @@
+"""Read files of tensors, and say in plain words why a file cannot be read."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
+_SHOWN = 40  # characters of a text file
+
+
+def check_archive(path: str | Path) -> None:
+    """Compare the checksums of a file of ``torch.save``.
+
+    ``torch.load`` finds a truncated file, but only the checksums reveal damage in the middle, for example after a power
+    failure. Files without checksums or of other formats are not checked.
+
+    Raises:
+        ValueError: Naming the file and the damaged record.
+    """
+    if not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(
+            f"'{path}' is damaged: the contents of its record '{damaged}' do not match their checksum. Use another "
+            "checkpoint; if this one was saved under torch.serialization.set_crc32_options(False), set that here, too"
+        )
+
+
+def read_file(path: Path) -> Any:
+    """The content of a file of ``torch.save``, of tensors and primitives alone, or the tensors of a safetensors file.
+
+    Raises:
+        ValueError: Naming the file, and why it cannot be read.
+    """
+    fault = _fault(path)
+    if fault:
+        raise ValueError(f"cannot read '{path}': {fault}")
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        advice = "pip install 'lightning-nm[cli]'"
+        raise ValueError(f"reading safetensors needs the package `safetensors`: {advice}") from None
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise ValueError(f"cannot read '{path}' as safetensors: {error}") from error
+
+
+def _read_torch(path: Path) -> Any:
+    check_archive(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        other = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if other:
+            fault = f"it holds a {other[1]}, which only its own program can load safely: save model.state_dict()"
+            raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
+        raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
+
+
+def _fault(path: Path) -> str:
+    """What a look at its first bytes and its size shows to be wrong with a file; empty if it seems sound."""
+    size = path.stat().st_size
+    if not size:
+        return "it is empty (0 bytes), as after an interrupted copy or on a full disk"
+    with path.open("rb") as file:
+        start = file.read(256)
+    archive = start[:4] == _ARCHIVE[: len(start)]
+    text = "" if archive else _text(start)
+    if text.startswith("version https://git-lfs"):
+        return "it is a Git LFS pointer instead of the file itself: fetch that by `git lfs pull`"
+    if text:
+        shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+        return f"it is text, not a checkpoint, and begins with {shown!r}"
+    if path.suffix == ".safetensors":
+        needed = _safetensors_size(path, size)
+        if needed > size:
+            return f"it is truncated: {size} bytes of at least {needed} are there"
+    elif archive and not zipfile.is_zipfile(path):
+        return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
+    return ""
+
+
+def _text(start: bytes) -> str:
+    """The first line, if a file begins with printable text."""
+    with suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut off
+        if all(character.isprintable() or character.isspace() for character in text):
+            return text.strip().split("\n")[0]
+    return ""
+
+
+def _safetensors_size(path: Path, size: int) -> int:
+    """The bytes that a safetensors file needs by its header; 0 if the header is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or 8 + length > size:
+            return 8 + length
+        with suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
+            entries = json.loads(file.read(length))
+            ends = (entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+            return 8 + length + max(ends, default=0)
+    return 0

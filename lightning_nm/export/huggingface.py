@@ -1,0 +1,78 @@
+"""Read model folders of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_nm.export.files import read_file
+from lightning_nm.nn.state import check_schema
+
+STATE_FILE = "nm_sparsifier.pt"
+"""Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, in one file or in several."""
+    return any((folder / f"{name}{suffix}").is_file() for name in _FILES for suffix in ("", ".index.json"))
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
+
+    Raises:
+        ValueError: If the folder holds no model, or a file of it is missing or cannot be read.
+    """
+    content = _read_weights(folder)
+    weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    if not weights:
+        raise ValueError(f"the model in '{folder}' holds no tensors")
+    path = folder / STATE_FILE
+    states = [read_file(path)] if path.is_file() else []
+    for state in states:
+        check_schema(state)
+    return weights, states
+
+
+def _read_weights(folder: Path) -> Mapping[str, Any]:
+    for name in _FILES:
+        if (folder / name).is_file():
+            content = read_file(folder / name)
+            return content if isinstance(content, Mapping) else {}
+        if (folder / f"{name}.index.json").is_file():
+            return _read_parts(folder, folder / f"{name}.index.json")
+    found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+    if found:
+        raise ValueError(f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}")
+    if any((folder / name).is_file() for name in _ADAPTERS):
+        advice = "merge it into its base model and save that"
+        raise ValueError(f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}")
+    names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
+    raise ValueError(f"the folder '{folder}' holds neither a sharded checkpoint nor a model: expected one of {names}")
+
+
+def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
+    """Read a model whose index names the file of every weight."""
+    try:
+        places = {key: str(name) for key, name in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read '{index}': it is no index with a `weight_map` of file names") from error
+    files = sorted(set(places.values()))
+    strange = [name for name in files if Path(name).name != name]
+    if strange:
+        raise ValueError(f"'{index}' names '{strange[0]}', which is not a file in its folder")
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"'{folder}' is incomplete: {len(missing)} of {len(files)} files are missing: {missing}")
+    parts = {name: read_file(folder / name) for name in files}
+    lost = [key for key, name in places.items() if key not in parts[name]]
+    if lost:
+        raise ValueError(f"'{folder / places[lost[0]]}' lacks the weight '{lost[0]}' that the index names")
+    return {key: parts[name][key] for key, name in places.items()}

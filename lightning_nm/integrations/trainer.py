@@ -1,0 +1,315 @@
+"""NMTrainerCallback: N:M sparse training with the Trainer of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import Self
+
+from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
+from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.export.huggingface import holds_model, read_folder
+from lightning_nm.functional import is_nm
+from lightning_nm.integrations.folders import read_state, saved_folder, write_state
+from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.sharding import is_sharded
+from lightning_nm.pattern import PatternLike
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.optimizers import unwrapped
+
+_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+"""Accelerate's distributed types whose processes share a weight or step without a torch optimizer."""
+
+_MARK = "_nm_trainer_callback"
+
+
+class _Mark:
+    """Tells, as an attribute of a model, which callback masks it; a copy of the model has none."""
+
+    def __init__(self, callback: NMTrainerCallback | None = None) -> None:
+        self.callback = callback
+
+    def __reduce__(self) -> Any:
+        return _Mark, ()
+
+
+class NMTrainerCallback(TrainerCallback):
+    """Trains the weights of a model N:M sparse in a ``transformers.Trainer``.
+
+    Masks are installed when training begins and are updated after each optimizer step. While they are installed,
+    ``state_dict()`` of the model returns the sparse weights, and so every ``model.safetensors`` holds them. What
+    training needs beyond that is in the file ``nm_sparsifier.pt`` of each checkpoint folder:
+    ``trainer.train(resume_from_checkpoint=...)`` continues exactly, and refuses a folder without it. After training the
+    parameters are the sparse weights and the modules are ordinary ones. A second ``train()`` starts with new masks.
+
+    Statistics such as ``nm/density`` are added to every log of the training loss, and so to ``state.log_history``. Of
+    the other callbacks, those after this one get them, too: list a logger such as ``TensorBoardCallback`` behind it.
+
+    The Trainer clips gradients before it calls any callback, so methods change them after clipping: SR-STE's decay is
+    not clipped, and is not in ``grad_norm``.
+
+    The Trainer tells callbacks nothing of exceptions. After one, the model computes and saves as before, but keeps its
+    masks until the next ``train()`` or :meth:`finish`, or leaves them at once within ``with callback:``.
+
+    Arguments that are not listed here are as :class:`~lightning_nm.NMSparsityCallback`'s.
+
+    Args:
+        pattern: The N:M pattern.
+        method: A short name (``"bi-mask"``) or a :class:`~lightning_nm.Method`. Shares of the training refer to the
+            Trainer's ``state.max_steps``.
+        grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``None`` keeps dY.
+        include: Globs over names of modules to mask.
+        exclude: Globs over names of modules to keep dense.
+        rules: Exceptions for some layers.
+        seed: Base of all random choices.
+        skip_first_last: Keep the first convolution and the last linear layer that the model registers dense.
+        show_tables: Print the table of layers before training.
+        log_layers: Log every statistic per layer, too, as ``nm/<statistic>/<layer>``.
+        resume_from: The checkpoint folder that a training resumes from. By default ``args.resume_from_checkpoint`` if
+            that is a folder, else ``checkpoint-<step>`` in ``args.output_dir``.
+
+    Raises:
+        ValueError: For a bad argument, at once. When training begins, and before the model is changed: for layers that
+            cannot be masked, a second callback, a checkpoint without its state or of another sparse model,
+            ``nn.DataParallel``, FSDP, DeepSpeed, and methods that own parameters.
+
+    Example::
+
+        >>> from transformers import Trainer
+        >>> callback = NMTrainerCallback("2:4", "sr-ste", exclude="*lm_head*")
+        >>> # Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+    """
+
+    def __init__(
+        self,
+        pattern: PatternLike = "2:4",
+        method: MethodName | Method = "bi-mask",
+        grad_estimator: EstimatorName | GradientEstimator | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        rules: Sequence[Mapping[str, Any]] | None = None,
+        seed: int = 0,
+        *,
+        skip_first_last: bool = True,
+        conv_layout: Literal["channels", "flat"] = "channels",
+        frozen: Literal["dense", "mask"] = "dense",
+        grad_snr_every: int = 100,
+        show_tables: bool = True,
+        log_layers: bool = False,
+        resume_from: str | Path | None = None,
+    ) -> None:
+        self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
+        self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed, "frozen": frozen}
+        self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
+        self.options |= {"grad_snr_every": grad_snr_every}
+        NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any training
+        self.show_tables = show_tables
+        self.log_layers = log_layers
+        self.resume_from = resume_from
+        self.sparsifier: NMSparsifier | None = None
+        """The sparsifier of the current training; ``None`` before and after it."""
+        self._state: TrainerState | None = None  # that of the current training
+        self._trained = False  # whether weights were trained under these masks, now or before a resume
+        self._first_batch = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.finish()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Install the masks, new or as saved."""
+        assert model is not None
+        assert optimizer is not None
+        _check_setting(args, model, optimizer)
+        folder = self._folder(args, state) if state.global_step else None
+        saved = read_state(folder, state.global_step) if folder else None
+        self._release(model, state, folder)
+        sparsifier = NMSparsifier(model, **self.options, planned_steps=state.max_steps, data_rank=args.process_index)
+        sparsifier.attach(saved, [optimizer])
+        try:
+            _refuse_owners(sparsifier)
+            if saved is not None:
+                try:
+                    sparsifier.load_state_dict(saved)
+                except ValueError as error:
+                    raise ValueError(f"cannot resume with the state in '{folder}': {error}") from error
+            sparsifier.register(optimizer)
+        except BaseException:
+            sparsifier.detach()
+            raise
+        self.sparsifier, self._state = sparsifier, state
+        self._trained, self._first_batch = saved is not None, True
+        vars(model)[_MARK] = _Mark(self)
+        warn_at_start(sparsifier, continues=saved is not None)
+        if self.show_tables and state.is_world_process_zero:
+            print_layers(sparsifier)
+
+    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """The folder that the training resumes from, which the Trainer does not tell."""
+        given = args.resume_from_checkpoint
+        if self.resume_from is not None:
+            return Path(self.resume_from)
+        if given and Path(given).is_dir():
+            return Path(given)
+        return saved_folder(args, state) or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+    def _release(self, model: nn.Module, state: TrainerState, folder: Path | None) -> None:
+        """Remove masks that a training left when an exception ended it; refuse a second callback."""
+        other = vars(model).get(_MARK, _Mark()).callback
+        if other is None or other.sparsifier is None:
+            return
+        if other is not self and other._state is state:
+            other.finish()
+            raise ValueError("this Trainer has two NMTrainerCallbacks: use one with `rules`")
+        other.finish()
+        if folder is not None:  # the Trainer loaded its weights under those masks
+            _load(model, folder)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Compare the masks of all processes before the first backward pass after an update."""
+        if self.sparsifier is not None:
+            self.sparsifier.compare_ranks()
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer | None = None,
+        **_: Any,
+    ) -> None:
+        """Let the methods change the complete gradients, which are clipped already."""
+        if self.sparsifier is None or optimizer is None:
+            return
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:
+            with suppress(RuntimeError):  # clipping has unscaled them
+                scaler.unscale_(unwrapped(optimizer))
+        self.sparsifier.before_step(optimizer)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Update the masks, while the gradients are still there."""
+        self._end_batch()
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Draw new random numbers for the next batch of an accumulation."""
+        self._end_batch()
+
+    def _end_batch(self) -> None:
+        if self.sparsifier is None:
+            return
+        if self._first_batch:
+            warn_after_first_batch(self.sparsifier)
+            self._first_batch = False
+        self._trained |= self.sparsifier.step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add the statistics to a log of the training loss."""
+        if self.sparsifier is None or logs is None or "loss" not in logs or not state.is_world_process_zero:
+            return
+        scalars = {f"nm/{name}": value for name, value in self.sparsifier.stats().items()}
+        for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
+            scalars |= {f"nm/{name}/{layer}": value for name, value in values.items()}
+        logs.update(scalars)
+        state.log_history[-1].update(scalars)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the state into the checkpoint folder, in the process that writes the model."""
+        folder = saved_folder(args, state)
+        if self.sparsifier is not None and args.should_save and folder is not None:
+            write_state(folder, self.sparsifier.state_dict(), state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Remove the masks; the parameters become the sparse weights, of the best model if the Trainer loaded it."""
+        sparsifier, best = self.sparsifier, state.best_model_checkpoint if args.load_best_model_at_end else None
+        self.finish()
+        if sparsifier is None:
+            return
+        if best:  # the Trainer loaded it under the masks of the last step
+            _load(sparsifier.model, Path(best))
+        dense = _dense_layers(sparsifier)
+        if dense:
+            which = f"those of '{best}'" if best else f"those of step {state.global_step}"
+            fault = f"the weights of {len(dense)} masked layers, such as '{dense[0]}', are not N:M sparse"
+            rank_zero_warn(f"{fault}: they are {which}, in a dense phase")
+
+    def finish(self) -> None:
+        """Give the model ordinary modules that hold the sparse weights; does nothing if no training has begun.
+
+        The end of training calls it. Weights that were not trained yet stay dense.
+        """
+        sparsifier, self.sparsifier, self._state = self.sparsifier, None, None
+        if sparsifier is not None:
+            vars(sparsifier.model).pop(_MARK, None)
+            if self._trained:
+                sparsifier.bake()
+            sparsifier.detach()
+
+
+def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse settings in which masks cannot be installed, or their state not be saved, by a ``ValueError``."""
+    if args.n_gpu > 1:
+        advice = "start one process per GPU with torchrun or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one"
+        raise ValueError(f"with {args.n_gpu} GPUs in one process the Trainer uses nn.DataParallel: {advice}")
+    kind = getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "NO")
+    name = str(getattr(kind, "value", kind))
+    if name in _UNSUPPORTED:
+        raise ValueError(f"NMTrainerCallback does not work under {name}: use DDP, or a Lightning Trainer for FSDP2")
+    sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if sharded is not None:
+        raise ValueError(f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP")
+
+
+def _load(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint folder, as the Trainer does; those of adapters are loaded already."""
+    if holds_model(folder):
+        model.load_state_dict(read_folder(folder)[0], strict=False)
+
+
+def _dense_layers(sparsifier: NMSparsifier) -> list[str]:
+    """The layers whose parameters, after training, are not N:M though their method masks the forward weight."""
+    return [
+        layer.name
+        for layer in sparsifier.layers.values()
+        if layer.method.sparse_forward
+        and not layer.forward_reason
+        and not is_nm(layer.rows(layer.param.detach()), layer.method.current_pattern(layer), dim=1)
+    ]
+
+
+def _refuse_owners(sparsifier: NMSparsifier) -> None:
+    """Refuse methods that own parameters: the Trainer restores the optimizer before a callback can add them to it."""
+    for layer in sparsifier.layers.values():
+        if layer.parameters:
+            owner = f"{type(layer.method).__name__} owns parameters at layer '{layer.name}'"
+            raise ValueError(f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method")
