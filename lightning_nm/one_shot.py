@@ -15,7 +15,7 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
-from lightning_nm.nn.adapters import find_adapter
+from lightning_nm.nn.adapters import adapter_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -209,7 +209,7 @@ class _Calibration:
 
     def moments(self, layer: NMLayer, calls: int) -> Tensor:
         """``X^T X`` over all batches for each group, float64 ``[groups, in, in]``."""
-        found = find_adapter(type(layer.module))
+        found = adapter_of(layer.name, layer.module, [layer.name])
         assert found is not None
         order = _columns(layer)
         total = torch.zeros(layer.groups, len(order), len(order), dtype=torch.float64, device=layer.param.device)

@@ -6,6 +6,8 @@ import types
 import torch
 from torch import nn
 
+from tests.experts import LinearExperts, TransposedLinearExperts
+
 
 class Conv1D(nn.Module):
     """A stand-in for transformers.pytorch_utils.Conv1D, with its layout: weight [in, out]."""
@@ -70,6 +72,8 @@ KINDS = {
     "attention": (Attention, (2, 5, 32)),
     "attention-kdim": (lambda: Attention(kdim=16, vdim=16), (2, 5, 32)),
     "cross-attention": (CrossAttention, (2, 5, 32)),
+    "experts": (LinearExperts, (11, 16)),
+    "experts-transposed": (TransposedLinearExperts, (11, 16)),
     "encoder-layer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), (2, 5, 32)),
 }
 

@@ -14,8 +14,8 @@ from lightning_nm.training.macs import OTHERS
 pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 
 
-class Experts(nn.Module):
-    """Weights [experts, out, in] in one parameter, used expert by expert."""
+class Stacked(nn.Module):
+    """Weights [experts, out, in] in one parameter, of which no name says so."""
 
     def __init__(self):
         super().__init__()
@@ -26,12 +26,12 @@ class Experts(nn.Module):
         return torch.cat([torch.nn.functional.linear(part, self.up[k]) for k, part in enumerate(parts)])
 
 
-class Batched(Experts):
+class Batched(Stacked):
     def forward(self, x):
         return torch.bmm(x.view(4, -1, 16), self.up.transpose(1, 2).contiguous()).flatten(0, 1)
 
 
-class Einsum(Experts):
+class Einsum(Stacked):
     def forward(self, x):
         return torch.einsum("eti,eoi->eto", x.view(4, -1, 16), self.up).flatten(0, 1)
 
@@ -72,7 +72,7 @@ class Bilinear(nn.Module):
 
 TOKENS = 16
 CASES = {
-    "experts": (Experts, TOKENS * 32 * 16),
+    "stacked": (Stacked, TOKENS * 32 * 16),
     "bmm": (Batched, TOKENS * 32 * 16),
     "einsum": (Einsum, TOKENS * 32 * 16),
     "matmul": (Own, TOKENS * 32 * 16),
@@ -112,7 +112,7 @@ def model_like(model, kind):
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch 2.8 or later")
 def test_grouped_products_count():
-    class Grouped(Experts):
+    class Grouped(Stacked):
         def forward(self, x):
             ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
             weights = self.up.transpose(1, 2).bfloat16()
@@ -143,6 +143,27 @@ def test_a_product_of_learned_tokens_counts_once():
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
     model(torch.randn(4, 16))
     assert sparsifier.macs == {"0": 4 * 16 * 16, "1.project": 5 * 16 * 32, "2": 4 * 32 * 8}
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_counts_by_its_operators():
+    class Router(nn.Linear):
+        def forward(self, x):
+            scores = super().forward(x)
+            return scores.softmax(-1), scores
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.router, self.head = nn.Linear(16, 16), Router(16, 4), nn.Linear(16, 8)
+
+        def forward(self, x):
+            x = self.up(x)
+            return self.head(x * self.router(x)[0].amax(-1, keepdim=True))
+
+    model = Model()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    model(torch.randn(4, 16))
+    assert sparsifier.macs == {"up": 4 * 16 * 16, "router": 4 * 16 * 4, "head": 4 * 16 * 8}
 
 
 def test_modules_whose_hash_changes_are_watched():

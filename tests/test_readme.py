@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
+from lightning_nm.nn.adapters import base as adapters
 from tests.lightning_models import Data, Net
 from tests.test_card import QUIET
 
@@ -97,6 +98,16 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
     exec(with_accelerate, {"model": model, "batches": batches, "optimizer": optimizer})
     loaded = type(model).from_pretrained("runs/model")
     assert nmf.is_nm(loaded.transformer.h[1].mlp.c_fc.weight, "2:4", dim=0)
+
+
+def test_mixtures_of_experts(monkeypatch, capsys):
+    monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
+    monkeypatch.setattr(adapters, "_CLASSES", {})
+    hugging_face, own = blocks("python", (ROOT / "docs" / "moe.md").read_text(encoding="utf-8"))
+    exec(own, {})
+    pytest.importorskip("transformers")
+    exec(hugging_face, {})
+    assert re.search(r"^\d\d% of the weight FLOPs are masked, 0 blocks are not 2:4$", capsys.readouterr().out)
 
 
 def test_without_lightning():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.functional import count_violations
+from lightning_nm.nn.layout import rows_of
 from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
@@ -147,8 +148,8 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         if plain not in keys:
             raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
         if layer["masked"]:
-            rows, layout = weights[keys[plain]], layer["layout"]
-            rows = rows.flatten(1) if layout == "flat" else rows.t() if layout == "transposed" else rows
+            layout = layer["layout"]
+            rows = rows_of(weights[keys[plain]], layout)
             verdicts.append(_judge(keys[plain], rows, pattern, 1, layout, masked=True))
         else:
             verdicts.append(Verdict(keys[plain], "dense", str(pattern), note="forward weight not masked"))
@@ -157,11 +158,18 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
 
 def _classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
     """Check a weight along all axes on which blocks may lie; the axis with the fewest violations counts."""
-    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
-    other = (weight, 0, "along dim 0") if weight.dim() == 2 else (weight.flatten(1), 1, "along the flattened filter")
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
+    # weight is that of a 1-d convolution, or one matrix for each expert.
+    axes = [(weight, 1, "along dim 1")]
+    if weight.dim() == 2:
+        axes.append((weight, 0, "along dim 0"))
+    elif weight.dim() == 3:
+        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
+    else:
+        axes.append((weight.flatten(1), 1, "along the flattened filter"))
     verdicts = [
         _judge(key, rows, pattern, dim, note, masked=False)
-        for rows, dim, note in ((weight, 1, "along dim 1"), other)
+        for rows, dim, note in axes
         if rows.shape[dim] % pattern.m == 0
     ]
     none = Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")

@@ -120,6 +120,11 @@ class Method:
         used = (_function(self.forward_weight), _function(self.backward_weight))
         return used == (MaskMethod.forward_weight, MaskMethod.backward_weight)
 
+    @property
+    def has_own_backward_weight(self) -> bool:
+        """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
+        return _function(self.backward_weight) not in (Method.backward_weight, MaskMethod.backward_weight)
+
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
 

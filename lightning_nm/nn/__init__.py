@@ -6,11 +6,13 @@ from lightning_nm.nn.adapters import (
     NMConv2d,
     NMConv3d,
     NMEmbedding,
+    NMExperts,
     NMLinear,
     NMMultiheadAttention,
     NMTransposedLinear,
     WeightSpec,
     register_adapter,
+    register_experts,
 )
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_conv, nm_linear
@@ -21,6 +23,7 @@ __all__ = [
     "NMConv2d",
     "NMConv3d",
     "NMEmbedding",
+    "NMExperts",
     "NMLayer",
     "NMLinear",
     "NMMultiheadAttention",
@@ -29,4 +32,5 @@ __all__ = [
     "nm_conv",
     "nm_linear",
     "register_adapter",
+    "register_experts",
 ]

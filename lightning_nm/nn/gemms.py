@@ -127,11 +127,17 @@ class LayerCosts:
         self.treatment: tuple[Any, ...] | None = None  # what current depends on
         self.current: list[tuple[list[float], list[float]]] = []
         """For each counting the sums and what a step adds to them."""
+        self.last_call: int | None = None
+        """Multiply-adds of the module's last call, where its products count themselves."""
 
     def settle(self, treatment: tuple[Any, ...], gemms: Gemms) -> None:
         """Set what a step adds."""
         self.treatment = treatment
         self.current = [(sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()]
+
+    def record_call(self, macs: int) -> None:
+        """Set the multiply-adds of a call that ended."""
+        self.last_call = macs
 
     def mean(self) -> dict[FlopsKind, GemmDensity] | None:
         """The average over the steps; ``None`` if there were none."""

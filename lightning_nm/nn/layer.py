@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.handles import HasHandle
 from lightning_nm.nn.gemms import Gemms, LayerCosts, layer_gemms
+from lightning_nm.nn.layout import Layout, from_rows, locate, rows_of
 from lightning_nm.nn.masks import LayerMasks
 from lightning_nm.nn.noise import LayerNoise
 from lightning_nm.nn.observation import GradientObservation
@@ -26,10 +27,6 @@ from lightning_nm.pattern import NMPattern
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator
     from lightning_nm.methods.base import Method
-
-Layout = Literal["plain", "flat", "transposed"]
-"""``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
-``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +92,12 @@ class NMLayer(HasHandle):
         """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
         self.handle_tensor = torch.empty(self.handle, 0, device=self.param.device)
         """An empty tensor whose size is the layer's handle."""
+        self.experts: dict[int, NMLayer] = {}
+        """The layers of single experts that products have used; made by :func:`~lightning_nm.nn.expert.expert_of`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.experts = {}
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -162,7 +162,10 @@ class NMLayer(HasHandle):
     @property
     def param(self) -> nn.Parameter:
         """The latent parameter as the module holds it, for its identity and shape: its values may be sharded."""
-        return getattr(self.spec.module, self.spec.parameter)
+        # Not by getattr: while a module of experts runs, its attribute is an ExpertWeight.
+        parameter = self.spec.module._parameters[self.spec.parameter]
+        assert parameter is not None
+        return parameter
 
     @property
     def optimizer_param(self) -> nn.Parameter:
@@ -199,9 +202,7 @@ class NMLayer(HasHandle):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
-        if self.spec.layout == "flat":
-            return tensor.flatten(1)
-        return tensor.t() if self.spec.layout == "transposed" else tensor
+        return rows_of(tensor, self.spec.layout)
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
@@ -209,15 +210,11 @@ class NMLayer(HasHandle):
 
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""
-        if self.spec.layout == "flat":
-            return tensor.unflatten(1, self.param.shape[1:])
-        return tensor.t() if self.spec.layout == "transposed" else tensor
+        return from_rows(tensor, self.spec.layout, self.param.shape)
 
     def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
-        if self.spec.layout == "flat":
-            return index[0], *torch.unravel_index(index[1], self.param.shape[1:])
-        return index[::-1] if self.spec.layout == "transposed" else index
+        return locate(index, self.spec.layout, self.param.shape)
 
     @torch.no_grad()
     def by_rows(self, mask: Callable[[Tensor], Tensor]) -> Tensor:
@@ -353,6 +350,16 @@ class NMLayer(HasHandle):
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
+
+    @property
+    def first_row(self) -> int:
+        """The first output row, counted from that of the weight which the random numbers belong to."""
+        return 0
+
+    @property
+    def routes_gradients(self) -> bool:
+        """Whether products route their weight gradients through the method."""
+        return True
 
     def local_view(self, sharded: Tensor) -> NMLayer:
         """This layer for the local shard of ``sharded``, whose passes are not observed."""

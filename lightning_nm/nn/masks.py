@@ -105,6 +105,14 @@ class LayerMasks:
         part.permutation = self.permutation
         return part
 
+    def of_group(self, group: int, size: int) -> LayerMasks:
+        """The masks of one group of `size` output rows, where dimension 0 of the weight counts groups; views."""
+        part = self.with_bits(None if self.bits is None else self.bits[group])
+        part.moves = self.moves
+        if self.permutation is not None:
+            part.permutation = self.permutation[group * size : (group + 1) * size] - group * size
+        return part
+
     def to(self, device: torch.device) -> None:
         """Move every tensor to a device."""
         self.moves += 1

@@ -49,6 +49,7 @@ def nm_linear(
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x @ W_F^T + bias`` whose input gradient uses W_B.
 
@@ -59,11 +60,12 @@ def nm_linear(
         layer: Method, estimator and masks.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
+        dtype: What the weight is cast to where autocast does not decide; by default nothing.
 
     Returns:
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
-    x, bias, dtype = _autocast(x, weight, bias)
+    x, bias, dtype = _autocast(x, dtype or weight.dtype, bias)
     router = active() if routed and x.dtype == dtype else None  # a mismatch is the dense product's to refuse
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
@@ -102,7 +104,7 @@ def nm_conv(
         tokens = x.movedim(1, -1)
         if tokens.is_contiguous():  # channels last: a matrix product, [batch x positions, in] with [in, out]
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
-    x, bias, dtype = _autocast(x, weight, bias)
+    x, bias, dtype = _autocast(x, weight.dtype, bias)
     router = active()
     with torch.autocast(x.device.type, enabled=False):
         geometry = (stride, padding, dilation, groups)
@@ -132,13 +134,13 @@ def nm_embedding(
     return _Embedding.apply(tokens, weight, layer, padding, scale_grad_by_freq, *layer.read_tensors())
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
+def _autocast(x: Tensor, own: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast casts for a matmul; the weight is cast inside the op so that the parameter itself is saved."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), None if bias is None else bias.to(dtype), dtype
-    return x, bias, weight.dtype
+    return x, bias, own
 
 
 def _wgrad(
@@ -149,7 +151,7 @@ def _wgrad(
         return gemm(grad)
     by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
     tokens = by_token.flatten(0, -2)
-    pruned = layer.estimate(tokens, layer.noise.for_call(noise, row))
+    pruned = layer.estimate(tokens, layer.noise.for_call(noise, layer.first_row + row))
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
     found = gemm(estimate)
     if not torch.compiler.is_compiling() and layer.observation.active:  # a compiled graph cannot hand figures out
@@ -159,6 +161,8 @@ def _wgrad(
 
 def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[Tensor | None, list[Any]]:
     """Gradients of the weight and of the layer's tensors, of which only the method's own parameters have one."""
+    if not layer.routes_gradients:
+        return grad.to(weight.dtype), [None] * tensors
     grad_weight, *grad_parameters = layer.spec.method.weight_gradient(layer, weight, grad.to(weight.dtype))
     rest: list[Any] = [None] * (tensors - len(layer.parameters))
     return grad_weight, rest + grad_parameters

@@ -230,7 +230,9 @@ class _Gradient:
 
     def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
         self.layer, self.router, self.grad = layer, router, grad
-        self.seed = layer.noise.for_call(noise, 0) if is_estimating(layer) and noise is not None else None
+        self.seed: Tensor | None = None
+        if noise is not None and is_estimating(layer):
+            self.seed = layer.noise.for_call(noise, layer.first_row)
         self._transposed: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from lightning_nm.nn.adapters import Adapter, find_adapter
+from lightning_nm.nn.adapters import Adapter, adapter_of, adapters_by_parameters
 from lightning_nm.nn.layer import LayerSpec, NMLayer
+from lightning_nm.nn.layout import row_sizes
 from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
@@ -122,7 +123,7 @@ def select(
     """
     selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
-    candidates = list(_candidates(model, selection, conv_layout))
+    candidates = list(_candidates(model, selection, conv_layout, named))
     ties = Ties(model, candidates, named)
     selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
     candidates = [c for c in candidates if c.name not in selection.skipped]
@@ -197,7 +198,9 @@ def select(
     return selection
 
 
-def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
+def _candidates(
+    model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str]
+) -> Iterator[Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
     wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
@@ -206,16 +209,19 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
         if is_low_rank(module):
             wrapped[f"{name}." if name else ""] = module
         kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-        found, packed = find_adapter(kind), quantised(module)
-        if found is None:
+        known, packed = unmaskable(kind), quantised(module)
+        found = adapter_of(name, module, named)
+        if found is None or (known and found[0].by_parameters):
             if packed or matrices(module):
-                selection.skipped[name] = packed or unmaskable(kind) or f"no adapter for {kind.__name__}"
+                selection.skipped[name] = packed or known or f"no adapter for {kind.__name__}{_hint(module)}"
             continue
         adapter, handled = found
         reason = ""
         if stated := packed or adapter.refusal(module):
             reason = stated
-        elif kind.forward is not handled.forward or "forward" in vars(module):
+        elif kind.forward is nn.Module.forward:
+            reason = f"{kind.__name__} has no forward: other modules read its weights"
+        elif (kind.forward is not handled.forward and not adapter.wraps_forward) or "forward" in vars(module):
             reason = f"{kind.__name__} has a forward of its own"
         elif name in readers:
             reason = f"read, not called, by {readers[name]}"
@@ -228,7 +234,20 @@ def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Ite
             readers.update({f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children})
             continue
         for spec in adapter.specs(module, conv_layout):
+            own = {name, layer_name(name, spec.parameter)}
+            if not adapter.recognizes(name, module, spec.parameter) and own.isdisjoint(named):
+                selection.skipped[layer_name(name, spec.parameter)] = f"no adapter for it{_HINT}"
+                continue
             yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
+
+
+_HINT = "; if it holds experts' weights, name it in `include` or see register_experts"
+
+
+def _hint(module: nn.Module) -> str:
+    """What to do about a module without an adapter that may hold experts."""
+    found = [adapter for adapter in adapters_by_parameters() if any(True for _ in adapter.specs(module, "channels"))]
+    return _HINT if found else ""
 
 
 def _in_low_rank(module: nn.Module) -> str:
@@ -286,12 +305,12 @@ def _why_not(candidate: Candidate) -> str:
 def _eligibility(candidate: Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
     """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
     weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
-    rows = weight.t() if spec.layout == "transposed" else weight.flatten(1) if spec.layout == "flat" else weight
-    part = "" if spec.groups == 1 else "/group"
-    forward = _misfit(f"in{part}", rows.shape[1], pattern, cuts.get(1, 1))
+    out, depth = row_sizes(weight.shape, spec.layout)
+    part = "" if spec.groups == 1 or spec.layout.startswith("experts") else "/group"
+    forward = _misfit(f"in{part}", depth, pattern, cuts.get(1, 1))
     if candidate.is_embedding:
         return forward, "tokens have no gradient"
-    return forward, _misfit(f"out{part}", rows.shape[0] // spec.groups, pattern, cuts.get(0, 1))
+    return forward, _misfit(f"out{part}", out // spec.groups, pattern, cuts.get(0, 1))
 
 
 def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:

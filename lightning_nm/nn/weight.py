@@ -32,12 +32,12 @@ class ShardedWeight:
     def parameter(self) -> nn.Parameter:
         """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
         reshard(self.wrappers)
-        return getattr(self.module, self.name)
+        return self._held
 
     @property
     def weight(self) -> nn.Parameter:
         """The full parameter, a plain tensor, within :meth:`full`; outside of it the sharded one."""
-        return getattr(self.module, self.name) if self._gathered is None else self._gathered.weight
+        return self._held if self._gathered is None else self._gathered.weight
 
     @property
     def local(self) -> Tensor:
@@ -54,7 +54,13 @@ class ShardedWeight:
 
     def shard_of(self, full: Tensor) -> Tensor:
         """View of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
-        return local_shard(full, getattr(self.module, self.name))
+        return local_shard(full, self._held)
+
+    @property
+    def _held(self) -> nn.Parameter:
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
     @contextmanager
     def full(self, *, gradient: bool = False) -> Iterator[None]:

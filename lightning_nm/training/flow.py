@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters import find_adapter
+from lightning_nm.nn.adapters import adapter_of, find_adapter
 from lightning_nm.nn.names import plain_name
 from lightning_nm.training.forwards import WatchingHook, WatchingMode, can_watch
 
@@ -132,7 +132,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that hold weights of a known kind, by name; embeddings are inputs of the first layers."""
     found = {}
     for name, module in model.named_modules():
-        adapter = find_adapter(type(module))
+        adapter = adapter_of(plain_name(name), module)
         if (
             adapter is not None
             and adapter[0].role != "embedding"

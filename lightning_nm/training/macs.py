@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters import find_adapter
+from lightning_nm.nn.adapters import Adapter, adapter_of
 from lightning_nm.nn.names import layer_name, plain_name
 from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode, compiled_parts
 
@@ -24,9 +26,10 @@ class MacsCounter:
     """Adds up the dense forward multiply-adds of each weight, until it is closed.
 
     Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
-    other weight are counted together as :data:`OTHERS`, by torch's formulas for operators, in models without compiled
-    or sharded parts. Products of two activations, as in attention, are not counted. Batches, and several calls of a
-    module in one batch, are added up, so only the shares of the counts have a meaning.
+    other weight are counted by torch's formulas for operators, in models without compiled or sharded parts: together as
+    :data:`OTHERS`, those of experts that are not masked one by one. Products of two activations, as in attention, are
+    not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of the counts
+    have a meaning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,12 +42,19 @@ class MacsCounter:
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._seen: set[nn.Module] = set()
         self._over = False
-        known: set[int] = set()
+        known: dict[int, Callable[[], str]] = {}
         for name, module in model.named_modules():
-            if (found := find_adapter(type(module))) is not None:
-                self._handles[module] = module.register_forward_hook(_Leave(self, plain_name(name)), with_kwargs=True)
-                if found[0].role != "embedding":  # what is made of its rows are activations
-                    known.update(id(getattr(module, spec.parameter)) for spec in found[0].specs(module, "channels"))
+            if (found := adapter_of(plain_name(name), module)) is not None:
+                by_operators = found[0].wraps_forward or _has_own_forward(module, found[1])
+                if found[0].wraps_forward or not by_operators:
+                    leave = _Leave(self, plain_name(name), found[0])
+                    self._handles[module] = module.register_forward_hook(leave, with_kwargs=True)
+                if found[0].role == "embedding":  # what is made of its rows are activations
+                    continue
+                for spec in found[0].specs(module, "channels"):
+                    key = layer_name(plain_name(name), spec.parameter)
+                    counts = partial(_counted_by, module, spec.parameter, by_operators, key)
+                    known[id(getattr(module, spec.parameter))] = counts
         self._calls = OutermostCalls(model, _OtherProducts(self, known))
 
     def hidden(self) -> set[nn.Module]:
@@ -75,19 +85,32 @@ class MacsCounter:
             self.macs[key] = self.macs.get(key, 0) + cost
 
 
+def _has_own_forward(module: nn.Module, handled: type[nn.Module]) -> bool:
+    """Whether a module is derived from the handled class, but its calls may take and return anything."""
+    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
+    return kind.forward is not handled.forward
+
+
+def _counted_by(module: nn.Module, parameter: str, by_operators: bool, key: str) -> str:
+    """``"known"`` for a weight whose module counts its products, else the key under which they are counted."""
+    masked = isinstance(module, Adapter) and parameter in module.nm_layers
+    return key if by_operators and not masked else "known"
+
+
 class _Leave(WatchingHook):
-    def __init__(self, counter: MacsCounter, name: str) -> None:
-        self.counter, self.name = counter, name
+    def __init__(self, counter: MacsCounter, name: str, adapter: type[Adapter]) -> None:
+        self.counter, self.name, self.adapter = counter, name, adapter
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found = find_adapter(type(module))
         # A compiled graph must not depend on a counter.
-        if found is None or torch.compiler.is_compiling() or self.counter._over:
+        if torch.compiler.is_compiling() or self.counter._over:
             return
         self.counter._seen.add(module)
-        for spec in found[0].specs(module, "channels"):
+        for spec in self.adapter.specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
-            cost = found[0].macs(module, spec.parameter, args, kwargs, output)
+            cost = self.adapter.macs(module, spec.parameter, args, kwargs, output)
+            if cost is None:
+                continue
             self.counter.add(key, cost)
             if module.training:
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
@@ -98,10 +121,10 @@ class _OtherProducts(WatchingMode):
 
     Args:
         counter: Gets the counts.
-        known: The ids of the weights of known modules.
+        known: For the ids of the weights of known modules, ``"known"`` or the key of their counts.
     """
 
-    def __init__(self, counter: MacsCounter, known: set[int]) -> None:
+    def __init__(self, counter: MacsCounter, known: Mapping[int, Callable[[], str]]) -> None:
         super().__init__()
         self.counter, self.known = counter, known
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -118,18 +141,18 @@ class _OtherProducts(WatchingMode):
             return output
         if cost := _cost(func._overloadpacket, args, kwargs, output):
             if "known" not in given:
-                self.counter.add(OTHERS, cost)
+                self.counter.add(next(filter(None, given)), cost)
             return output
         # W_F is made of a known weight and its mask.
-        kind = "known" if "known" in given else "other" if all(given) else ""
+        kind = "known" if "known" in given else next(iter(given)) if all(given) else ""
         if kind:
             self._made.update((made, kind) for made in tree_leaves(output) if isinstance(made, Tensor))
         return output
 
     def _kind(self, tensor: Tensor) -> str:
-        """``"known"`` or ``"other"`` for weights and what was made of them, empty for activations."""
+        """``"known"``, or the key of the counts, for weights and what was made of them; empty for activations."""
         if isinstance(tensor, nn.Parameter) and tensor.dim() > 1:
-            return "known" if id(tensor) in self.known else "other"
+            return self.known[id(tensor)]() if id(tensor) in self.known else OTHERS
         return self._made.get(tensor, "")
 
 

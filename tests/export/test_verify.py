@@ -41,6 +41,18 @@ def test_a_state_dict_is_classified(tmp_path):
         verify(tmp_path / "a.pt", "5:4")
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_3d_weight_is_one_matrix_for_each_expert(tmp_path, dim):
+    weight = nm_prune(torch.randn(3, 8, 8), "2:4", dim=dim)
+    torch.save({"experts.up": weight, "experts.down": torch.randn(3, 8, 8)}, tmp_path / "a.pt")
+    result = verify(tmp_path / "a.pt", "2:4")
+    assert (result.verdicts[0].verdict, result.verdicts[0].note) == ("N:M", f"along dim {dim}")
+    assert [v.verdict for v in result.verdicts] == ["N:M", "dense"]
+    weight[1] = 1
+    torch.save({"experts.up": weight}, tmp_path / "a.pt")
+    assert verify(tmp_path / "a.pt", "2:4").problems[0] == "'experts.up' is not 2:4: 16 of 48 blocks hold more"
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         verify(tmp_path / "missing.ckpt")

@@ -169,9 +169,10 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
-        if masked.get("flops", masked["parameters"]) < 0.5:
-            why = "less than half of the model is masked, so little can be gained; the last column gives the reasons"
-            console.print(f"[yellow]warning:[/] {why}")
+        parts = {"parameters": "the model's parameters", "flops": "its weight FLOPs"}
+        if small := [parts[part] for part, share in masked.items() if share < 0.5]:
+            why = f"less than half of {' and of '.join(small)} is masked, so little can be gained"
+            console.print(f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True)
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 

@@ -1,9 +1,19 @@
 """The layer kinds: how each module class runs its products through the op seam."""
 
 from lightning_nm.nn.adapters.attention import FUSED_PATHS, NMMultiheadAttention
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, _new, adapted_class, find_adapter, register_adapter
+from lightning_nm.nn.adapters.base import (
+    Adapter,
+    WeightSpec,
+    _new,
+    adapted_class,
+    adapter_of,
+    adapters_by_parameters,
+    find_adapter,
+    register_adapter,
+)
 from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
 from lightning_nm.nn.adapters.embedding import NMEmbedding
+from lightning_nm.nn.adapters.experts import NMExperts, register_experts
 from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
 
 __all__ = [
@@ -13,12 +23,16 @@ __all__ = [
     "NMConv2d",
     "NMConv3d",
     "NMEmbedding",
+    "NMExperts",
     "NMLinear",
     "NMMultiheadAttention",
     "NMTransposedLinear",
     "WeightSpec",
     "_new",
     "adapted_class",
+    "adapter_of",
+    "adapters_by_parameters",
     "find_adapter",
     "register_adapter",
+    "register_experts",
 ]

@@ -7,12 +7,14 @@ parameters and its state-dict keys stay the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_nm.nn.layer import Layout, NMLayer
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layout import Layout
+from lightning_nm.nn.names import layer_name
 from lightning_nm.nn.sharding import as_sharded
 from lightning_nm.nn.state import fits, layer_state, restore_weights
 
@@ -22,7 +24,7 @@ class WeightSpec(NamedTuple):
 
     Args:
         parameter: Name of the parameter in its module.
-        layout: How its blocks lie, see :data:`~lightning_nm.nn.layer.Layout`.
+        layout: How its blocks lie, see :data:`~lightning_nm.nn.layout.Layout`.
         groups: Groups of output rows that no dgrad block may cross.
     """
 
@@ -47,6 +49,12 @@ class Adapter(nn.Module):
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
+    by_parameters: ClassVar[bool] = False
+    """Whether the adapter fits any class, if the parameters of a module do; it is asked after all others."""
+
+    wraps_forward: ClassVar[bool] = False
+    """Whether the module's own forward runs; :meth:`macs` then knows only the products of masked weights."""
+
     nm_base: ClassVar[type[nn.Module]]  # the class that the module had before the swap
     nm_layers: dict[str, NMLayer]
 
@@ -66,8 +74,10 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """Multiply-adds of the dense forward GEMM of a weight in one call.
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int | None:
+        """Multiply-adds of the dense forward GEMM of a weight in one call; ``None`` if its operators must be counted.
 
         Args:
             module: The module.
@@ -86,6 +96,16 @@ class Adapter(nn.Module):
         ``rows.flatten(1)``; the arguments are those of :meth:`macs`.
         """
         raise NotImplementedError(f"{cls.__name__} defines no inputs(), which calibration needs")
+
+    @classmethod
+    def recognizes(cls, name: str, module: nn.Module, parameter: str) -> bool:
+        """Whether a weight of :meth:`specs` is masked though no `include` names it; `name` is the module's."""
+        return True
+
+    @classmethod
+    def wrapping(cls) -> dict[str, Any]:
+        """Attributes of adapted classes, before those of the class that a module had."""
+        return {}
 
     @classmethod
     def needed_around(cls, module: Any) -> bool:
@@ -171,19 +191,42 @@ def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]]
     """The adapter for a module class, and the class it handles, from which ``kind`` may be derived."""
     kind = kind.nm_base if issubclass(kind, Adapter) else kind
     for adapter in _ADAPTERS:
-        handled = adapter.handled(kind)
+        handled = None if adapter.by_parameters else adapter.handled(kind)
         if handled is not None:
             return adapter, handled
     return None
+
+
+def adapter_of(
+    name: str, module: nn.Module, named: Collection[str] = ()
+) -> tuple[type[Adapter], type[nn.Module]] | None:
+    """The adapter for a module: :func:`find_adapter`'s, or one for parameters that it recognizes or `named` names."""
+    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
+    found = find_adapter(kind)
+    if found is not None:
+        return found
+    for adapter in adapters_by_parameters():
+        for spec in adapter.specs(module, "channels"):
+            is_named = name in named or layer_name(name, spec.parameter) in named
+            if is_named or isinstance(module, adapter) or adapter.recognizes(name, module, spec.parameter):
+                return adapter, kind
+    return None
+
+
+def adapters_by_parameters() -> list[type[Adapter]]:
+    """The adapters for modules of any class."""
+    return [adapter for adapter in _ADAPTERS if adapter.by_parameters]
 
 
 def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class that mixes the fitting adapter into ``base``; one per base class, made at first use."""
     if base not in _CLASSES:
         found = find_adapter(base)
-        if found is None:
-            raise TypeError(f"no adapter for {base.__name__}")
-        _CLASSES[base] = type(f"NM{base.__name__}", (found[0], base), {"nm_base": base, "__module__": __name__})
+        adapter = adapters_by_parameters()[0] if found is None else found[0]
+        # The names of a class whose forward stays must not be hidden by an adapter's.
+        bases = (base, adapter) if adapter.wraps_forward else (adapter, base)
+        attributes = {**adapter.wrapping(), "nm_base": base, "__module__": __name__}
+        _CLASSES[base] = type(f"NM{base.__name__}", bases, attributes)
     return _CLASSES[base]
 
 

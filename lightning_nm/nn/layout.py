@@ -1,0 +1,68 @@
+"""How the blocks of a weight lie: the weight as rows of outputs, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["plain", "flat", "transposed", "experts", "experts-transposed"]
+"""``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
+``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight.
+``"experts"``: ``[experts, out, in]``, each expert's matrix plain. ``"experts-transposed"``: ``[experts, in, out]``,
+each expert's matrix transposed."""
+
+
+def rows_of(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensor with dimension 0 as `out` and forward blocks along dimension 1; the rows of experts one after another.
+
+    A view where memory allows one: that of ``"experts-transposed"`` is a copy.
+    """
+    if layout == "flat":
+        return tensor.flatten(1)
+    if layout == "experts":
+        return tensor.flatten(0, 1)
+    if layout == "experts-transposed":
+        return tensor.transpose(1, 2).flatten(0, 1)
+    return tensor.t() if layout == "transposed" else tensor
+
+
+def row_sizes(shape: Sequence[int], layout: Layout) -> tuple[int, int]:
+    """The first two sizes of :func:`rows_of` a tensor of this shape."""
+    if layout == "flat":
+        return shape[0], math.prod(shape[1:])
+    if layout == "experts":
+        return shape[0] * shape[1], shape[2]
+    if layout == "experts-transposed":
+        return shape[0] * shape[2], shape[1]
+    return (shape[1], shape[0]) if layout == "transposed" else (shape[0], shape[1])
+
+
+def from_rows(rows: Tensor, layout: Layout, shape: Sequence[int]) -> Tensor:
+    """Undo :func:`rows_of` for a tensor of this shape, whose dimension 0 may be cut."""
+    if layout == "flat":
+        return rows.unflatten(1, shape[1:])
+    if layout == "experts":
+        return rows.unflatten(0, (-1, shape[1]))
+    if layout == "experts-transposed":
+        return rows.unflatten(0, (-1, shape[2])).transpose(1, 2)
+    return rows.t() if layout == "transposed" else rows
+
+
+def locate(index: tuple[Tensor, ...], layout: Layout, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Turn an index into :func:`rows_of` a tensor of this shape into one of the tensor itself."""
+    if layout == "flat":
+        return index[0], *torch.unravel_index(index[1], tuple(shape[1:]))
+    if layout == "experts":
+        return index[0] // shape[1], index[0] % shape[1], index[1]
+    if layout == "experts-transposed":
+        return index[0] // shape[2], index[1], index[0] % shape[2]
+    return index[::-1] if layout == "transposed" else index
+
+
+def of_one_expert(layout: Layout) -> Layout:
+    """The layout of one expert's matrix."""
+    return "transposed" if layout == "experts-transposed" else "plain"

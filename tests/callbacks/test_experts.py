@@ -1,0 +1,294 @@
+"""Mixtures of experts trained by the callback: own ones, and those of transformers."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm.callbacks.report.tables import layer_rows, print_layers
+from lightning_nm.demo import ExactResume, ResumableDataModule
+from lightning_nm.export import verify
+from lightning_nm.training.forwards import can_watch
+from lightning_nm.training.macs import OTHERS
+from tests.experts import EXPERTS, HIDDEN, WIDTH, Experts, TransposedExperts
+from tests.lightning_models import SaveAt, assert_equal_models, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:You passed in a `val_dataloader` but have no `validation_step`",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+)
+
+METHODS = {
+    "sr-ste": lambda: "sr-ste",
+    "asp": lambda: "asp",
+    "transposable": lambda: TransposableMask(update_every=2),
+    "bi-mask": lambda: BiMask(permute_every=3),
+    "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5),
+}
+VOCABULARY, LENGTH = 32, 8
+
+
+class Whole(TensorDataset):
+    def __getitems__(self, indices):
+        return [tensor[indices] for tensor in self.tensors]
+
+
+class Tokens(ResumableDataModule):
+    def __init__(self):
+        super().__init__(batch_size=8)
+        tokens = torch.randint(0, VOCABULARY, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+        self.train_set = Whole(tokens)
+
+
+class Own(nn.Module):
+    """An embedding, a routed mixture, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.first, self.second = Experts("grouped"), TransposedExperts("loop")
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).flatten(0, 1)
+        weight, experts = self.router(x).softmax(-1).max(-1)
+        x = x + weight[:, None] * self.first(x, experts)
+        return self.head(x + self.second(x, experts)).view(*tokens.shape, VOCABULARY)
+
+
+def mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss():
+    """Weights ``[experts, in, out]``, with biases."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def llama4():
+    """Weights ``[experts, in, out]`` that no attribute tells of, every expert on a copy of every token."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        intermediate_size_mlp=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+TRANSPOSED = {"gpt-oss": gpt_oss, "llama4": llama4}
+MODELS = {"own": Own, "mixtral": mixtral, "qwen3-moe": qwen3_moe}
+IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
+
+
+class LanguageModel(pl.LightningModule):
+    def __init__(self, kind, seed=0, implementation=None):
+        super().__init__()
+        pl.seed_everything(seed, verbose=False)
+        self.model = {**MODELS, **TRANSPOSED}[kind]()
+        if implementation is not None and kind != "own":
+            self.model.set_experts_implementation(implementation)
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        made = self.model(tokens)
+        logits = getattr(made, "logits", made)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def experts_of(model):
+    return {name: p for name, p in model.named_parameters() if p.dim() == 3}
+
+
+CASES = [  # all pairs of a model and a method, and of a model and a way to run it
+    pytest.param(kind, IMPLEMENTATIONS[(row + column) % 3], method, (None, "mvue")[(row + column) % 2])
+    for row, kind in enumerate(MODELS)
+    for column, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("kind", "implementation", "method", "estimator"), CASES)
+def test_a_resume_is_bit_exact_and_verified(tmp_path, kind, implementation, method, estimator):
+    def callbacks():
+        nm = NMSparsityCallback("2:4", METHODS[method](), grad_estimator=estimator, show_tables=False)
+        return [nm, ExactResume()]
+
+    straight = LanguageModel(kind, implementation=implementation)
+    save = SaveAt(tmp_path / "mid.ckpt", 5)
+    trainer = make_trainer(tmp_path, [*callbacks(), save], max_epochs=1)
+    trainer.fit(straight, Tokens())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    resumed = LanguageModel(kind, seed=7, implementation=implementation)
+    make_trainer(tmp_path, callbacks(), max_epochs=1).fit(resumed, Tokens(), ckpt_path=tmp_path / "mid.ckpt")
+    assert_equal_models(straight, resumed)
+    for checkpoint in ("mid.ckpt", "end.ckpt"):
+        result = verify(tmp_path / checkpoint)
+        assert result.ok
+        keys = {verdict.key for verdict in result.verdicts if verdict.verdict == "N:M"}
+        assert keys >= set(experts_of(straight))
+    assert type(next(m for m in straight.modules() if "Experts" in type(m).__name__)).__name__[:2] != "NM"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_the_implementations_of_transformers_agree(kind):
+    found = {}
+    for implementation in IMPLEMENTATIONS:
+        model = LanguageModel(kind, implementation=implementation)
+        sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
+        assert set(experts_of(model)) < set(sparsifier.layers)
+        (tokens,) = Tokens().train_set[:4]
+        loss = model.training_step((tokens,), 0)
+        loss.backward()
+        found[implementation] = [loss.detach(), *(p.grad for p in model.parameters())]
+    for implementation in IMPLEMENTATIONS[1:]:
+        torch.testing.assert_close(found[implementation], found["eager"])
+
+
+@pytest.mark.parametrize("kind", TRANSPOSED)
+def test_transposed_experts_of_transformers_are_known(kind):
+    model = LanguageModel(kind)
+    (tokens,) = Tokens().train_set[:4]
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    masked = {name: layer for name, layer in sparsifier.layers.items() if layer.param.dim() == 3}
+    assert {layer.spec.layout for layer in masked.values()} == {"experts-transposed"}
+    assert set(masked) == set(experts_of(model))
+    loss = model.training_step((tokens,), 0)
+    loss.backward()
+    grads = {name: layer.param.grad.clone() for name, layer in masked.items()}
+    assert OTHERS not in sparsifier.macs or kind == "gpt-oss"  # whose router is of another kind
+    sparsifier.bake()
+    sparsifier.detach()
+    model.zero_grad()
+    other = model.training_step((tokens,), 0)
+    other.backward()
+    torch.testing.assert_close(loss, other)
+    for name, grad in grads.items():  # the straight-through gradient is that of the sparse model
+        torch.testing.assert_close(grad, experts_of(model)[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read at a graph break
+@pytest.mark.parametrize("kind", ["own", "mixtral"])
+def test_compiled_models_run_their_experts_eagerly(kind):
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = LanguageModel(kind)
+        sparsifier = NMSparsifier(model, "2:4", "bi-mask", "mvue").attach()
+        if compiled:
+            model.model.compile(backend="aot_eager")
+        loss = model.training_step((Tokens().train_set[:4][0],), 0)
+        loss.backward()
+        assert not sparsifier.unseen
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
+@pytest.mark.parametrize("exclude", [None, "first*", "router"])
+def test_products_are_counted_by_tokens_and_once(exclude):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.own = Own()
+    sparsifier = NMSparsifier(model.own, "2:4", "sr-ste", exclude=exclude and [exclude]).attach()
+    tokens = torch.zeros(3, LENGTH, dtype=torch.int64)  # all of one kind, so all at one expert
+    model.own(tokens).sum().backward()
+    each = 3 * LENGTH * WIDTH
+    expected = {"router": each * EXPERTS, "head": each * VOCABULARY}
+    expected |= {f"{name}.{weight}": each * HIDDEN for name in ("first", "second") for weight in ("up", "down")}
+    assert sparsifier.macs == expected
+    assert OTHERS not in sparsifier.macs
+    masked = sum(expected[name] for name in sparsifier.layers)
+    assert sparsifier.shares()["flops"] == pytest.approx(masked / sum(expected.values()))
+
+
+def test_the_table_shows_experts_and_warns_of_a_small_share(capsys):
+    model = Own()
+    sparsifier = NMSparsifier(model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False).attach()
+    model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    print_layers(sparsifier)
+    assert "less than half of the model's parameters and of its weight FLOPs is masked" in capsys.readouterr().out
+    sparsifier.detach()
+    sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
+    model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    rows = {row[0]: row[1:-1] for row in layer_rows(sparsifier)}
+    assert rows["first.up"] == ("4x32x16", "2:4", "bi-mask", "2:4", "2:4", "dense")
+    assert rows["second.up"] == ("4x16x32", "2:4", "bi-mask", "2:4", "2:4", "dense")
+    print_layers(sparsifier)
+    assert "less than half" not in capsys.readouterr().out
+
+
+def test_frozen_experts_wait_and_wake():
+    torch.manual_seed(0)
+    model = Own()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach(optimizers=[optimizer])
+    sparsifier.register(optimizer)
+    assert {"first.up", "first.down"} <= set(sparsifier.skipped)
+    model.first.requires_grad_(True)
+    for _ in range(2):
+        model(torch.arange(2 * LENGTH).view(2, -1)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    assert {"first.up", "first.down"} <= set(sparsifier.layers)
+    assert sparsifier.violations() == 0
+    assert not sparsifier.unseen
