@@ -44,7 +44,7 @@ class ExpertsInUse:
         if self.values is None:
             return nm_linear(x, part, bias, expert_of(self.layer, expert), dtype=dtype)
         layer = ExpertLayer.__new__(ExpertLayer).follow(self.layer, expert, self.values)
-        return nm_linear(x, part, bias, layer, dtype=dtype, routed=False)
+        return nm_linear(x, part, bias, layer, dtype=dtype)
 
     def grouped(self, x: Tensor, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """The products of ``x [tokens, in]``, sorted by expert; tokens beyond all counts give 0."""
