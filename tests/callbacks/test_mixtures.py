@@ -251,7 +251,7 @@ def test_products_are_counted_by_tokens_and_once(exclude):
     tokens = torch.zeros(3, LENGTH, dtype=torch.int64)  # all of one kind, so all at one expert
     model.own(tokens).sum().backward()
     each = 3 * LENGTH * WIDTH
-    expected = {"router": each * EXPERTS, "head": each * VOCABULARY}
+    expected = {"embed": 0, "router": each * EXPERTS, "head": each * VOCABULARY}
     expected |= {f"{name}.{weight}": each * HIDDEN for name in ("first", "second") for weight in ("up", "down")}
     assert sparsifier.macs == expected
     assert OTHERS not in sparsifier.macs
