@@ -8,7 +8,6 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
-from rich.progress import track
 
 from lightning_nm import NMSparsityCallback
 from tests.models.families import FAMILIES, loader, make, whole
@@ -64,7 +63,7 @@ def share(family, masked):
 def table():
     """The table as lines of Markdown."""
     lines = ["| family | masked | dense | share |", "| --- | --- | --- | --- |"]
-    for family in track(FAMILIES, transient=True):
+    for family in FAMILIES:
         masked, skipped = selection(family)
         part, size = share(family, masked)
         others: dict[str, list[str]] = {}

@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_nm import NMSparsityCallback, RNGState
 from lightning_nm.export import verify
 from lightning_nm.nn.adapters import Adapter
+from tests.models.coverage import table
 from tests.models.families import FAMILIES, loader, make
 
 METHODS = ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame")
@@ -82,3 +84,9 @@ def test_it_resumes_bit_for_bit(tmp_path, family, method):
     assert resumed.losses == whole.losses[2:]
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def test_the_page_shows_what_is_masked():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- coverage -->\n")[1].split("<!-- end of coverage -->")[0].splitlines()
+    assert [line for line in shown if line] == table()
