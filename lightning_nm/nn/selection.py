@@ -236,7 +236,7 @@ def _candidates(
         for spec in adapter.specs(module, conv_layout):
             own = {name, layer_name(name, spec.parameter)}
             if not adapter.recognizes(name, module, spec.parameter) and own.isdisjoint(named):
-                selection.skipped[layer_name(name, spec.parameter)] = f"no adapter for it{_HINT}"
+                selection.skipped[layer_name(name, spec.parameter)] = f"no adapter for it{_hint(module)}"
                 continue
             yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
 
@@ -246,8 +246,8 @@ _HINT = "; if it holds experts' weights, name it in `include` or see register_ex
 
 def _hint(module: nn.Module) -> str:
     """What to do about a module without an adapter that may hold experts."""
-    found = [adapter for adapter in adapters_by_parameters() if any(True for _ in adapter.specs(module, "channels"))]
-    return _HINT if found else ""
+    specs = (spec for adapter in adapters_by_parameters() for spec in adapter.specs(module, "channels"))
+    return _HINT if any(len(getattr(module, spec.parameter)) > 1 for spec in specs) else ""  # [1, ...] is a position
 
 
 def _in_low_rank(module: nn.Module) -> str:

@@ -20,7 +20,9 @@ class _Look(pl.Callback):
     def on_train_batch_end(self, *_):
         selection = self.nm.sparsifier.selection
         self.masked = [layer.name.removeprefix("model.") for layer in selection.layers]
-        self.skipped = {name.removeprefix("model."): reason for name, reason in selection.skipped.items()}
+        self.skipped = {
+            name.removeprefix("model."): reason.replace("'model.", "'") for name, reason in selection.skipped.items()
+        }
 
 
 def selection(family):
@@ -47,7 +49,9 @@ def _names(names):
         stack, within, rest = name.rpartition("#.")
         stacks.setdefault(stack + within, []).append(rest)
     return ", ".join(
-        f"`{stack}{rests[0]}`" if len(rests) == 1 else f"`{stack}{{{', '.join(rests)}}}`"
+        f"`{stack}{{{', '.join(rests)}}}`"
+        if stack and len(rests) > 1
+        else ", ".join(f"`{stack}{rest}`" for rest in rests)
         for stack, rests in stacks.items()
     )
 
