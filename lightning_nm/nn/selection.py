@@ -122,7 +122,7 @@ def select(
     """
     selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
-    candidates = list(_candidates(model, selection, conv_layout))
+    candidates = list(candidates_of(model, selection, conv_layout))
     ties = Ties(model, candidates, named)
     selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
     candidates = [c for c in candidates if c.name not in selection.skipped]
@@ -197,7 +197,7 @@ def select(
     return selection
 
 
-def _candidates(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
+def candidates_of(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
     wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts
     readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself

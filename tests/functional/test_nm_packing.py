@@ -82,8 +82,14 @@ def test_negative_zeros_are_stored_where_there_is_room():
 
 @pytest.mark.parametrize(
     ("pattern", "dtype", "most"),
-    [("2:4", torch.bfloat16, 0.57), ("1:4", torch.bfloat16, 0.30), ("1:16", torch.bfloat16, 0.10)]
-    + [("1:8", torch.bfloat16, 0.16), ("4:8", torch.bfloat16, 0.57), ("2:4", torch.float32, 0.54)],
+    [
+        ("2:4", torch.bfloat16, 0.57),
+        ("1:4", torch.bfloat16, 0.30),
+        ("1:16", torch.bfloat16, 0.10),
+        ("1:8", torch.bfloat16, 0.16),
+        ("4:8", torch.bfloat16, 0.57),
+        ("2:4", torch.float32, 0.54),
+    ],
 )
 def test_sizes(pattern, dtype, most):
     matrix = nm_prune(torch.randn(64, 128), pattern).to(dtype)
@@ -91,7 +97,7 @@ def test_sizes(pattern, dtype, most):
 
 
 def test_what_is_refused():
-    with pytest.raises(TypeError, match="not torch.int64"):
+    with pytest.raises(TypeError, match="not torch"):
         pack_nm(torch.zeros(4, dtype=torch.int64), "2:4")
     with pytest.raises(ValueError, match="no multiple of M = 4"):
         pack_nm(torch.zeros(4, 6), "2:4")

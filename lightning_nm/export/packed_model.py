@@ -1,0 +1,272 @@
+"""Packed models: made of a model in memory, loaded from a file, saved, and given back as a dense state dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.export.packed_file import PackedFile, write_packed
+from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.packed import (
+    Kernels,
+    PackedTensor,
+    PackedWeight,
+    Place,
+    packed_weights,
+    places_of,
+    put,
+    settle,
+)
+from lightning_nm.pattern import NMPattern, PatternLike
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_SHOWN = 8
+
+
+def pack(
+    model: Model,
+    pattern: PatternLike | None = None,
+    *,
+    exclude: str | Sequence[str] = (),
+    kernels: Kernels = "auto",
+) -> Model:
+    """Replace the N:M weights of a model by packed ones, one layer at a time.
+
+    The modules stay the same objects; their classes change, and a :class:`~lightning_nm.nn.packed.PackedWeight` takes
+    the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
+    ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
+    package, if there is one for it. Elsewhere each product unpacks its weight.
+
+    Packed models are for inference: the model is put in evaluation mode, and no parameter requires gradients. Gradients
+    of inputs are computed; training raises a RuntimeError.
+
+    Args:
+        model: Any module whose masks, if it had any, are baked in and removed.
+        pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
+            that takes the least memory.
+        exclude: Globs over module names and keys that stay dense.
+        kernels: ``"auto"``: products on the CPU run on a kernel where it is measured faster than unpacking; each size
+            is measured once, and kept in ``~/.cache/lightning_nm/packed.json``. ``"sparse"``: always on the kernel.
+            ``"reference"``: always by unpacking, which takes the least memory.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
+            installed, or an argument is unknown.
+
+    Example::
+
+        >>> from lightning_nm.functional import nm_prune
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+        >>> model[0].weight.data = nm_prune(model[0].weight.data, "1:16")
+        >>> pack(model)[0].weight.pattern
+        NMPattern(n=1, m=16)
+        >>> model(torch.randn(2, 64)).shape
+        torch.Size([2, 4])
+    """
+    _check_kernels(kernels)
+    given = None if pattern is None else NMPattern.parse(pattern)
+    globs = [exclude] if isinstance(exclude, str) else list(exclude)
+    places, reasons = places_of(model)
+    found: dict[str, tuple[Place, Found]] = {}
+    for key, place in places.items():
+        names = (key, key.rpartition(".")[0])
+        if any(fnmatchcase(name, glob) for name in names for glob in globs):
+            reasons[key] = "in `exclude`"
+            continue
+        if place.weight.is_meta:
+            raise ValueError(f"'{key}' has no values, it is on the meta device: use load_packed(model, file)")
+        layouts = (place.layout, "flat") if place.role == "convolution" else (place.layout,)
+        each = pattern_of(place.weight, given, layouts)
+        if each.pattern is None:
+            reasons[key] = each.reason
+        else:
+            found[key] = place, each
+    refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
+    for key, (place, each) in found.items():
+        assert each.pattern is not None
+        tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
+        put(place, PackedWeight(tensor, key, place.role, kernels))
+    return _for_inference(model)
+
+
+def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto") -> Model:
+    """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
+
+    Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
+    was built under ``torch.device("meta")`` takes no memory before. Tensors have the file's dtype and, unless they are
+    on the meta device, the model's device.
+
+    Args:
+        model: A module with the keys and shapes of the one that was exported. A weight that is packed in the file, and
+            that no packed layer takes, is unpacked.
+        path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
+        kernels: As :func:`pack`'s.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the file is damaged or is no packed model, or the model does not fit it: the message names
+            both. The model is then unchanged.
+        OSError: If the file cannot be opened.
+    """
+    _check_kernels(kernels)
+    file = PackedFile(path)
+    names = {plain_name(key): key for key in file.names()}
+    owners = _owners(model)
+    _refuse_other_model(model, file, names, owners, path)
+    places, _ = places_of(model)
+    tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
+    with torch.no_grad():
+        for plain, key in names.items():
+            own = file.aliases.get(key, key)
+            place = places.get(plain)
+            found = tensors[own] if own in tensors else file.read(key)
+            if isinstance(found, PackedTensor) and place is not None:
+                device = _device(place.weight)
+                found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
+                put(place, PackedWeight(found, plain, place.role, kernels))
+            else:
+                _set(owners[plain], found.unpack() if isinstance(found, PackedTensor) else found)
+            if own not in file.aliases.values():
+                tensors.pop(own, None)
+    return _for_inference(model)
+
+
+def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Save a packed model, as :func:`load_packed` reads it.
+
+    Args:
+        model: A model with packed layers.
+        path: The file, which is replaced when the new one is complete.
+
+    Raises:
+        ValueError: If no layer is packed.
+        OSError: If the file cannot be written.
+    """
+    packed: dict[str, Any] = {plain_name(key): weight for key, weight in packed_weights(model)}
+    if not packed:
+        raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
+    tensors: dict[str, Tensor | PackedTensor] = {key: weight.packed() for key, weight in packed.items()}
+    parts = {f"{key}.{part}" for key in packed for part in ("values", "positions")}
+    state = {plain_name(key): tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    write_packed(path, {**{key: tensor for key, tensor in state.items() if key not in parts}, **tensors})
+
+
+def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The dense state dict of a packed model, with zeros, under the keys that the model had before.
+
+    It has the memory of the dense model. ``model.state_dict()`` has the packed tensors.
+    """
+    packed = dict(packed_weights(model))
+    found: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict().items():
+        owner, _, part = key.rpartition(".")
+        if owner not in packed:
+            found[key] = tensor
+        elif part == "values":
+            found[owner] = packed[owner].unpack()
+    return found
+
+
+def refuse_empty(found: Mapping[str, Any], reasons: Mapping[str, str], what: str) -> None:
+    """Refuse that nothing is found, by a ``ValueError`` with the reasons."""
+    if found:
+        return
+    shown = [f"'{key}': {reason}" for key, reason in list(reasons.items())[:_SHOWN]]
+    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    raise ValueError(f"{what}: {'; '.join(shown)}{more}")
+
+
+def _check_kernels(kernels: str) -> None:
+    if kernels not in ("auto", "sparse", "reference"):
+        raise ValueError(f"kernels={kernels!r} is unknown: use 'auto', 'sparse' or 'reference'")
+
+
+def _for_inference(model: Model) -> Model:
+    settle(model)
+    return model.eval().requires_grad_(False)
+
+
+class _Owner:
+    """Where a tensor of the state dict is: in one or, if it is shared, several modules."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.places: list[tuple[nn.Module, str]] = []
+
+
+def _owners(model: nn.Module) -> dict[str, _Owner]:
+    """The tensors of a model's state dict by key, without wrappers."""
+    shared: dict[int, _Owner] = {}
+    found: dict[str, _Owner] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            owner = shared.setdefault(id(tensor), _Owner(tensor))
+            if (module, name) not in owner.places:
+                owner.places.append((module, name))
+            found[plain_name(f"{prefix}.{name}" if prefix else name)] = owner
+    return found
+
+
+def _set(owner: _Owner, value: Tensor) -> None:
+    """Give a tensor its value, dtype included."""
+    tensor = owner.tensor
+    if not tensor.is_meta:
+        tensor.data = value.to(tensor.device)
+        return
+    new = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+    for module, name in owner.places:
+        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = new  # type: ignore[index]
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _refuse_other_model(
+    model: nn.Module,
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    path: str | os.PathLike[str],
+) -> None:
+    given = {id(owners[plain]) for plain in names if plain in owners}
+    missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
+    others = [key for key in names if key not in owners]
+    faults = []
+    for what, keys in (("the file lacks", missing), ("the model lacks", others)):
+        if keys:
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            faults.append(f"{what} {', '.join(map(repr, keys[:_SHOWN]))}{more}")
+    for plain, key in names.items():
+        if plain in owners and tuple(owners[plain].tensor.shape) != file.shape(key):
+            own = tuple(owners[plain].tensor.shape)
+            faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
+    if faults:
+        shown = "; ".join(faults[:_SHOWN])
+        raise ValueError(f"the model {type(model).__name__} does not fit '{path}': {shown}")
+    empty = [
+        f"{name}.{buffer}".lstrip(".")
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+        if (tensor := module._buffers.get(buffer)) is not None and tensor.is_meta
+    ]
+    if empty:
+        raise ValueError(
+            f"{', '.join(map(repr, empty[:_SHOWN]))} of {type(model).__name__} on the meta device has no values, and no "
+            "state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
+        )
