@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import PackedFile, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.nn.layer import Layout
 from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.packed import (
     Kernels,
@@ -85,7 +86,7 @@ def pack(
             continue
         if place.weight.is_meta:
             raise ValueError(f"'{key}' has no values, it is on the meta device: use load_packed(model, file)")
-        layouts = (place.layout, "flat") if place.role == "convolution" else (place.layout,)
+        layouts: list[Layout] = [place.layout, "flat"] if place.role == "convolution" else [place.layout]
         each = pattern_of(place.weight, given, layouts)
         if each.pattern is None:
             reasons[key] = each.reason
@@ -121,11 +122,13 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
         OSError: If the file cannot be opened.
     """
     _check_kernels(kernels)
+    if any(packed_weights(model)):
+        raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
     names = {plain_name(key): key for key in file.names()}
     owners = _owners(model)
     _refuse_other_model(model, file, names, owners, path)
-    places, _ = places_of(model)
+    places, _ = places_of(model)  # refuses a masked model
     tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
     with torch.no_grad():
         for plain, key in names.items():
@@ -228,9 +231,12 @@ def _set(owner: _Owner, value: Tensor) -> None:
     if not tensor.is_meta:
         tensor.data = value.to(tensor.device)
         return
-    new = nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+    new = nn.Parameter(value, requires_grad=False)
     for module, name in owner.places:
-        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = new  # type: ignore[index]
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[name] = new
+        else:
+            module._buffers[name] = value
 
 
 def _device(tensor: Tensor) -> torch.device:
@@ -267,6 +273,6 @@ def _refuse_other_model(
     ]
     if empty:
         raise ValueError(
-            f"{', '.join(map(repr, empty[:_SHOWN]))} of {type(model).__name__} on the meta device has no values, and no "
-            "state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
+            f"{', '.join(map(repr, empty[:_SHOWN]))} of {type(model).__name__} on the meta device has no values, and "
+            "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
         )

@@ -55,17 +55,15 @@ def pattern_of(weight: Tensor, pattern: NMPattern | None = None, layouts: Sequen
     blocked = [(layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)]
     if pattern is not None:
         return _checked(blocked, pattern)
-    sizes = [
-        (_share(found, weight.dtype), order, found, layout)
-        for order, (layout, rows) in enumerate(blocked)
-        for found in _sparsest(rows)
-    ]
-    share, _, found, layout = min(
-        sizes, key=lambda each: (each[0], each[1], each[2].m), default=(1.0, 0, None, "plain")
-    )
-    if found is None or share > LARGEST:
-        return Found(None, reason=_checked(blocked, NMPattern(2, 4)).reason or "packing would save little")
-    return Found(found, layout)
+    best: tuple[float, Found] | None = None
+    for layout, rows in blocked:
+        for found in _sparsest(rows):
+            share = _share(found, weight.dtype)
+            if share <= LARGEST and (best is None or share < best[0]):
+                best = share, Found(found, layout)
+    if best is not None:
+        return best[1]
+    return Found(None, reason=_checked(blocked, NMPattern(2, 4)).reason or "packing would save little")
 
 
 def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Found:

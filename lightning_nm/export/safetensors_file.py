@@ -123,7 +123,7 @@ class SafetensorsFile:
         if content.numel():
             with open(self.path, "rb") as file:
                 file.seek(self._start + entry.begin)
-                if file.readinto(content.numpy()) != content.numel():  # type: ignore[attr-defined]
+                if file.readinto(content.numpy().data) != content.numel():
                     self._refuse(f"it ends within '{name}'")
         return content.view(entry.dtype).view(entry.shape)
 
@@ -177,13 +177,15 @@ def write_safetensors(
         OSError: If the file cannot be written; an older one is then as it was.
     """
     order = sorted(entries, key=lambda name: -entries[name][0].itemsize)  # so that every tensor is aligned
-    places, end = {}, 0
+    places: dict[str, dict[str, object]] = {}
+    begins: dict[str, int] = {}
+    end = 0
     for name in order:
         dtype, shape = entries[name]
         if dtype not in NAMES:
             raise ValueError(f"safetensors files hold no {dtype}: leave out or convert '{name}'")
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
     header = json.dumps({"__metadata__": dict(metadata), **places}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     target = Path(path)
@@ -193,7 +195,7 @@ def write_safetensors(
         for name, tensor in tensors:
             if (tensor.dtype, tuple(tensor.shape)) != entries[name]:
                 raise ValueError(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {entries[name]}")
-            file.seek(8 + len(header) + places[name]["data_offsets"][0])  # type: ignore[index]
+            file.seek(8 + len(header) + begins[name])
             content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for piece in content.split(_PIECE):
                 file.write(piece.numpy().data)

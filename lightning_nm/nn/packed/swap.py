@@ -51,9 +51,9 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
     selection = Selection()
     found: dict[str, Place] = {}
     owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for each in model.modules():
+        for tensor in each._parameters.values():
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
     reasons: dict[str, str] = {}
     for candidate in candidates_of(model, selection, "channels"):
         module, parameter = candidate.module, candidate.spec.parameter

@@ -45,6 +45,7 @@ class PackedTensor(NamedTuple):
             TypeError: For a dtype that is not packed.
             ValueError: If it is not of the pattern.
         """
+        shape_of_blocks(tuple(weight.shape), layout)
         return cls(*pack_nm(blocks_last(weight, layout), pattern), pattern, layout, tuple(weight.shape))
 
     def check(self) -> None:

@@ -142,8 +142,8 @@ class PackedWeight(nn.Module):
         keys = [f"{prefix}values", f"{prefix}positions"]
         missing_keys += [key for key in keys if key not in state_dict]
         if all(key in state_dict for key in keys):
-            tensors = [state_dict[key].detach().to(self.device, copy=True) for key in keys]
-            loaded = PackedTensor(*tensors, self.pattern, self.layout, tuple(self.shape))
+            values, positions = (state_dict[key].detach().to(self.device, copy=True) for key in keys)
+            loaded = PackedTensor(values, positions, self.pattern, self.layout, tuple(self.shape))
             try:
                 loaded.check()
             except (TypeError, ValueError) as error:

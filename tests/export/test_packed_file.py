@@ -1,0 +1,401 @@
+"""Files of packed models: what they hold, how they load, and what is refused."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
+from lightning_nm.export import PackedFile, safetensors_file
+from lightning_nm.export.packed_file import ToPack, write_packed
+from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
+from lightning_nm.functional import nm_prune
+from lightning_nm.nn.packed import PackedTensor, packed_weights
+from lightning_nm.pattern import NMPattern
+from tests.packed_models import assert_equal_states, clones, copied, held, small
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, packed, and its file."""
+    dense = small("1:16")
+    save_packed(pack(copied(dense)), tmp_path / "model.safetensors")
+    return dense, tmp_path / "model.safetensors"
+
+
+def header_of(path):
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def octets(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def rewrite(path, header, content):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+def changed(path, change):
+    """Change the header, or the part of it that describes packed weights."""
+    header, content = header_of(path)
+    packed = json.loads(header["__metadata__"]["packed"])
+    change(header, packed)
+    header["__metadata__"]["packed"] = json.dumps(packed)
+    rewrite(path, header, content)
+
+
+# -------------------------------------------------------------------------------------------------------- round trip
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_file_loads_into_a_model(saved, device, kernels):
+    dense, path = saved
+    x = torch.randn(2, 16, 4, 4)
+    with torch.device(device):
+        model = nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+    assert load_packed(model, path, kernels=kernels) is model
+    assert_equal_states(unpacked_state_dict(model), dense.state_dict())
+    assert torch.allclose(model(x), dense(x), rtol=1e-4, atol=1e-5)
+    assert not model.training
+    assert held(model) < 0.2 * held(dense)
+    assert list(dict(packed_weights(model))) == ["0.weight", "4.weight", "5.weight"]
+
+
+ARGUMENTS = ((16, 32, 3, 1, 1), (32,), (), (), (512, 64), (64, 32, False), (32, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_have_the_dtype_of_the_file(tmp_path, dtype):
+    dense = small("2:4", dtype)
+    save_packed(pack(copied(dense)), tmp_path / "a.safetensors")
+    model = load_packed(small("2:4", seed=1), tmp_path / "a.safetensors")
+    assert_equal_states(unpacked_state_dict(model), dense.state_dict())
+    x = torch.randn(2, 16, 4, 4, dtype=dtype)
+    assert model(x).dtype == dtype
+
+
+def test_other_readers_agree(saved):
+    dense, path = saved
+    found, header = safetensors.load_file(path), json.loads(header_of(path)[0]["__metadata__"]["packed"])
+    assert header["4.weight"] == {"pattern": "1:16", "layout": "plain", "shape": [64, 512], "dtype": "F32"}
+    values, positions = found["4.weight.values"], found["4.weight.positions"]
+    assert (values.shape, positions.shape) == ((64, 32, 1), (64 * 32 // 2,))
+    # docs/format.md, by hand: four bits for each position, the lower half of a byte first.
+    places = torch.stack([positions & 15, positions >> 4], 1).view(64, 32, 1).long()
+    matrix = torch.zeros(64, 32, 16).scatter_(2, places, values).view(64, 512)
+    assert torch.equal(matrix, dense[4].weight)
+    assert torch.equal(found["6.weight"], dense[6].weight)
+
+
+def test_files_are_those_of_the_package(tmp_path):
+    tensors = {name: torch.randint(0, 2, (3, 2)).to(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(3), "view": torch.randn(4, 6).t()[1:]}
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_safetensors(tmp_path / "a", entries, tensors.items(), {"x": "é"})
+    found = safetensors.load_file(tmp_path / "a")
+    safetensors.save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "b", {"x": "é"})
+    file = SafetensorsFile(tmp_path / "b")
+    assert file.metadata == {"x": "é"}
+    for key, tensor in tensors.items():
+        for other in (found[key], file.read(key)):
+            assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), key
+            assert torch.equal(octets(other), octets(tensor)), key
+
+
+def test_shared_tensors_are_written_once(tmp_path):
+    weight = nm_prune(torch.randn(32, 64), "1:4")
+    tensors = {"a": ToPack(weight, NMPattern(1, 4), "plain"), "b": ToPack(weight, NMPattern(1, 4), "plain")}
+    dense = torch.randn(3)
+    write_packed(tmp_path / "a", {**tensors, "c": dense, "d": dense})
+    file = PackedFile(tmp_path / "a")
+    assert file.aliases == {"b": "a", "d": "c"}
+    assert torch.equal(file.read("b").unpack(), weight)
+    assert torch.equal(file.read("d"), dense)
+    assert (tmp_path / "a").stat().st_size < 32 * 64 * 1.2 + 900
+
+
+def test_a_tied_weight_loads(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(8, 32)
+            self.middle = nn.Linear(32, 32)
+            self.head = nn.Linear(32, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    model.middle.weight.data = nm_prune(model.middle.weight.data, "1:8")
+    state = clones(model)
+    save_packed(pack(model), tmp_path / "a")
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            other = Tied()
+        load_packed(other, tmp_path / "a")
+        assert other.head.weight is other.embedding.weight
+        assert_equal_states(unpacked_state_dict(other), state)
+    # A file that has the tied weight once, as transformers writes it, and packed.
+    state["head.weight"] = nm_prune(state["head.weight"], "1:8")
+    del state["embedding.weight"]
+    tensors = {
+        key: ToPack(value, NMPattern(1, 8), "plain") if value.dim() > 1 else value for key, value in state.items()
+    }
+    write_packed(tmp_path / "b", tensors)
+    with pytest.raises(ValueError, match="Tied is packed already"):
+        load_packed(other, tmp_path / "b")
+    other = load_packed(Tied(), tmp_path / "b")
+    assert torch.equal(other.embedding.weight, state["head.weight"])
+    assert other.head.weight is other.embedding.weight
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_a_model_that_does_not_fit(saved):
+    dense, path = saved
+    for change, message in (
+        (lambda m: m.append(nn.Linear(3, 3)), "the file lacks '7.weight', '7.bias'"),
+        (lambda m: m.pop(6), "the model lacks '6.weight', '6.bias'"),
+        (
+            lambda m: m.__setitem__(5, nn.Linear(64, 16, False)),
+            r"'5.weight' is \(16, 64\) in the model and \(32, 64\) in",
+        ),
+    ):
+        model = copied(dense)
+        change(model)
+        before, kinds = clones(model), [type(layer) for layer in model]
+        with pytest.raises(ValueError, match=rf"the model Sequential does not fit '.*model.safetensors': {message}"):
+            load_packed(model, path)
+        assert_equal_states(clones(model), before)
+        assert [type(layer) for layer in model] == kinds
+
+
+def test_a_meta_buffer_without_values(saved):
+    _, path = saved
+    with torch.device("meta"):
+        model = nn.Sequential(*[type(layer)(*args) for layer, args in zip(small(), ARGUMENTS, strict=True)])
+        model[2].register_buffer("table", torch.zeros(3), persistent=False)
+    with pytest.raises(ValueError, match=r"'2.table' of Sequential on the meta device has no values"):
+        load_packed(model, path)
+
+
+def test_damaged_positions_change_nothing(saved):
+    dense, path = saved
+    for key, part in (("0.weight", 2), ("5.weight", -1)):
+        pattern = NMPattern(2, 4)
+        values, positions, *_ = PackedTensor.of(nm_prune(dense[5].weight.detach(), pattern), pattern)
+        positions[part] = 0
+        tensors = {k: v for k, v in dense.state_dict().items() if k != "5.weight"}
+        write_packed(path, {**tensors, "5.weight": PackedTensor(values, positions, pattern, "plain", (32, 64))})
+        model = small("2:4", seed=3)
+        before = clones(model)
+        with pytest.raises(ValueError, match=r"is damaged: '5.weight': block .* does not have 2 different ascending"):
+            load_packed(model, path)
+        assert_equal_states(clones(model), before), key
+
+
+HOSTILE = {
+    "pattern": (lambda h, p: p["4.weight"].update(pattern="5:4"), "prunes nothing"),
+    "pattern text": (lambda h, p: p["4.weight"].update(pattern=76), "is no text"),
+    "pattern long": (lambda h, p: p["4.weight"].update(pattern="1:512"), "more than 256"),
+    "other pattern": (lambda h, p: p["4.weight"].update(pattern="1:8"), r"is torch.float32 \(64, 32, 1\), not"),
+    "layout": (lambda h, p: p["4.weight"].update(layout="x"), "layout 'x', none of plain"),
+    "layout list": (lambda h, p: p["4.weight"].update(layout=[]), r"layout \[\]"),
+    "other layout": (lambda h, p: p["0.weight"].update(layout="transposed"), "has no layout 'transposed'"),
+    "dtype": (lambda h, p: p["4.weight"].update(dtype="U8"), "'U8', which is not packed"),
+    "dtype none": (lambda h, p: p["4.weight"].update(dtype=None), "None, which is not packed"),
+    "other dtype": (lambda h, p: p["4.weight"].update(dtype="F64"), r"torch.float32 \(64, 32, 1\), not torch.float64"),
+    "10 GB": (lambda h, p: p["4.weight"].update(shape=[1 << 22, 512]), r"not torch.float32 \(4194304, 32, 1\)"),
+    "huge": (lambda h, p: p["4.weight"].update(shape=[1 << 60, 512]), "is of shape"),
+    "negative": (lambda h, p: p["4.weight"].update(shape=[-64, 512]), "is of shape"),
+    "zero": (lambda h, p: p["4.weight"].update(shape=[0, 512]), "is of shape"),
+    "flag": (lambda h, p: p["4.weight"].update(shape=[True, 512]), "is of shape"),
+    "one axis": (lambda h, p: p["4.weight"].update(shape=[64 * 512]), "has no layout 'plain'"),
+    "field": (lambda h, p: p["4.weight"].pop("shape"), "does not have exactly pattern"),
+    "missing part": (lambda h, p: p.update({"x": p["4.weight"]}), "there is no tensor 'x.values'"),
+    "both": (lambda h, p: h.update({"4.weight": h.pop("6.weight")}), "'4.weight' is both dense and packed"),
+    "data offsets": (lambda h, p: h["6.bias"].update(data_offsets=[0, 12]), "begins at 0"),
+    "claimed data": (lambda h, p: h["6.bias"].update(data_offsets=[0, 10**10], shape=[10**10 // 4]), "lies at"),
+    "overflow": (lambda h, p: h["6.bias"].update(shape=[1 << 47, 1 << 47]), "takes .* bytes, not 12"),
+    "axes": (lambda h, p: h["6.bias"].update(shape=[1] * 10**6), "is of shape"),
+    "tensor dtype": (lambda h, p: h["6.bias"].update(dtype="F4"), "of dtype 'F4', none of"),
+    "tensor field": (lambda h, p: h["6.bias"].update(x=1), "does not have exactly dtype"),
+    "gone": (lambda h, p: h.pop("6.bias"), "the tensors before it end at|its tensors take"),
+    "version": (
+        lambda h, p: h["__metadata__"].update(version="2"),
+        "is of version '2', and this lightning_nm reads '1'",
+    ),
+    "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
+    "metadata": (lambda h, p: h["__metadata__"].update(x=1), "its metadata do not map"),
+    "aliases": (lambda h, p: h["__metadata__"].update(aliases='{"a": "b"}'), "'a' is an alias of 'b'"),
+    "alias list": (lambda h, p: h["__metadata__"].update(aliases='{"a": []}'), r"'a' is an alias of \[\]"),
+    "own alias": (lambda h, p: h["__metadata__"].update(aliases='{"6.bias": "6.bias"}'), "is an alias of '6.bias'"),
+    "no aliases": (lambda h, p: h["__metadata__"].pop("aliases"), "are not objects"),
+    "aliases twice": (lambda h, p: h["__metadata__"].update(aliases='{"a":"6.bias","a":"6.bias"}'), "'a' occurs twice"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_hostile_headers(saved, fault):
+    _, path = saved
+    change, message = HOSTILE[fault]
+    changed(path, change)
+    model = small("1:16", seed=2)
+    before = clones(model)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_packed(model, path)
+    assert str(path) in str(raised.value)
+    assert len(str(raised.value)) < 10**7
+    assert_equal_states(clones(model), before)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "its header claims 0 bytes, and the file has 0"),
+        (b"\xff" * 7, "claims"),
+        (b"\xff" * 64, "claims 18446744073709551615 bytes, and the file has 64"),
+        ((1 << 40).to_bytes(8, "little") + b"{}" * 9, "claims 1099511627776 bytes"),
+        ((2).to_bytes(8, "little") + b"[]", "no object"),
+        ((2).to_bytes(8, "little") + b"{]", "no JSON"),
+        ((2).to_bytes(8, "little") + b"\xff\xff", "no JSON"),
+        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "no JSON"),
+        ((10**4 + 5).to_bytes(8, "little") + b'{"a":' + b"9" * 10**4, "no JSON"),
+        ((17).to_bytes(8, "little") + b'{"a": {}, "a":{}}', "'a' occurs twice"),
+        ((2).to_bytes(8, "little") + b"{}more", "its tensors take 0 bytes, and it has 4"),
+        ((2).to_bytes(8, "little") + b"{}", "holds no packed model"),
+    ],
+)
+def test_what_is_no_file(tmp_path, content, message):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        PackedFile(tmp_path / "a")
+
+
+def test_duplicate_names_of_tensors(saved):
+    _, path = saved
+    header, content = header_of(path)
+    text = json.dumps(header)
+    rewrite(path, (text[:-1] + ', "6.bias": ' + json.dumps(header["6.bias"]) + "}").encode(), content)
+    safetensors.load_file(path)  # the package takes the last one
+    with pytest.raises(ValueError, match=r"'6.bias' occurs twice in its header"):
+        PackedFile(path)
+
+
+def test_a_file_that_becomes_shorter(saved):
+    _, path = saved
+    file = PackedFile(path)
+    os.truncate(path, path.stat().st_size - 5)
+    with pytest.raises(ValueError, match="it ends within"):
+        [file.read(name) for name in file.names()]
+
+
+def test_what_is_not_written(tmp_path):
+    weight = nm_prune(torch.randn(4, 8), "2:4")
+    target = tmp_path / "a"
+    target.write_text("old")
+    for tensors, message in (
+        ({"a": ToPack(torch.ones(4, 8), NMPattern(2, 4), "plain")}, "8 or more of 8 blocks"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "hold no torch.complex128"),
+        ({"a": ToPack(weight, NMPattern(2, 4), "plain"), "a.values": torch.zeros(2)}, "'a.values', which another"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_packed(target, tensors)
+        assert target.read_text() == "old"
+        assert os.listdir(tmp_path) == ["a"]
+    with pytest.raises(ValueError, match="has no packed layer"):
+        save_packed(nn.Linear(4, 4), target)
+    with pytest.raises(FileNotFoundError):
+        write_packed(tmp_path / "none" / "a", {"a": weight})
+
+
+@pytest.mark.slow
+def test_an_interrupted_export_leaves_the_old_file(tmp_path):
+    """The process is killed while it writes."""
+    target = tmp_path / "a.safetensors"
+    target.write_text("old")
+    code = f"""
+import os, torch
+from lightning_nm.export import packed_file, safetensors_file
+class Killed(torch.Tensor):
+    pass
+def parts(tensors):
+    yield "a", tensors["a"]
+    os.kill(os.getpid(), 9)
+packed_file._parts = parts
+packed_file.write_packed({str(target)!r}, {{"a": torch.zeros(1000), "b": torch.zeros(1000)}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -9
+    assert target.read_text() == "old"
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["a.safetensors"]
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzzing
+
+
+def mutated(rng, content, start):
+    """A file with damage: bits, cuts, insertions, or numbers and words of the header replaced."""
+    content = bytearray(content)
+    kind = rng.randrange(6)
+    place = rng.randrange(start if rng.random() < 0.7 else len(content))
+    if kind == 0:
+        content[place] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del content[place:]
+    elif kind == 2:
+        content[place:place] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == 3:
+        content[:8] = rng.choice([0, 1, start - 9, start - 7, 1 << 20, 1 << 34, (1 << 64) - 1]).to_bytes(8, "little")
+    elif kind == 4:
+        digits = [i for i in range(8, start) if chr(content[i]).isdigit()]
+        content[rng.choice(digits)] = rng.choice(b"0123456789-e.")
+    else:
+        other = rng.randrange(start)
+        length = rng.randrange(1, 40)
+        content[place : place + length] = content[other : other + length]
+    return bytes(content)
+
+
+@pytest.mark.slow
+def test_mutated_files(saved, monkeypatch):
+    """Every mutated file is refused by a ValueError, or loads as a model of the same shapes; little is allocated."""
+    dense, path = saved
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    rng, loaded, refused, most = random.Random(0), 0, [], []
+    empty = torch.empty
+
+    def counting(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        most.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(safetensors_file.torch, "empty", counting)
+    with torch.device("meta"):
+        template = nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+    for _ in range(2500):
+        path.write_bytes(mutated(rng, content, start))
+        model = copied(template)
+        try:
+            load_packed(model, path, kernels="reference")
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        loaded += 1
+        state = unpacked_state_dict(model)
+        assert {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in dense.state_dict().items()}
+    assert 0 < loaded < 1500
+    assert all(str(path) in message for message in refused)
+    assert max(most) <= math.prod(dense[4].weight.shape) * 4
