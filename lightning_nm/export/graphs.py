@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.classes import import_class
 from lightning_nm.export.safetensors_file import replacing
-from lightning_nm.export.sources import Source
+from lightning_nm.export.sources import Source, hyperparameters
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
@@ -102,7 +102,8 @@ def build_model(source: Source, name: str) -> nn.Module:
             found: nn.Module = cls.from_pretrained(source.folder)
             return found.eval()
         names = inspect.signature(cls).parameters
-        model: nn.Module = cls(**{key: value for key, value in source.hyperparameters.items() if key in names})
+        saved = hyperparameters(source.path)
+        model: nn.Module = cls(**{key: value for key, value in saved.items() if key in names})
         model.load_state_dict(source.weights)
     except (TypeError, RuntimeError, OSError) as error:
         raise ValueError(f"--model {name} and '{source.path}': {error}") from error

@@ -132,15 +132,16 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
     tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
     with torch.no_grad():
         for plain, key in names.items():
-            own = file.aliases.get(key, key)
-            place = places.get(plain)
+            own, place = file.aliases.get(key, key), places.get(plain)
+            owner = owners.pop(plain)  # which holds the dense weight
             found = tensors[own] if own in tensors else file.read(key)
             if isinstance(found, PackedTensor) and place is not None:
-                device = _device(place.weight)
+                device = _device(owner.tensor)
+                del owner
                 found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
                 put(place, PackedWeight(found, plain, place.role, kernels))
             else:
-                _set(owners[plain], found.unpack() if isinstance(found, PackedTensor) else found)
+                _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
             if own not in file.aliases.values():
                 tensors.pop(own, None)
     return _for_inference(model)

@@ -25,14 +25,12 @@ class Source(NamedTuple):
         weights: The dense state dict.
         states: The sparsifier states in it.
         folder: The folder of ``transformers``, if it is one.
-        hyperparameters: Arguments of the model that Lightning saved.
     """
 
     path: Path
     weights: dict[str, Tensor]
     states: list[dict[str, Any]]
     folder: Path | None = None
-    hyperparameters: dict[str, Any] = {}
 
 
 def read_source(path: str | Path, prefix: str = "") -> Source:
@@ -72,15 +70,16 @@ def _read(path: Path) -> Source:
             return Source(path, {key: _dense(packed.read(key)) for key in packed.names()}, [])
         return Source(path, {key: file.read(key) for key in file.entries}, [])
     weights, states = read_checkpoint(path)
-    return Source(path, weights, states, None, _hyperparameters(path))
+    return Source(path, weights, states)
 
 
 def _dense(tensor: Tensor | PackedTensor) -> Tensor:
     return tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
 
 
-def _hyperparameters(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def hyperparameters(path: Path) -> dict[str, Any]:
+    """The model's arguments that Lightning saved in a checkpoint; none in another file."""
+    if not path.is_file() or path.suffix == ".safetensors":
         return {}
     content = torch.load(path, map_location="meta", weights_only=True)
     found = content.get("hyper_parameters") if isinstance(content, dict) else None

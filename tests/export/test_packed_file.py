@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lightning_nm.export import PackedFile, packed_file, safetensors_file
 from lightning_nm.export.packed_file import ToPack, write_packed
 from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed import PackedTensor, packed_weights
+from lightning_nm.nn.packed import PackedTensor, packed_weights, put
 from lightning_nm.pattern import NMPattern
 from tests.packed_models import assert_equal_states, clones, copied, held, small
 
@@ -73,6 +74,20 @@ def test_a_file_loads_into_a_model(saved, device, kernels):
 
 
 ARGUMENTS = ((16, 32, 3, 1, 1), (32,), (), (), (512, 64), (64, 32, False), (32, 3))
+
+
+def test_dense_weights_are_freed_one_by_one(saved, monkeypatch):
+    _, path = saved
+    model, alive = small("1:16", seed=1), []
+    weights = [weakref.ref(model[number].weight) for number in (0, 4, 5)]
+
+    def counting(place, weight):
+        put(place, weight)
+        alive.append(sum(each() is not None for each in weights))
+
+    monkeypatch.setattr("lightning_nm.export.packed_model.put", counting)
+    load_packed(model, path)
+    assert alive == [2, 1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

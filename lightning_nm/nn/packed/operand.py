@@ -23,6 +23,8 @@ from lightning_nm.pattern import NMPattern
 
 _CHUNK = 1 << 20  # entries that are unpacked at a time
 
+_MOST_SIZES = 1 << 12  # of products whose choice is remembered
+
 LARGEST = 0.75
 """A kernel's layout that takes more than this share of the dense weight's memory is not made."""
 
@@ -118,6 +120,8 @@ class Operand(HasHandle):
         """Whether the kernel makes this product: it can, and is faster than unpacking the matrix and a dense one."""
         name = key.columns, key.conv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         if name not in self._takes:
+            if len(self._takes) >= _MOST_SIZES:
+                self._takes.clear()
             can = not registry_of(self.kernel).reason(kernel_of(self.kernel), key)
             faster = self.kernels == "sparse" or decide(self.kernel, key, self.dense).kernel == self.kernel
             self._takes[name] = can and faster
