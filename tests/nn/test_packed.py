@@ -1,6 +1,7 @@
 """Packed layers compute what the dense ones do, hold less, and go through compile, export, copies and pickles."""
 
 import io
+import json
 import pickle
 
 import pytest
@@ -100,30 +101,25 @@ def test_memory_is_that_of_the_packed_weights():
 
 
 @needs_library
-def test_auto_measures_once_and_keeps_the_choice(tmp_path, monkeypatch):
-    times = {"dense": 1.0, "kernel": 0.1}
+@pytest.mark.parametrize(("unpack_ms", "kernel"), [(1, "reference"), (5, "cpu-permute")])
+def test_auto_measures_once_and_keeps_the_choice(tmp_path, monkeypatch, unpack_ms, kernel):
+    """The kernel takes 3 ms; unpacking and a dense product of 1 ms take less, or more."""
     asked = []
-
-    def time(self, function, device):
-        asked.append(function)
-        return times["kernel"] if "pack" in str(function) else times["dense"]
-
-    monkeypatch.setattr(choice.DeviceTimer, "time", time)
-    model, x = pack(prune(nn.Linear(64, 64), "1:16")), torch.randn(5, 64)
-    operand = model.weight.operand
-    assert operand._takes == {}
-    model(x)
-    count = len(asked)
-    assert count > 2
-    assert len(operand._takes) == 1
-    model(x)
-    assert len(asked) == count
-    assert "forward 64x64x5 float32 1:16 cpu" in (tmp_path / "packed.json").read_text()
-    choice._tuner.cache_clear()
-    other = pack(prune(nn.Linear(64, 64), "1:16"))
-    other(x)
-    assert len(asked) == count, "the file has it"
-    assert "unpacked for each product" in (tmp_path / "packed.json").read_text()
+    monkeypatch.setattr("lightning_nm.kernels.tuner.dense_ms", lambda key, timer: asked.append(key) or 1.0)
+    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", lambda *_: (3.0, 100.0))
+    monkeypatch.setattr(choice.DeviceTimer, "time", lambda *_: unpack_ms / 1e3)
+    for _ in range(2):
+        model, x = pack(prune(nn.Linear(64, 64), "1:16")), torch.randn(5, 64)
+        for _ in range(2):
+            model(x)
+        assert list(model.weight.operand._takes.values()) == [kernel != "reference"]
+        assert len(asked) == 2, "before and after the kernel; then the file has it"
+        choice._tuner.cache_clear()
+    kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
+    ((name, decision),) = next(iter(kept.values())).items()
+    assert name == "forward 64x64x5 float32 1:16 cpu"
+    assert decision["kernel"] == kernel
+    assert "unpacked for each product" in decision["terms"]
 
 
 @needs_library
