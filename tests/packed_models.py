@@ -1,6 +1,7 @@
 """N:M models for the tests of packed layers and files."""
 
 import copy
+import json
 
 import torch
 from torch import nn
@@ -18,6 +19,10 @@ def prune(model, pattern):
             if place.weight.shape[dim] % m == 0:
                 place.weight.copy_(nm_prune(place.weight, pattern, dim))
     return model.eval()
+
+
+ARGUMENTS = ((16, 32, 3, 1, 1), (32,), (), (), (512, 64), (64, 32, False), (32, 3))
+"""Of the layers of :func:`small`."""
 
 
 def small(pattern="2:4", dtype=torch.float32, seed=0):
@@ -47,3 +52,10 @@ def assert_equal_states(a, b):
     for key in a:
         assert a[key].dtype == b[key].dtype, key
         assert torch.equal(a[key], b[key]), key
+
+
+def header_of(path):
+    """The header of a safetensors file, and its data."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]

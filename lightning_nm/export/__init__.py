@@ -3,7 +3,8 @@
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.files import check_archive
 from lightning_nm.export.packed_file import PackedFile
-from lightning_nm.export.packed_model import load_packed, pack, save_packed, unpacked_state_dict
+from lightning_nm.export.packed_loading import load_packed
+from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict
 from lightning_nm.export.verification import Verdict, Verification, verify
 
 __all__ = [

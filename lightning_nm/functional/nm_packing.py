@@ -200,6 +200,9 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """The positions ``[blocks, N]`` of the stored entries, int64."""
     width = _width(pattern)
     together, octets = _word(width)
+    if octets == 1:  # the same in fewer passes
+        numbers = positions.unsqueeze(1) >> _steps(together, width, positions.device).byte() & ((1 << width) - 1)
+        return numbers.view(-1)[: blocks * pattern.n].view(blocks, pattern.n).long()
     missing = -positions.shape[0] % octets
     padded = torch.cat([positions, positions.new_zeros(missing)]) if missing else positions
     words = (padded.view(-1, octets).long() << _steps(octets, 8, positions.device)).sum(1, keepdim=True)
