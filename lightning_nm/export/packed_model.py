@@ -65,6 +65,7 @@ def pack(
 
     Example::
 
+        >>> import torch
         >>> from lightning_nm.functional import nm_prune
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
         >>> model[0].weight.data = nm_prune(model[0].weight.data, "1:16")
