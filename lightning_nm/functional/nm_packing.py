@@ -177,10 +177,13 @@ def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequenc
 
 
 def _expand(values: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
-    zeros = values.new_zeros(len(values), pattern.m)
+    bits = values.contiguous().view(_INTEGERS[values.itemsize])  # torch's scatter gives NaN in bfloat16 other bits
+    zeros = bits.new_zeros(len(values), pattern.m)
     if uses_bitmap(pattern):
-        return zeros.masked_scatter(unpack_mask(positions, (len(values), pattern.m)), values)
-    return zeros.scatter_(1, _numbers(positions, pattern, len(values)), values)
+        found = zeros.masked_scatter(unpack_mask(positions, (len(values), pattern.m)), bits)
+    else:
+        found = zeros.scatter_(1, _numbers(positions, pattern, len(values)), bits)
+    return found.view(values.dtype)
 
 
 def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:

@@ -38,8 +38,8 @@ def twin(values, positions, pattern, shape):
     """Reads positions bit by bit, as docs/format.md says."""
     stream = [byte >> bit & 1 for byte in positions.tolist() for bit in range(8)]
     width = math.ceil(math.log2(pattern.m))
-    found = torch.zeros(math.prod(shape) // pattern.m, pattern.m, dtype=values.dtype)
-    rows = values.reshape(-1, pattern.n)
+    found = torch.zeros(math.prod(shape) // pattern.m, pattern.m, dtype=DTYPES[values.dtype])
+    rows = bits(values).reshape(-1, pattern.n)
     for block, row in enumerate(rows):
         if pattern.m < pattern.n * width:
             own = stream[block * pattern.m : (block + 1) * pattern.m]
@@ -50,7 +50,7 @@ def twin(values, positions, pattern, shape):
         assert places == sorted(set(places))
         assert len(places) == pattern.n
         found[block, places] = row
-    return found.view(shape)
+    return found.view(values.dtype).view(shape)
 
 
 @given(matrices())
@@ -71,6 +71,19 @@ def test_chunks_change_nothing(drawn, chunk):
         values, positions = pack_nm(matrix, pattern)
         assert torch.equal(bits(unpack_nm(values, positions, pattern, matrix.shape)), bits(matrix))
     assert torch.equal(positions, pack_nm(matrix, pattern)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", ["1:4", "4:8"])
+def test_bits_of_nan_are_kept(dtype, pattern):
+    """All bits of a NaN, whatever torch makes of it in a copy."""
+    integers = DTYPES[dtype]
+    ones = torch.finfo(dtype).bits - 2
+    matrix = torch.zeros(4, 16, dtype=integers)
+    matrix[:, 3] = torch.tensor([(1 << ones + 1) - 1, (1 << ones + 1) - 2, -1, -2])
+    matrix = matrix.view(dtype)
+    assert matrix[:, 3].isnan().all()
+    assert torch.equal(bits(unpack_nm(*pack_nm(matrix, pattern), pattern, matrix.shape)), bits(matrix))
 
 
 def test_negative_zeros_are_stored_where_there_is_room():

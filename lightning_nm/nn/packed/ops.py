@@ -6,7 +6,7 @@ are exported unpack the weight by torch's own operators, so that they run withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.handles import lookup
+from lightning_nm.nn.ops import CONVOLUTIONS
 from lightning_nm.nn.packed.operand import Operand
 from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.routed_conv import flattened, unflattened
 from lightning_nm.nn.routed_ops import OPTIONS
-
-_CONV: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
@@ -68,7 +67,7 @@ def packed_conv(
     refuse_training(weight)
     operand = _operand(x, weight, bias)
     if operand is None or x.dim() > 4 or x.shape[1] != weight.shape[1] * groups:
-        return _CONV[weight.dim() - 3](x, weight.unpack(), bias, stride, padding, dilation, groups)
+        return CONVOLUTIONS[weight.dim() - 3](x, weight.unpack(), bias, stride, padding, dilation, groups)
     geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *(1, *weight.shape[2:])[-2:]]
     image = x.unsqueeze(2) if x.dim() == 3 else x
     if torch.compiler.is_compiling():
