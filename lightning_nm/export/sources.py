@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nm.export.checkpoint import check_archive, read_checkpoint
+from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.packed_file import FORMAT, PackedFile
 from lightning_nm.export.safetensors_file import SafetensorsFile
 from lightning_nm.nn.packed import PackedTensor
@@ -61,16 +61,17 @@ def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Source:
-    if (path / "config.json").is_file():
-        return Source(path, _read_folder(path), [], path)
-    if path.suffix == ".safetensors" and path.is_file():
-        file = SafetensorsFile(path)
-        if file.metadata.get("format") == FORMAT:
-            packed = PackedFile(path)
-            return Source(path, {key: _dense(packed.read(key)) for key in packed.names()}, [])
-        return Source(path, {key: file.read(key) for key in file.entries}, [])
+    if path.suffix == ".safetensors" and path.is_file() and _is_packed(path):
+        packed = PackedFile(path)
+        return Source(path, {key: _dense(packed.read(key)) for key in packed.names()}, [])
     weights, states = read_checkpoint(path)
-    return Source(path, weights, states)
+    return Source(path, weights, states, path if (path / "config.json").is_file() else None)
+
+
+def _is_packed(path: Path) -> bool:
+    with suppress(ValueError):  # read_checkpoint() says in plain words what is wrong with the file
+        return SafetensorsFile(path).metadata.get("format") == FORMAT
+    return False
 
 
 def _dense(tensor: Tensor | PackedTensor) -> Tensor:
@@ -84,38 +85,6 @@ def hyperparameters(path: Path) -> dict[str, Any]:
     content = torch.load(path, map_location="meta", weights_only=True)
     found = content.get("hyper_parameters") if isinstance(content, dict) else None
     return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
-
-
-def _read_folder(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder of ``transformers``: one file, or several with an index."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return _read_part(folder / name)
-        if index.is_file():
-            return _read_parts(index)
-    raise ValueError(f"the folder '{folder}' has neither model.safetensors nor pytorch_model.bin")
-
-
-def _read_parts(index: Path) -> dict[str, Tensor]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"cannot read '{index}' as an index of weights: {error!r}") from error
-    found: dict[str, Tensor] = {}
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"'{index}' names {name!r}, which is no file of its folder")
-        found |= _read_part(index.parent / name)
-    return found
-
-
-def _read_part(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        file = SafetensorsFile(path)
-        return {key: file.read(key) for key in file.entries}
-    check_archive(path)
-    return read_checkpoint(path)[0]
 
 
 def other_files(folder: Path) -> list[Path]:

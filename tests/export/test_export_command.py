@@ -117,7 +117,7 @@ def test_nothing_sparse(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("none.ckpt", "-o", "a.safetensors"), "neither a file nor the folder"),
+        (("none.ckpt", "-o", "a.safetensors"), "neither a file nor a folder"),
         (("in.pt", "-o", "a.pt"), "--to packed writes .safetensors, not 'a.pt'"),
         (("in.pt", "--to", "torch", "-o", "a"), "--to torch writes .pt or .pth or .bin or .safetensors"),
         (("in.pt", "--to", "torch", "-o", "a.pt", "--pattern", "2:4"), "--pattern is for --to packed"),
@@ -164,13 +164,13 @@ def test_a_folder_of_transformers(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "in", "out"]
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../in/a.safetensors"}}')
     assert run(folder, "-o", tmp_path / "b.safetensors") == 2
-    assert "no file of its folder" in capsys.readouterr().err
+    assert "which is not a file in its folder" in capsys.readouterr().err
     (folder / "model.safetensors.index.json").write_text("[]")
     assert run(folder, "-o", tmp_path / "b.safetensors") == 2
-    assert "as an index of weights" in capsys.readouterr().err
+    assert "it is no index with a `weight_map`" in capsys.readouterr().err
     (folder / "model.safetensors.index.json").unlink()
     assert run(folder, "-o", tmp_path / "b.safetensors") == 2
-    assert "has neither model.safetensors nor" in capsys.readouterr().err
+    assert "holds neither a sharded checkpoint nor a model" in capsys.readouterr().err
 
 
 @pytest.mark.slow
