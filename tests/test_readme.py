@@ -150,7 +150,7 @@ def test_commands_name_what_is_there():
         if words[0] == "make":
             assert words[1] in targets
         elif words[0] == "lightning-nm":
-            assert words[1] in ("fit", "doctor", "report", "study", "verify")
+            assert words[1] in ("fit", "doctor", "export", "report", "study", "verify")
         else:
             assert (ROOT / words[3].replace(".", "/")).with_suffix(".py").is_file()
         for word in words:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
 
+from lightning_nm.export.classes import import_class
 from lightning_nm.lightning_cli import lightning_cli
 from lightning_nm.plugins import NMFSDPPrecision
 
@@ -66,30 +65,14 @@ def build(configs: Sequence[str], model: str | None = None, data: str | None = N
             return super().instantiate_trainer(**forced, **kwargs)
 
     classes = {
-        "model_class": _class(model, "--model", pl.LightningModule),
-        "datamodule_class": _class(data, "--data", pl.LightningDataModule),
+        "model_class": None if model is None else import_class(model, "--model", pl.LightningModule),
+        "datamodule_class": None if data is None else import_class(data, "--data", pl.LightningDataModule),
     }
     arguments = [word for path in configs for word in ("--config", str(path))]
     with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
         options = {"save_config_callback": None, "parser_kwargs": {"prog": "lightning-nm doctor"}, "args": arguments}
         return CLI(**classes, run=False, **options)
-
-
-def _class(path: str | None, option: str, kind: type) -> type | None:
-    """Import a class by its path; modules in the working folder can be imported, too."""
-    if path is None:
-        return None
-    module, _, name = path.rpartition(".")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{option} {path}: {error}; give a class as module.Class, from this folder") from error
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ValueError(f"{option} {path}: is no {kind.__name__}")
-    return found
 
 
 def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:

@@ -1,7 +1,21 @@
-"""Check the files that a training saves: :func:`verify` does what ``lightning-nm verify`` does."""
+"""Check the files that a training saves, and make others of them: packed, dense, for other runtimes."""
 
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.files import check_archive
+from lightning_nm.export.packed_file import PackedFile
+from lightning_nm.export.packed_loading import load_packed
+from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict
 from lightning_nm.export.verification import Verdict, Verification, verify
 
-__all__ = ["Verdict", "Verification", "check_archive", "read_checkpoint", "verify"]
+__all__ = [
+    "PackedFile",
+    "Verdict",
+    "Verification",
+    "check_archive",
+    "load_packed",
+    "pack",
+    "read_checkpoint",
+    "save_packed",
+    "unpacked_state_dict",
+    "verify",
+]

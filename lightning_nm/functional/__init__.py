@@ -2,6 +2,7 @@
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.masks import backward_mask, count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
+from lightning_nm.functional.nm_packing import pack_nm, unpack_nm
 from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.functional.permutation import permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed
@@ -39,10 +40,12 @@ __all__ = [
     "nm_mask",
     "nm_prune",
     "pack_mask",
+    "pack_nm",
     "permutation_score",
     "search_permutation",
     "train_flops",
     "train_flops_ratio",
     "transposable_mask",
     "unpack_mask",
+    "unpack_nm",
 ]

@@ -123,7 +123,7 @@ def select(
     """
     selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
-    candidates = list(_candidates(model, selection, conv_layout, named))
+    candidates = list(candidates_of(model, selection, conv_layout, named))
     ties = Ties(model, candidates, named)
     selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
     candidates = [c for c in candidates if c.name not in selection.skipped]
@@ -198,8 +198,8 @@ def select(
     return selection
 
 
-def _candidates(
-    model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str]
+def candidates_of(
+    model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str] = ()
 ) -> Iterator[Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
     wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_linear
 
 FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
@@ -24,34 +23,15 @@ FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
 """Module class, attribute, and the value that switches its fused path off."""
 
 
-@register_adapter
-class NMMultiheadAttention(Adapter):
-    """``nn.MultiheadAttention``: masks the input projections; its ``out_proj`` is a linear layer of its own.
+class AttentionForward(nn.Module):
+    """The forward of ``nn.MultiheadAttention`` with projections that are called one by one, by :meth:`project`.
 
-    The stock module hands its weights to a fused function and never calls ``out_proj``, so the projections are called
-    here one by one around ``scaled_dot_product_attention``, in training and in evaluation alike.
+    The stock module hands its weights to a fused function and never calls ``out_proj``.
     """
 
-    handles = nn.MultiheadAttention
-    reads_children = ("out_proj",)
-
-    @classmethod
-    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """The joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
-        if module.in_proj_weight is not None:
-            yield WeightSpec("in_proj_weight", groups=3)
-        else:
-            for parameter in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                yield WeightSpec(parameter)
-
-    @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """Multiply-adds of the projections of query, key and value that use this weight."""
-        inputs = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
-        sizes = dict(
-            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
-        )
-        return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
+    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+        """``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
+        raise NotImplementedError
 
     @classmethod
     def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -65,18 +45,13 @@ class NMMultiheadAttention(Adapter):
         mha: Any = self
         width = mha.embed_dim
         if mha.in_proj_weight is not None:
-            joint = partial(
-                _linear, weight=mha.in_proj_weight, bias=mha.in_proj_bias, layer=self.nm_layers.get("in_proj_weight")
-            )
+            joint = partial(self.project, parameter="in_proj_weight", bias=mha.in_proj_bias)
             if query is key and key is value:
                 return list(joint(query).chunk(3, dim=-1))
             return [joint(x, rows=(i * width, (i + 1) * width)) for i, x in enumerate((query, key, value))]
         biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return [
-            _linear(x, getattr(self, name), bias, self.nm_layers.get(name))
-            for x, name, bias in zip((query, key, value), names, biases, strict=True)
-        ]
+        return [self.project(x, name, bias) for x, name, bias in zip((query, key, value), names, biases, strict=True)]
 
     def forward(
         self,
@@ -145,13 +120,41 @@ class NMMultiheadAttention(Adapter):
         return bias
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer | None, rows: tuple[int, int] | None = None
-) -> Tensor:
-    if layer is not None:
-        return nm_linear(x, weight, bias, layer, rows)
-    part = slice(None) if rows is None else slice(*rows)
-    return F.linear(x, weight[part], None if bias is None else bias[part])
+@register_adapter
+class NMMultiheadAttention(AttentionForward, Adapter):
+    """``nn.MultiheadAttention``: masks the input projections; its ``out_proj`` is a linear layer of its own.
+
+    The projections are called one by one around ``scaled_dot_product_attention``, in training and in evaluation alike.
+    """
+
+    handles = nn.MultiheadAttention
+    reads_children = ("out_proj",)
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """The joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
+        if module.in_proj_weight is not None:
+            yield WeightSpec("in_proj_weight", groups=3)
+        else:
+            for parameter in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                yield WeightSpec(parameter)
+
+    @classmethod
+    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        """Multiply-adds of the projections of query, key and value that use this weight."""
+        inputs = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
+        sizes = dict(
+            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
+        )
+        return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
+
+    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+        """``x @ W_F^T + bias`` of a projection, or of some rows of it."""
+        weight, layer = getattr(self, parameter), self.nm_layers.get(parameter)
+        if layer is not None:
+            return nm_linear(x, weight, bias, layer, rows)
+        part = slice(None) if rows is None else slice(*rows)
+        return F.linear(x, weight[part], None if bias is None else bias[part])
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -37,37 +37,31 @@ class _NMConv(Adapter):
         size = math.prod(weight.shape[1:])
         copies = torch.eye(size, dtype=x.dtype, device=x.device).view(size, *weight.shape[1:])
         copies = copies.repeat(groups, *[1] * (weight.dim() - 1))
-        x, padding = _padded(module, x if x.dim() == weight.dim() else x.unsqueeze(0))
+        x, padding, _ = padded_input(module, x, weight.dim() - 2)
         patches = CONVOLUTIONS[weight.dim() - 3](x, copies, None, module.stride, padding, module.dilation, groups)
         return list(patches.unflatten(1, (groups, size)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
         conv: Any = self
-        spatial = self.weight.dim() - 2
-        if input.dim() not in (spatial + 1, spatial + 2):
-            raise RuntimeError(
-                f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}"
-            )
-        unbatched = input.dim() == spatial + 1
-        x = input.unsqueeze(0) if unbatched else input
-        x, padding = _padded(conv, x)
-        y = nm_conv(
-            x,
-            self.weight,
-            self.bias,
-            self.nm_layers["weight"],
-            conv.stride,
-            padding,
-            conv.dilation,
-            conv.groups,
-        )
+        x, padding, unbatched = padded_input(conv, input, self.weight.dim() - 2)
+        layer = self.nm_layers["weight"]
+        y = nm_conv(x, self.weight, self.bias, layer, conv.stride, padding, conv.dilation, conv.groups)
         return y.squeeze(0) if unbatched else y
 
 
-def _padded(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input, padded where a convolution alone cannot do it, as torch does; and the padding that is left to do."""
-    spatial, padding = conv.weight.dim() - 2, conv.padding
+def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[int, ...], bool]:
+    """The input of a convolution's product.
+
+    Returns:
+        The input with a batch, padded where equal zeros on both sides do not do it; those zeros per spatial dimension;
+        and whether the input had no batch.
+    """
+    if input.dim() not in (spatial + 1, spatial + 2):
+        raise RuntimeError(f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}")
+    unbatched = input.dim() == spatial + 1
+    x = input.unsqueeze(0) if unbatched else input
+    padding = conv.padding
     if isinstance(padding, str):
         extra = (
             [0] * spatial
@@ -78,10 +72,11 @@ def _padded(conv: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     else:
         sides = [(p, p) for p in padding]
     if conv.padding_mode != "zeros" or any(left != right for left, right in sides):
+        # As torch does: the input is padded first. F.pad counts dimensions from the last.
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)  # it counts dimensions from the last
+        x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)
         sides = [(0, 0)] * spatial
-    return x, tuple(left for left, _ in sides)
+    return x, tuple(left for left, _ in sides), unbatched
 
 
 @register_adapter

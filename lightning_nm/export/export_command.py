@@ -1,0 +1,110 @@
+"""The subcommand ``lightning-nm export``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
+from lightning_nm.export.outputs import Written, export_packed, export_torch
+from lightning_nm.export.sources import Source, read_source
+
+
+def main(args: Sequence[str]) -> int:
+    """Run ``lightning-nm export`` and return its exit status."""
+    options = _parser().parse_args(list(args))
+    console = Console()
+    try:
+        _check(options)
+        source = read_source(options.checkpoint, options.prefix)
+        if options.to == "packed":
+            written = export_packed(source, options.output, options.pattern)
+            console.print(_table(written))
+            console.print(_summary(written, options.output), markup=False, soft_wrap=True)
+            return 0
+        if options.to == "torch":
+            export_torch(source, options.output)
+            said = ""
+        else:
+            said = _export_graph(source, options)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"lightning-nm export: {error}", file=sys.stderr)
+        return 2
+    console.print(f"wrote {options.output}{said}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    graph = options.to in ("onnx", "pt2")
+    if graph and not options.model:
+        raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
+    if not graph and (options.model or options.input):
+        raise ValueError(f"--model and --input are for --to onnx and --to pt2, not {options.to}")
+    if options.pattern and options.to != "packed":
+        raise ValueError("--pattern is for --to packed")
+    if graph and Path(options.output).suffix != f".{options.to}":
+        raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
+
+
+def _export_graph(source: Source, options: argparse.Namespace) -> str:
+    with redirect_stdout(sys.stderr):  # what the model and torch print
+        model = build_model(source, options.model)
+        example = example_of(model, options.input)
+        if options.to == "pt2":
+            export_pt2(model, example, options.output)
+            return ""
+        return f"; onnxruntime differs by {export_onnx(model, example, options.output):.2g} of the largest output"
+
+
+def _table(written: Sequence[Written]) -> Table:
+    table = Table(title="packed", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("weight", overflow="fold", min_width=20)
+    for column in ("pattern", "layout", "bytes"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("of dense", no_wrap=True, justify="right")
+    table.add_column("note", overflow="fold", min_width=12)
+    for each in written:
+        if each.pattern:
+            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", f"{each.bytes / each.dense_bytes:.3f}", "")
+            table.add_row(*cells, style="green")
+        else:
+            table.add_row(each.key, "dense", "", f"{each.bytes}", "", each.reason, style="dim")
+    return table
+
+
+def _summary(written: Sequence[Written], output: str) -> str:
+    packed = [each for each in written if each.pattern]
+    size, dense = (sum(sizes) for sizes in zip(*((each.bytes, each.dense_bytes) for each in written), strict=True))
+    small, large = (sum(sizes) for sizes in zip(*((each.bytes, each.dense_bytes) for each in packed), strict=True))
+    return (
+        f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {small / large:.3f} of their dense size; "
+        f"all tensors together {size} bytes, {size / dense:.3f} of dense"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-nm export",
+        description="Make a file of a sparse checkpoint for inference: packed N:M weights for "
+        "lightning_nm.load_packed, a dense state dict, or a graph. Exits with 0, or with 2 if the checkpoint cannot "
+        "be read or is not N:M; nothing is written then.",
+    )
+    kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
+    parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
+    parser.add_argument("--to", choices=("packed", "torch", "onnx", "pt2"), default="packed", help="default: packed")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="what to write; replaced when complete")
+    found = "pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
+    parser.add_argument("--pattern", metavar="N:M", help=found)
+    taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
+    parser.add_argument("--prefix", default="", help=taken)
+    parser.add_argument("--model", metavar="CLASS", help="for onnx and pt2: the model's class, such as train.Net")
+    shapes = "for onnx and pt2: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
+    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    return parser

@@ -1,0 +1,162 @@
+"""Graphs of a model: ``torch.export`` programs and ONNX files."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.export.classes import import_class
+from lightning_nm.export.safetensors_file import replacing
+from lightning_nm.export.sources import Source, hyperparameters
+
+TOLERANCE = 1e-3
+"""Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
+
+
+def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]) -> None:
+    """Write a model as a program of ``torch.export``, dense or packed; its first axis of each input may vary.
+
+    The program of a packed model holds the packed weights and unpacks them for each product by torch's operators. It
+    runs without this package.
+
+    Args:
+        model: Any module that ``torch.export`` takes; it is exported in evaluation mode.
+        example: Inputs, positional; an axis that may vary must not be 0 or 1 in them.
+        output: The file, ``.pt2``.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    program = _in_evaluation(model, lambda: torch.export.export(model, example, dynamic_shapes=_dynamic(example)))
+    with replacing(Path(output)) as new:
+        named = new.with_suffix(".pt2")  # torch warns of other names
+        try:
+            torch.export.save(program, named)
+            named.replace(new)
+        finally:
+            named.unlink(missing_ok=True)
+
+
+def export_onnx(model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]) -> float:
+    """Write a model as ONNX, by ``torch.onnx.export(dynamo=True)``, and compare it with torch in onnxruntime.
+
+    Weights are dense, with zeros.
+
+    Args:
+        model: A module that is not packed; it is exported in evaluation mode.
+        example: Inputs, positional tensors; their first axis may vary, and must not be 0 or 1 in them.
+        output: The file, ``.onnx``.
+
+    Returns:
+        The largest difference of an output, relative to the largest output, on random inputs of these shapes; integers
+        are the example's.
+
+    Raises:
+        ImportError: If onnx, onnxscript or onnxruntime is missing: ``pip install 'lightning-nm[onnx]'``.
+        RuntimeError: If onnxruntime computes something else; nothing is written.
+        OSError: If the file cannot be written.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401 - torch needs it
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'lightning-nm[onnx]'") from error
+    shapes, inputs = _dynamic(example), tuple(_random_like(x) for x in example)
+    program = _in_evaluation(
+        model, lambda: torch.onnx.export(model, example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    )
+    expected = _in_evaluation(model, lambda: model(*inputs))
+    expected = [expected] if isinstance(expected, Tensor) else [x for x in _leaves(expected) if isinstance(x, Tensor)]
+    with replacing(Path(output)) as new:
+        program.save(str(new), external_data=False)
+        session = onnxruntime.InferenceSession(str(new), providers=["CPUExecutionProvider"])
+        names = [each.name for each in session.get_inputs()]
+        found = session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
+        worst = max(_difference(torch.from_numpy(a), b) for a, b in zip(found, expected, strict=True))
+        if not worst < TOLERANCE:
+            raise RuntimeError(
+                f"onnxruntime differs from torch by {worst:.2g} of the largest output: nothing is written"
+            )
+    return worst
+
+
+def build_model(source: Source, name: str) -> nn.Module:
+    """A model with the weights of a checkpoint.
+
+    Args:
+        source: The checkpoint.
+        name: Import path of the model's class. It is called with the hyperparameters that Lightning saved, or without
+            arguments; a class of ``transformers`` reads its folder.
+
+    Raises:
+        ValueError: If the class cannot be imported or called, or the weights do not fit.
+    """
+    cls = import_class(name, "--model", nn.Module)
+    try:
+        if source.folder is not None and hasattr(cls, "from_pretrained"):
+            found: nn.Module = cls.from_pretrained(source.folder)
+            return found.eval()
+        names = inspect.signature(cls).parameters
+        saved = hyperparameters(source.path)
+        model: nn.Module = cls(**{key: value for key, value in saved.items() if key in names})
+        model.load_state_dict(source.weights)
+    except (TypeError, RuntimeError, OSError) as error:
+        raise ValueError(f"--model {name} and '{source.path}': {error}") from error
+    return model.eval()
+
+
+def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
+    """Inputs by their shapes, such as ``2x3x32x32`` or ``2x16:int64``; by default the model's ``example_input_array``.
+
+    Raises:
+        ValueError: If there are none, or a text cannot be read.
+    """
+    if not texts:
+        own = getattr(model, "example_input_array", None)
+        if own is None:
+            raise ValueError("give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64")
+        return (own,) if isinstance(own, Tensor) else tuple(own)
+    found = []
+    for text in texts:
+        sizes, _, dtype_name = text.partition(":")
+        dtype = getattr(torch, dtype_name or "float32", None)
+        if not all(size.isdecimal() for size in sizes.split("x")) or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--input {text}: a shape is written 2x3x32x32, with a dtype 2x16:int64")
+        shape = [int(size) for size in sizes.split("x")]
+        found.append(torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype))
+    return tuple(found)
+
+
+def _in_evaluation(model: nn.Module, call: Any) -> Any:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return call()
+    finally:
+        model.train(training)
+
+
+def _dynamic(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first axis of each tensor may vary; torch keeps it fixed where the model needs that."""
+    return tuple({0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None for x in example)
+
+
+def _random_like(x: Tensor) -> Tensor:
+    return torch.randn_like(x) if x.is_floating_point() else x
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    largest = expected.double().abs().max() if expected.numel() else torch.ones(())
+    return float(
+        ((found.double() - expected.double()).abs().max() if expected.numel() else 0) / largest.clamp_min(1e-30)
+    )

@@ -1,0 +1,127 @@
+"""Write packed and dense files of a checkpoint's weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from lightning_nm.export.packed_file import ToPack, write_packed
+from lightning_nm.export.packed_model import refuse_empty
+from lightning_nm.export.patterns import patterns_in
+from lightning_nm.export.safetensors_file import replacing, write_safetensors
+from lightning_nm.export.sources import Source, other_files
+from lightning_nm.functional.nm_packing import position_bytes
+from lightning_nm.pattern import NMPattern, PatternLike
+
+
+class Written(NamedTuple):
+    """A weight in a packed file.
+
+    Args:
+        key: Its key.
+        pattern: Its pattern; empty if it is dense.
+        layout: Where its blocks lie.
+        dense_bytes: Of the dense tensor.
+        bytes: In the file.
+        reason: Why it is dense.
+    """
+
+    key: str
+    pattern: str
+    layout: str
+    dense_bytes: int
+    bytes: int
+    reason: str = ""
+
+
+def export_packed(source: Source, output: str | os.PathLike[str], pattern: PatternLike | None = None) -> list[Written]:
+    """Write a packed model, which :func:`lightning_nm.load_packed` reads.
+
+    The weights to pack are the masked layers of the sparsifier state in the checkpoint. Without one, or with `pattern`,
+    they are all that are N:M. Every other tensor is written as it is.
+
+    Args:
+        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        output: The file, ``.safetensors``; it is replaced when the new one is complete.
+        pattern: The pattern; by default the one of each layer.
+
+    Returns:
+        What became of every tensor.
+
+    Raises:
+        ValueError: If no weight is N:M: the message has the blocks of each layer that are not. Nothing is written.
+        OSError: If the file cannot be written.
+    """
+    _check_suffix(output, (".safetensors",), "packed")
+    given = None if pattern is None else NMPattern.parse(pattern)
+    found = patterns_in(source.weights, source.states, given)
+    packed = {key: each for key, each in found.items() if each.pattern is not None}
+    matrices = {key: each.reason for key, each in found.items() if source.weights[key].dim() >= 2}
+    refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
+    tensors: dict[str, Tensor | ToPack] = {}
+    written = []
+    for key, weight in source.weights.items():
+        own, layout, reason = found[key]
+        tensors[key] = weight if own is None else ToPack(weight, own, layout)
+        size = weight.nbytes
+        if own is not None:
+            blocks = weight.numel() // own.m
+            size = blocks * own.n * weight.itemsize + position_bytes(own, blocks)
+        written.append(Written(key, str(own or ""), "" if own is None else layout, weight.nbytes, size, reason))
+    write_packed(output, tensors)
+    return written
+
+
+def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
+    """Write the dense state dict, with zeros.
+
+    Args:
+        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        output: A file ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``, which is replaced when the new one is complete;
+            for a folder of ``transformers`` also a new folder, with its other files.
+
+    Raises:
+        ValueError: If it is none of these.
+        OSError: If it cannot be written.
+    """
+    path = Path(output)
+    if not path.suffix and source.folder is not None:
+        _write_folder(source, path)
+        return
+    _check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
+    _write_dense(source.weights, path)
+
+
+def _write_dense(weights: dict[str, Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        entries = {key: (weight.dtype, tuple(weight.shape)) for key, weight in weights.items()}
+        write_safetensors(path, entries, weights.items(), {"format": "pt"})
+    else:
+        with replacing(path) as new:
+            torch.save(weights, new)
+
+
+def _write_folder(source: Source, path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"'{path}' exists: give a folder that does not")
+    assert source.folder is not None
+    new = path.with_name(f".{path.name}.{uuid4().hex}")
+    new.mkdir()
+    try:
+        for file in other_files(source.folder):
+            shutil.copyfile(file, new / file.name)
+        _write_dense(source.weights, new / "model.safetensors")
+        new.rename(path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _check_suffix(path: str | os.PathLike[str], suffixes: tuple[str, ...], to: str) -> None:
+    if Path(path).suffix not in suffixes:
+        raise ValueError(f"--to {to} writes {' or '.join(suffixes)}, not '{path}'")

@@ -1,0 +1,203 @@
+"""Files of packed models: safetensors with a header of their own, as docs/format.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_nm.export.safetensors_file import DTYPES, NAMES, SafetensorsFile, is_shape, read_json, write_safetensors
+from lightning_nm.functional.nm_packing import MAX_M, PACKED_DTYPES
+from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
+from lightning_nm.pattern import NMPattern
+
+FORMAT = "lightning_nm.packed"
+VERSION = "1"
+
+
+class ToPack(NamedTuple):
+    """A dense weight that is packed when it is written."""
+
+    weight: Tensor
+    pattern: NMPattern
+    layout: Layout
+
+
+class PackedEntry(NamedTuple):
+    """A packed weight in a file."""
+
+    pattern: NMPattern
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PackedFile:
+    """The header of a packed model, checked, and its tensors on request.
+
+    Nothing of the sizes that a header claims is allocated before they are known to be those of the file.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        packed: The packed weights by key.
+        dense: The other tensors by key: dtype and shape.
+        aliases: Keys of tensors that are the same as another one.
+
+    Raises:
+        ValueError: If it is no such file, or is damaged: the message says where.
+        OSError: If it cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.file = SafetensorsFile(path)
+        metadata = self.file.metadata
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`")
+        if metadata.get("version") != VERSION:
+            given = metadata.get("version")
+            raise ValueError(f"'{path}' is of version {given!r}, and this lightning_nm reads {VERSION!r}: update it")
+        header = {name: read_json(metadata.get(name, "null"), self._refuse) for name in ("packed", "aliases")}
+        if not all(isinstance(part, dict) for part in header.values()):
+            self._refuse("`packed` and `aliases` are not objects")
+        self.packed = {key: self._entry(key, fields) for key, fields in header["packed"].items()}
+        parts = {name for key in self.packed for name in parts_of(key)}
+        self.dense = {key: (e.dtype, e.shape) for key, e in self.file.entries.items() if key not in parts}
+        both = [key for key in self.packed if key in self.file.entries]
+        if both:
+            self._refuse(f"'{both[0]}' is both dense and packed")
+        self.aliases: dict[str, str] = header["aliases"]
+        for alias, key in self.aliases.items():
+            known = isinstance(key, str) and (key in self.dense or key in self.packed)
+            if not known or alias in self.packed or alias in self.file.entries:
+                self._refuse(f"'{alias}' is an alias of {key!r}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
+
+    def _entry(self, key: str, fields: Any) -> PackedEntry:
+        """A checked entry of the header."""
+        if not isinstance(fields, dict) or set(fields) != {"pattern", "layout", "shape", "dtype"}:
+            self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
+        if fields["layout"] not in LAYOUTS:
+            self._refuse(f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}")
+        if not is_shape(fields["shape"]) or 0 in fields["shape"]:
+            self._refuse(f"'{key}' is of shape {fields['shape']!r}")
+        try:
+            if not isinstance(fields["pattern"], str):
+                raise ValueError(f"pattern {fields['pattern']!r} is no text")
+            pattern = NMPattern.parse(fields["pattern"])
+            if pattern.m > MAX_M:
+                raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
+            shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
+        except ValueError as error:
+            self._refuse(f"'{key}': {error}")
+        dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+        if dtype not in PACKED_DTYPES:
+            self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
+        for name, right in zip(parts_of(key), ((dtype, shapes[0]), (torch.uint8, shapes[1])), strict=True):
+            entry = self.file.entries.get(name)
+            if entry is None:
+                self._refuse(f"there is no tensor '{name}'")
+            if entry[:2] != right:
+                self._refuse(f"'{name}' is {entry[0]} {entry[1]}, not {right[0]} {right[1]}")
+        assert dtype is not None
+        return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype)
+
+    def names(self) -> list[str]:
+        """The keys of the model's state dict."""
+        return [*self.dense, *self.packed, *self.aliases]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor of the dense state dict."""
+        key = self.aliases.get(key, key)
+        return self.packed[key].shape if key in self.packed else self.dense[key][1]
+
+    def read(self, key: str) -> Tensor | PackedTensor:
+        """Read one tensor.
+
+        Raises:
+            ValueError: If its positions are damaged.
+        """
+        key = self.aliases.get(key, key)
+        entry = self.packed.get(key)
+        if entry is None:
+            return self.file.read(key)
+        values, positions = (self.file.read(name) for name in parts_of(key))
+        found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
+        try:
+            found.check()
+        except ValueError as error:
+            self._refuse(f"'{key}': {error}")
+        return found
+
+
+def parts_of(key: str) -> tuple[str, str]:
+    """Names of the tensors of a packed weight."""
+    return f"{key}.values", f"{key}.positions"
+
+
+def write_packed(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> None:
+    """Write a packed model: a temporary file, which takes the place of `path` when it is complete.
+
+    Tensors on the same memory are written once.
+
+    Args:
+        path: The file.
+        tensors: By key of the dense state dict. Weights to pack are packed one at a time.
+
+    Raises:
+        ValueError: If a key is taken, a weight is not of its pattern, or the format lacks a dtype.
+        OSError: If the file cannot be written; an older one stays as it was.
+    """
+    aliases, own = _aliases(tensors)
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    header: dict[str, dict[str, Any]] = {}
+    for key, tensor in own.items():
+        if isinstance(tensor, Tensor):
+            entries[key] = tensor.dtype, tuple(tensor.shape)
+            continue
+        values = tensor.weight if isinstance(tensor, ToPack) else tensor.values
+        shape = tuple(tensor.weight.shape if isinstance(tensor, ToPack) else tensor.shape)
+        sizes = packed_shapes(shape, tensor.pattern, tensor.layout)
+        entries.update(zip(parts_of(key), ((values.dtype, sizes[0]), (torch.uint8, sizes[1])), strict=True))
+        fields = {"pattern": str(tensor.pattern), "layout": tensor.layout, "shape": list(shape)}
+        header[key] = {**fields, "dtype": NAMES[values.dtype]}
+    if len(entries) < len(own) + len(header) or not set(entries).isdisjoint({*header, *aliases}):
+        names = [name for key in header for name in parts_of(key) if name in tensors]
+        raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
+    metadata = {"format": FORMAT, "version": VERSION, "packed": json.dumps(header), "aliases": json.dumps(aliases)}
+    write_safetensors(path, entries, _parts(own), metadata)
+
+
+def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            yield key, tensor
+        else:
+            found = PackedTensor.of(*tensor) if isinstance(tensor, ToPack) else tensor
+            yield from zip(parts_of(key), found[:2], strict=True)
+
+
+def _aliases(
+    tensors: Mapping[str, Tensor | PackedTensor | ToPack],
+) -> tuple[dict[str, str], dict[str, Tensor | PackedTensor | ToPack]]:
+    """Keys that are aliases of another key, and the other tensors."""
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        weight = (
+            tensor.weight if isinstance(tensor, ToPack) else tensor if isinstance(tensor, Tensor) else tensor.values
+        )
+        if weight.numel():
+            place = (weight.data_ptr(), weight.device, weight.dtype, tuple(weight.shape), weight.stride())
+            other = first.setdefault(place, key)
+            if other != key:
+                aliases[key] = other
+    return aliases, {key: tensor for key, tensor in tensors.items() if key not in aliases}

@@ -1,0 +1,140 @@
+"""Load a packed model: one tensor at a time, after the file and the model are known to fit each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.export.packed_file import PackedFile
+from lightning_nm.export.packed_model import Model, check_kernels, for_inference
+from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.packed import Kernels, PackedTensor, PackedWeight, packed_weights, places_of, put
+
+_SHOWN = 8
+
+
+def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto") -> Model:
+    """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
+
+    Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
+    was built under ``torch.device("meta")`` takes no memory before. Tensors have the file's dtype and, unless they are
+    on the meta device, the model's device.
+
+    Args:
+        model: A module with the keys and shapes of the one that was exported. A weight that is packed in the file, and
+            that no packed layer takes, is unpacked.
+        path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
+        kernels: As :func:`pack`'s.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the file is damaged or is no packed model, or the model does not fit it: the message names
+            both. The model is then unchanged.
+        OSError: If the file cannot be opened.
+    """
+    check_kernels(kernels)
+    if any(packed_weights(model)):
+        raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
+    file = PackedFile(path)
+    names = {plain_name(key): key for key in file.names()}
+    owners = _owners(model)
+    _refuse_other_model(model, file, names, owners, path)
+    places, _ = places_of(model)  # refuses a masked model
+    tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
+    with torch.no_grad():
+        for plain, key in names.items():
+            own, place = file.aliases.get(key, key), places.get(plain)
+            owner = owners.pop(plain)  # which holds the dense weight
+            found = tensors[own] if own in tensors else file.read(key)
+            if isinstance(found, PackedTensor) and place is not None:
+                device = _device(owner.tensor)
+                del owner
+                found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
+                put(place, PackedWeight(found, plain, place.role, kernels))
+            else:
+                _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
+            if own not in file.aliases.values():
+                tensors.pop(own, None)
+    return for_inference(model)
+
+
+class _Owner:
+    """Where a tensor of the state dict is: in one or, if it is shared, several modules."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.places: list[tuple[nn.Module, str]] = []
+
+
+def _owners(model: nn.Module) -> dict[str, _Owner]:
+    """The tensors of a model's state dict by key, without wrappers."""
+    shared: dict[int, _Owner] = {}
+    found: dict[str, _Owner] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            owner = shared.setdefault(id(tensor), _Owner(tensor))
+            if (module, name) not in owner.places:
+                owner.places.append((module, name))
+            found[plain_name(f"{prefix}.{name}" if prefix else name)] = owner
+    return found
+
+
+def _set(owner: _Owner, value: Tensor) -> None:
+    """Give a tensor its value, dtype included."""
+    tensor = owner.tensor
+    if not tensor.is_meta:
+        tensor.data = value.to(tensor.device)
+        return
+    new = nn.Parameter(value, requires_grad=False)
+    for module, name in owner.places:
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[name] = new
+        else:
+            module._buffers[name] = value
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _refuse_other_model(
+    model: nn.Module,
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    path: str | os.PathLike[str],
+) -> None:
+    given = {id(owners[plain]) for plain in names if plain in owners}
+    missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
+    others = [key for key in names if key not in owners]
+    faults = []
+    for what, keys in (("the file lacks", missing), ("the model lacks", others)):
+        if keys:
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            faults.append(f"{what} {', '.join(map(repr, keys[:_SHOWN]))}{more}")
+    for plain, key in names.items():
+        if plain in owners and tuple(owners[plain].tensor.shape) != file.shape(key):
+            own = tuple(owners[plain].tensor.shape)
+            faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
+    if faults:
+        shown = "; ".join(faults[:_SHOWN])
+        raise ValueError(f"the model {type(model).__name__} does not fit '{path}': {shown}")
+    empty = [
+        f"{name}.{buffer}".lstrip(".")
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+        if (tensor := module._buffers.get(buffer)) is not None and tensor.is_meta
+    ]
+    if empty:
+        raise ValueError(
+            f"{', '.join(map(repr, empty[:_SHOWN]))} of {type(model).__name__} on the meta device has no values, and "
+            "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
+        )

@@ -1,0 +1,157 @@
+"""Packed models: made of a model in memory, saved, and given back as a dense state dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_nm.export.packed_file import write_packed
+from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.packed import (
+    Kernels,
+    PackedTensor,
+    PackedWeight,
+    Place,
+    packed_weights,
+    places_of,
+    put,
+    settle,
+)
+from lightning_nm.pattern import NMPattern, PatternLike
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_SHOWN = 8
+
+
+def pack(
+    model: Model,
+    pattern: PatternLike | None = None,
+    *,
+    exclude: str | Sequence[str] = (),
+    kernels: Kernels = "auto",
+) -> Model:
+    """Replace the N:M weights of a model by packed ones, one layer at a time.
+
+    The modules stay the same objects; their classes change, and a :class:`~lightning_nm.nn.packed.PackedWeight` takes
+    the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
+    ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
+    package, if there is one for it. Elsewhere each product unpacks its weight.
+
+    Packed models are for inference: the model is put in evaluation mode, and no parameter requires gradients. Gradients
+    of inputs are computed; training raises a RuntimeError.
+
+    Args:
+        model: Any module whose masks, if it had any, are baked in and removed.
+        pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
+            that takes the least memory.
+        exclude: Globs over module names and keys that stay dense.
+        kernels: ``"auto"``: products on the CPU run on a kernel where it is measured faster than unpacking; each size
+            is measured once, and kept in ``~/.cache/lightning_nm/packed.json``. ``"sparse"``: always on the kernel.
+            ``"reference"``: always by unpacking, which takes the least memory.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
+            installed, or an argument is unknown.
+
+    Example::
+
+        >>> import torch
+        >>> from lightning_nm.functional import nm_prune
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+        >>> model[0].weight.data = nm_prune(model[0].weight.data, "1:16")
+        >>> pack(model)[0].weight.pattern
+        NMPattern(n=1, m=16)
+        >>> model(torch.randn(2, 64)).shape
+        torch.Size([2, 4])
+    """
+    check_kernels(kernels)
+    given = None if pattern is None else NMPattern.parse(pattern)
+    globs = [exclude] if isinstance(exclude, str) else list(exclude)
+    places, reasons = places_of(model)
+    found: dict[str, tuple[Place, Found]] = {}
+    for key, place in places.items():
+        names = (key, key.rpartition(".")[0])
+        if any(fnmatchcase(name, glob) for name in names for glob in globs):
+            reasons[key] = "in `exclude`"
+            continue
+        if place.weight.is_meta:
+            raise ValueError(f"'{key}' has no values, it is on the meta device: use load_packed(model, file)")
+        layouts: list[Layout] = [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+        each = pattern_of(place.weight, given, layouts)
+        if each.pattern is None:
+            reasons[key] = each.reason
+        else:
+            found[key] = place, each
+    refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
+    for key, (place, each) in found.items():
+        assert each.pattern is not None
+        tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
+        put(place, PackedWeight(tensor, key, place.role, kernels))
+    return for_inference(model)
+
+
+def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Save a packed model, as :func:`load_packed` reads it.
+
+    Args:
+        model: A model with packed layers.
+        path: The file, which is replaced when the new one is complete.
+
+    Raises:
+        ValueError: If no layer is packed.
+        OSError: If the file cannot be written.
+    """
+    packed: dict[str, Any] = {plain_name(key): weight for key, weight in packed_weights(model)}
+    if not packed:
+        raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
+    tensors: dict[str, Tensor | PackedTensor] = {key: weight.packed() for key, weight in packed.items()}
+    parts = {f"{key}.{part}" for key in packed for part in ("values", "positions")}
+    state = {plain_name(key): tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    write_packed(path, {**{key: tensor for key, tensor in state.items() if key not in parts}, **tensors})
+
+
+def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The dense state dict of a packed model, with zeros, under the keys that the model had before.
+
+    It has the memory of the dense model. ``model.state_dict()`` has the packed tensors.
+    """
+    packed = dict(packed_weights(model))
+    found: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict().items():
+        owner, _, part = key.rpartition(".")
+        if owner not in packed:
+            found[key] = tensor
+        elif part == "values":
+            found[owner] = packed[owner].unpack()
+    return found
+
+
+def refuse_empty(found: Mapping[str, Any], reasons: Mapping[str, str], what: str) -> None:
+    """Refuse that nothing is found, by a ``ValueError`` with the reasons."""
+    if found:
+        return
+    shown = [f"'{key}': {reason}" for key, reason in list(reasons.items())[:_SHOWN]]
+    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    raise ValueError(f"{what}: {'; '.join(shown)}{more}")
+
+
+def check_kernels(kernels: str) -> None:
+    """Refuse a mode that does not exist."""
+    if kernels not in ("auto", "sparse", "reference"):
+        raise ValueError(f"kernels={kernels!r} is unknown: use 'auto', 'sparse' or 'reference'")
+
+
+def for_inference(model: Model) -> Model:
+    """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
+    settle(model)
+    return model.eval().requires_grad_(False)

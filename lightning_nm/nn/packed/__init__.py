@@ -1,0 +1,21 @@
+"""Packed layers: modules for inference that hold N:M weights as values and positions."""
+
+from lightning_nm.nn.packed.choice import Kernels
+from lightning_nm.nn.packed.layers import PackedLayer
+from lightning_nm.nn.packed.swap import Place, packed_weights, places_of, put, settle
+from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
+from lightning_nm.nn.packed.weight import PackedWeight
+
+__all__ = [
+    "LAYOUTS",
+    "Kernels",
+    "PackedLayer",
+    "PackedTensor",
+    "PackedWeight",
+    "Place",
+    "packed_shapes",
+    "packed_weights",
+    "places_of",
+    "put",
+    "settle",
+]

@@ -1,0 +1,108 @@
+"""Packed layers: the classes that modules take, one for each kind of layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_nm.nn.adapters import (
+    Adapter,
+    NMConv1d,
+    NMConv2d,
+    NMConv3d,
+    NMLinear,
+    NMMultiheadAttention,
+    NMTransposedLinear,
+    find_adapter,
+)
+from lightning_nm.nn.adapters.attention import AttentionForward
+from lightning_nm.nn.adapters.conv import padded_input
+from lightning_nm.nn.packed.ops import packed_conv, packed_linear
+from lightning_nm.nn.packed.weight import PackedWeight, Role
+
+
+class PackedLayer(nn.Module):
+    """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter."""
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+    packed_role: ClassVar[Role] = "linear"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
+
+
+class PackedLinear(PackedLayer):
+    """``nn.Linear``, and with :attr:`packed_role` ``"transposed"`` the ``Conv1D`` of ``transformers``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ W^T + bias``."""
+        layer: Any = self
+        return packed_linear(input, layer.weight, layer.bias)
+
+
+class PackedTransposedLinear(PackedLinear):
+    """``transformers.pytorch_utils.Conv1D``."""
+
+    packed_role = "transposed"
+
+
+class PackedConv(PackedLayer):
+    """Convolutions in one to three dimensions."""
+
+    packed_role = "convolution"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with W."""
+        conv: Any = self
+        x, padding, unbatched = padded_input(conv, input, conv.weight.dim() - 2)
+        y = packed_conv(x, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
+        return y.squeeze(0) if unbatched else y
+
+
+class PackedMultiheadAttention(AttentionForward, PackedLayer):
+    """``nn.MultiheadAttention`` with packed projections, or a packed ``out_proj`` alone."""
+
+    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+        """``x @ W^T + bias`` of a projection, or of some rows of it."""
+        weight = getattr(self, parameter)
+        if isinstance(weight, PackedWeight):
+            return packed_linear(x, weight, bias, rows)
+        part = slice(None) if rows is None else slice(*rows)
+        return F.linear(x, weight[part], None if bias is None else bias[part])
+
+
+_KINDS: dict[type[Adapter], type[PackedLayer]] = {
+    NMLinear: PackedLinear,
+    NMTransposedLinear: PackedTransposedLinear,
+    **dict.fromkeys((NMConv1d, NMConv2d, NMConv3d), PackedConv),
+    NMMultiheadAttention: PackedMultiheadAttention,
+}
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
+    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own."""
+    found = find_adapter(kind)
+    if found is None or kind.forward is not found[1].forward:
+        return None
+    return _KINDS.get(found[0])
+
+
+def packed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that mixes the packed layer into ``base``; one for each base class, made at first use."""
+    if base not in _CLASSES:
+        kind = packed_kind(base)
+        if kind is None:
+            raise TypeError(f"no packed layer for {base.__name__}")
+        _CLASSES[base] = type(f"Packed{base.__name__}", (kind, base), {"nm_base": base, "__module__": __name__})
+    return _CLASSES[base]
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    """An empty module of the packed class, for pickle and deepcopy to fill."""
+    cls = packed_class(base)
+    return cls.__new__(cls)

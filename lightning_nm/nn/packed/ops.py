@@ -1,0 +1,132 @@
+"""The products of packed layers: by a CPU kernel, or by unpacking the weight.
+
+Graphs that are compiled call two operators, which look up the weight's layout by handle when a graph runs. Graphs that
+are exported unpack the weight by torch's own operators, so that they run without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_nm.kernels.api import Convolution
+from lightning_nm.kernels.handles import lookup
+from lightning_nm.nn.ops import CONVOLUTIONS
+from lightning_nm.nn.packed.operand import Operand
+from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.nn.routed_conv import flattened, unflattened
+from lightning_nm.nn.routed_ops import OPTIONS
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+    """``x @ W^T + bias``.
+
+    Args:
+        x: ``[..., in]``.
+        weight: ``[out, in]``, or ``[in, out]`` of a transposed layer.
+        bias: ``[out]`` or ``None``.
+        rows: Use only the output rows ``rows[0]:rows[1]``.
+
+    Raises:
+        RuntimeError: In training mode with gradients.
+    """
+    refuse_training(weight)
+    part = slice(None) if rows is None else slice(*rows)
+    bias = None if bias is None else bias[part]
+    operand = _operand(x, weight, bias)
+    if operand is not None and rows is not None:
+        operand = operand.part(*rows)
+    if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
+        matrix = weight.unpack()
+        return F.linear(x, (matrix.t() if weight.role == "transposed" else matrix)[part], bias)
+    tokens, out = x.reshape(-1, x.shape[-1]), operand.layout.rows
+    if torch.compiler.is_compiling():
+        y = torch.ops.lightning_nm.packed_linear(tokens, bias, out, operand.handle_tensor)
+    else:
+        y = operand.linear(tokens, bias)
+    return y.view(*x.shape[:-1], out)
+
+
+def packed_conv(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """The convolution of ``x [batch, in, *positions]`` with ``W [out, in / groups, *taps]``.
+
+    Raises:
+        RuntimeError: In training mode with gradients.
+    """
+    refuse_training(weight)
+    operand = _operand(x, weight, bias)
+    if operand is None or x.dim() > 4 or x.shape[1] != weight.shape[1] * groups:
+        return CONVOLUTIONS[weight.dim() - 3](x, weight.unpack(), bias, stride, padding, dilation, groups)
+    geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *(1, *weight.shape[2:])[-2:]]
+    image = x.unsqueeze(2) if x.dim() == 3 else x
+    if torch.compiler.is_compiling():
+        y = torch.ops.lightning_nm.packed_conv(image, bias, geometry, operand.handle_tensor)
+    else:
+        y = operand.conv(image, _convolution(image, geometry), bias)
+    return y.squeeze(2) if x.dim() == 3 else y
+
+
+def refuse_training(weight: PackedWeight) -> None:
+    """Refuse to train beside a weight that cannot be trained."""
+    if weight.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"'{weight.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        )
+
+
+def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | None:
+    """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
+    exporting = getattr(torch.compiler, "is_exporting", bool)()
+    fake = type(x) not in (Tensor, torch.nn.Parameter)
+    if weight.operand is None or exporting or (fake and not torch.compiler.is_compiling()):
+        return None
+    if x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        return None
+    differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
+    return None if torch.is_grad_enabled() and differentiable else weight.operand
+
+
+@torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
+def _packed_linear(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
+    operand: Operand = lookup(tag.shape[0])
+    return operand.linear(x, bias)
+
+
+@_packed_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], out)
+
+
+@torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
+def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    operand: Operand = lookup(tag.shape[0])
+    return operand.conv(x, _convolution(x, geometry), bias)
+
+
+@_packed_conv.register_fake
+def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    conv = _convolution(x, geometry)
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    size = (x.shape[0], conv.outputs, *conv.positions)
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=form)
+
+
+def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
+    """The geometry for ``x [images, in, height, width]``."""
+    stride, padding, dilation, groups = unflattened(geometry[:7])
+    out, *kernel = geometry[7:]
+    height, width = x.shape[2:]
+    return Convolution(x.shape[1], out, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups)

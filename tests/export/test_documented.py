@@ -1,0 +1,75 @@
+"""The pages on export run as they stand, and name what is there."""
+
+import glob
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_nm.cli import main
+from lightning_nm.export import PackedFile, pack, save_packed
+from lightning_nm.functional import pack_nm
+from lightning_nm.functional.nm_packing import position_bits
+from lightning_nm.pattern import NMPattern
+from tests.packed_models import small
+from tests.test_readme import ROOT, blocks
+
+EXPORT = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+FORMAT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+SHORT = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--data.init_args.batch_size=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of a training without validation
+def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    commands, code = blocks("", EXPORT)[0].splitlines(), blocks("python", EXPORT)[0]
+    assert len(commands) + len(code.splitlines()) == 6
+    for line in commands:
+        words = [found for word in shlex.split(line)[1:] for found in (glob.glob(word) if "*" in word else [word])]
+        assert main([*words, *(SHORT if words[0] == "fit" else [])]) == 0
+    names = {}
+    exec(code, names)
+    assert names["logits"].shape == (1, 64, 256)
+    packed = PackedFile("gpt.safetensors").packed
+    assert {str(entry.pattern) for entry in packed.values()} == {"1:16"}
+    assert len(packed) == 8
+
+
+def test_other_commands_parse():
+    words = [shlex.split(line) for line in blocks("", EXPORT)[1].splitlines()]
+    assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}
+    for word in words:
+        assert main([*word[1:2], "none.ckpt", *word[3:]]) == 2  # a checkpoint that is not there, no other error
+
+
+def test_sizes_of_the_format():
+    rows = re.findall(r"^\| (\d+:\d+) \| (\d+) \((\w+)\) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE)
+    assert len(rows) == 5
+    for text, bits, _, half, single in rows:
+        pattern = NMPattern.parse(text)
+        assert position_bits(pattern) == int(bits)
+        for size, share in ((2, half), (4, single)):
+            exact = pattern.density + int(bits) / 8 / size / pattern.m
+            assert float(share) == pytest.approx(exact, abs=6e-4)
+
+
+def test_the_example_of_the_format():
+    values, positions = pack_nm(torch.tensor([[0.0, 5, 0, 7], [0, 0, 2, 0]]), "2:4")
+    shown = re.search(r"has the values `(.*?)`.*`0b(\d+)`, (\d+)", FORMAT, re.DOTALL)
+    assert values.tolist() == json.loads(shown[1])
+    assert positions.tolist() == [int(shown[2], 2)] == [int(shown[3])]
+
+
+def test_fields_of_the_format(tmp_path):
+    save_packed(pack(small("1:16")), tmp_path / "a")
+    metadata = PackedFile(tmp_path / "a").file.metadata
+    names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
+    assert set(metadata) == set(names[:4])
+    assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[4:8])
+    assert set(names[8:11]) == {"plain", "flat", "transposed"}
+    assert Path(tmp_path / "a").stat().st_size < 20_000
