@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_nm.export.safetensors_file import DTYPES, NAMES, SafetensorsFile, is_shape, read_json, write_safetensors
 from lightning_nm.functional.nm_packing import MAX_M, PACKED_DTYPES
-from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
 from lightning_nm.pattern import NMPattern
 

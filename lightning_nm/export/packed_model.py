@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.patterns import Found, pattern_of
-from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.packed import (
     Kernels,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_packing import MAX_M, PACKED_DTYPES, position_bits
-from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.pattern import NMPattern
@@ -20,6 +20,9 @@ SOUGHT = (4, 8, 16, 32)
 
 LARGEST = 0.75
 """A weight whose packed form would take more than this share of its memory stays dense."""
+
+_SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}
+"""The layouts of experts, and those in which a 3-D weight has the same blocks."""
 
 
 class Found(NamedTuple):
@@ -117,5 +120,6 @@ def patterns_in(
             if key is None:
                 raise ValueError(f"the file has masks for '{name}' but no weight for it")
             own = NMPattern.parse(layer["pattern"])
-            found[key] = pattern_of(weights[key], own, [layer["layout"]])
+            layout = _SAME_BLOCKS.get(layer["layout"], layer["layout"])
+            found[key] = pattern_of(weights[key], own, [layout])
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import load_packed, unpacked_state_dict
+from lightning_nm import NMSparsifier, load_packed, unpacked_state_dict
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
 from lightning_nm.export.graphs import export_onnx, export_pt2
@@ -17,6 +17,7 @@ from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
 from lightning_nm.pattern import NMPattern
+from tests.experts import Experts, TransposedExperts
 from tests.lightning_models import Data, Net, callback, make_trainer, new_model
 from tests.packed_models import assert_equal_states, copied, small
 
@@ -246,3 +247,18 @@ def test_without_onnx(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-nm\[onnx\]'"):
         export_onnx(nn.Linear(4, 4), (torch.randn(2, 4),), tmp_path / "a.onnx")
+
+
+@pytest.mark.parametrize("kind", [Experts, TransposedExperts])
+def test_experts_of_a_state_are_packed_and_loaded_dense(tmp_path, kind):
+    torch.manual_seed(0)
+    model = kind()
+    sparsifier = NMSparsifier(model, "1:4", "ste").attach()
+    state = {"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": sparsifier.state_dict()}}
+    torch.save(state, tmp_path / "last.ckpt")
+    assert run(tmp_path / "last.ckpt", "-o", tmp_path / "packed.safetensors") == 0
+    file = PackedFile(tmp_path / "packed.safetensors")
+    assert {key: str(tensor.pattern) for key, tensor in file.packed.items()} == {"up": "1:4", "down": "1:4"}
+    loaded = kind()
+    load_packed(loaded, tmp_path / "packed.safetensors")
+    assert_equal_states(loaded.state_dict(), model.state_dict())

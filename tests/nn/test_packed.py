@@ -35,7 +35,7 @@ def close(found, expected):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("experts")])  # those stay dense
 def test_every_kind(kind, dtype):
     for pattern in ("2:4", "1:8"):
         module, x = make(kind, dtype)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.functional.nm_packing import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
-from lightning_nm.nn.layer import Layout
+from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import parameter_key
 from lightning_nm.nn.packed.layers import PackedLayer, packed_class, packed_kind
 from lightning_nm.nn.packed.weight import PackedWeight, Role
