@@ -31,11 +31,11 @@ test: .venv/.dev
 	$(PYTEST)
 
 ## Run the slow tests.
-slow: .venv/.dev .venv/.vision
+slow: .venv/.dev .venv/.others
 	$(PYTEST) -m slow
 
 ## Run the test suite and the slow tests together.
-test-all: .venv/.dev .venv/.vision
+test-all: .venv/.dev .venv/.others
 	$(PYTEST) -m 'not gpu'
 
 ## Run the tests that compute in the arithmetic of a CPU without AVX: none may depend on the last bits of this CPU's products.
@@ -108,8 +108,10 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# timm reads torchvision, which fits one build of torch alone and disturbs others: beside the environment, for tests.
-.venv/.vision: .venv/.dev
+# For slow tests, and for exports to ONNX. timm reads torchvision, which fits one build of torch alone and disturbs
+# others: it lies beside the environment.
+.venv/.others: .venv/.dev
+	$(PIP) onnx onnxscript onnxruntime
 	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
 	@touch $@
 
