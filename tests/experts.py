@@ -1,5 +1,7 @@
 """Mixtures of experts for tests: one parameter for all experts, used in several ways, and one linear layer for each."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,18 @@ EXPERTS, WIDTH, HIDDEN = 4, 16, 32
 
 def offsets(experts, number):
     return torch.bincount(experts, minlength=number).cumsum(0).int()
+
+
+GROUPED = hasattr(torch, "_grouped_mm")
+"""Whether this torch has the grouped product."""
+
+
+def grouped_mm(x, weight, ends):
+    """The grouped product; a torch without it takes its definition."""
+    if GROUPED:
+        return torch._grouped_mm(x, weight, offs=ends)
+    bounds = [0, *ends.tolist()]
+    return torch.cat([x[start:end] @ weight[k] for k, (start, end) in enumerate(itertools.pairwise(bounds))])
 
 
 class Experts(nn.Module):
@@ -64,7 +78,7 @@ class Experts(nn.Module):
         return torch.empty_like(y).index_copy(0, order, y)
 
     def by_grouped(self, x, experts):
-        return self.by_sorted(x, experts, lambda x, weight, ends: torch._grouped_mm(x, weight, offs=ends))
+        return self.by_sorted(x, experts, grouped_mm)
 
     def by_all(self, x, experts):
         """Every expert on every token, as a batch, and a sum over chosen ones."""

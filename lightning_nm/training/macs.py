@@ -109,7 +109,8 @@ class _Leave(WatchingHook):
         for spec in self.adapter.specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
             cost = self.adapter.macs(module, spec.parameter, args, kwargs, output)
-            if cost is None:
+            if cost is None:  # its operators are counted, where they are watched; it was called in any case
+                self.counter.add(key, 0)
                 continue
             self.counter.add(key, cost)
             if module.training:

@@ -13,7 +13,7 @@ from lightning_nm.demo import ExactResume, ResumableDataModule
 from lightning_nm.export import verify
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
-from tests.experts import EXPERTS, HIDDEN, WIDTH, Experts, TransposedExperts
+from tests.experts import EXPERTS, GROUPED, HIDDEN, WIDTH, Experts, TransposedExperts
 from tests.lightning_models import SaveAt, assert_equal_models, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -131,7 +131,7 @@ def llama4():
 
 TRANSPOSED = {"gpt-oss": gpt_oss, "llama4": llama4}
 MODELS = {"own": Own, "mixtral": mixtral, "qwen3-moe": qwen3_moe}
-IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
+IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm" if GROUPED else "eager"]
 
 
 class LanguageModel(pl.LightningModule):
@@ -259,6 +259,7 @@ def test_products_are_counted_by_tokens_and_once(exclude):
     assert sparsifier.shares()["flops"] == pytest.approx(masked / sum(expected.values()))
 
 
+@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense")
 def test_the_table_shows_experts_and_warns_of_a_small_share(capsys):
     model = Own()
     sparsifier = NMSparsifier(model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False).attach()

@@ -89,7 +89,8 @@ def test_other_readers_agree(saved):
 
 
 def test_files_are_those_of_the_package(tmp_path):
-    tensors = {name: torch.randint(0, 2, (3, 2)).to(dtype) for name, dtype in DTYPES.items()}
+    known = DTYPES.keys() & safetensors._TYPES.keys()  # older versions know fewer
+    tensors = {name: torch.randint(0, 2, (3, 2)).to(DTYPES[name]) for name in sorted(known)}
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(3), "view": torch.randn(4, 6).t()[1:]}
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(tmp_path / "a", entries, tensors.items(), {"x": "é"})
