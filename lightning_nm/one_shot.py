@@ -15,7 +15,7 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
-from lightning_nm.nn.adapters import adapter_of
+from lightning_nm.nn.adapters import Adapter, adapter_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -103,6 +103,11 @@ def prune(
         if data is not None and isinstance(layer.module, nn.Embedding):
             fault = f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it"
             raise ValueError(f"{fault}. Prune it by magnitude, in a call of its own without data")
+        if data is not None and not _has_inputs(layer):
+            fault = (
+                f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs()"
+            )
+            raise ValueError(f"{fault}. Name it in `exclude`, or prune by magnitude without data")
     result = Pruned(skipped=dict(selection.skipped))
     with _evaluation(model):
         if data is None:
@@ -123,6 +128,12 @@ def prune(
             _set(layer, torch.stack(new))
             result.layers.append(layer.name)
     return result
+
+
+def _has_inputs(layer: NMLayer) -> bool:
+    """Whether the layer's adapter says what it multiplies by the weight."""
+    found = adapter_of(layer.name, layer.module, [layer.name])
+    return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
 def _prune(weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, damping: float) -> Tensor:

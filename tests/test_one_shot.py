@@ -195,10 +195,12 @@ def test_an_adapter_without_inputs_is_named():
     registered = sys.modules["lightning_nm.nn.adapters.base"]._ADAPTERS
     register_adapter(NMScaled)
     try:
-        model = nn.Sequential(Scaled(8, 8))
-        with pytest.raises(ValueError, match="layer '0' cannot be calibrated: NMScaled defines no inputs"):
+        model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8))
+        before = model[0].weight.clone()
+        with pytest.raises(ValueError, match="layer '1' cannot be calibrated: its adapter defines no inputs"):
             prune(model, "2:4", "wanda", [torch.ones(2, 8)], skip_first_last=False)
+        assert torch.equal(model[0].weight, before)  # refused before any layer is pruned
         prune(model, "2:4", skip_first_last=False)
-        assert nmf.is_nm(model[0].weight, "2:4")
+        assert nmf.is_nm(model[1].weight, "2:4")
     finally:
         registered.remove(NMScaled)
