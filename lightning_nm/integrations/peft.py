@@ -16,6 +16,7 @@ from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.low_rank import KeepsMask, masked_delta
 from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.packed import PackedWeight
 from lightning_nm.nn.selection import as_globs
 from lightning_nm.nn.sharding import is_sharded
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -99,6 +100,8 @@ def _fault(module: Any, wanted: NMPattern | None) -> str:
         return f"{', '.join(variants)} is not LoRA's plain sum W + s B A"
     base = module.get_base_layer()
     weight = base.weight
+    if isinstance(weight, PackedWeight):
+        return "its base weight is packed, for inference: adapt the model that was packed"
     if not weight.is_floating_point() or weight.element_size() < 2:
         return f"its base weight is quantised, {weight.dtype}"
     if is_sharded(weight):

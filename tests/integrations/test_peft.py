@@ -13,7 +13,7 @@ from torch import nn
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from lightning_nm import NMSparsifier  # noqa: E402
+from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
@@ -424,3 +424,9 @@ def test_the_page(tmp_path, monkeypatch):
     assert torch.equal(weight.ne(0), before.ne(0))
     assert not torch.equal(weight, before)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_packed_base_is_refused():
+    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
+    with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):
+        mask_adapters(adapted)
