@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_nm.export.safetensors_file import DTYPES, NAMES, SafetensorsFile, is_shape, read_json, write_safetensors
+from lightning_nm.export.safetensors_file import (
+    DTYPES,
+    NAMES,
+    SafetensorsFile,
+    is_shape,
+    memory_of,
+    read_json,
+    write_safetensors,
+)
 from lightning_nm.functional.nm_packing import MAX_M, PACKED_DTYPES
 from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
@@ -196,8 +204,7 @@ def _aliases(
             tensor.weight if isinstance(tensor, ToPack) else tensor if isinstance(tensor, Tensor) else tensor.values
         )
         if weight.numel():
-            place = (weight.data_ptr(), weight.device, weight.dtype, tuple(weight.shape), weight.stride())
-            other = first.setdefault(place, key)
+            other = first.setdefault(memory_of(weight), key)
             if other != key:
                 aliases[key] = other
     return aliases, {key: tensor for key, tensor in tensors.items() if key not in aliases}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.export.safetensors_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_packing import MAX_M, PACKED_DTYPES, position_bits
 from lightning_nm.nn.layout import Layout
@@ -122,4 +123,5 @@ def patterns_in(
             own = NMPattern.parse(layer["pattern"])
             layout = _SAME_BLOCKS.get(layer["layout"], layer["layout"])
             found[key] = pattern_of(weights[key], own, [layout])
-    return found
+    masked = {memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None}
+    return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}  # tied weights, too

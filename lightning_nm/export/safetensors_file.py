@@ -219,3 +219,8 @@ def replacing(path: Path) -> Iterator[Path]:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same view of the same memory, as tied weights are."""
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()

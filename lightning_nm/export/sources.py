@@ -63,7 +63,8 @@ def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _read(path: Path) -> Source:
     if path.suffix == ".safetensors" and path.is_file() and _is_packed(path):
         packed = PackedFile(path)
-        return Source(path, {key: _dense(packed.read(key)) for key in packed.names()}, [])
+        own = {key: _dense(packed.read(key)) for key in packed.names() if key not in packed.aliases}
+        return Source(path, {key: own[packed.aliases.get(key, key)] for key in packed.names()}, [])
     weights, states = read_checkpoint(path)
     return Source(path, weights, states, path if (path / "config.json").is_file() else None)
 

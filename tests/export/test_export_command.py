@@ -262,3 +262,30 @@ def test_experts_of_a_state_are_packed_and_loaded_dense(tmp_path, kind):
     loaded = kind()
     load_packed(loaded, tmp_path / "packed.safetensors")
     assert_equal_states(loaded.state_dict(), model.state_dict())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def test_a_tied_weight_is_packed_once_and_stays_tied(tmp_path):
+    model = Tied()
+    sparsifier = NMSparsifier(model, "2:4", "ste", include="embed", skip_first_last=False).attach()
+    state = sparsifier.state_dict()
+    sparsifier.bake()
+    sparsifier.detach()
+    torch.save({"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": state}}, tmp_path / "a.ckpt")
+    first, again = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    assert run(tmp_path / "a.ckpt", "-o", first) == 0
+    assert run(first, "-o", again) == 0
+    for path in (first, again):
+        file = PackedFile(path)
+        assert list(file.packed) == ["embed.weight"]
+        assert file.aliases == {"head.weight": "embed.weight"}
+        assert_equal_states(unpacked_state_dict(load_packed(Tied(), path)), model.state_dict())
