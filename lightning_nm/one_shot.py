@@ -104,9 +104,7 @@ def prune(
             fault = f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it"
             raise ValueError(f"{fault}. Prune it by magnitude, in a call of its own without data")
         if data is not None and not _has_inputs(layer):
-            fault = (
-                f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs()"
-            )
+            fault = f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs()"
             raise ValueError(f"{fault}. Name it in `exclude`, or prune by magnitude without data")
     result = Pruned(skipped=dict(selection.skipped))
     with _evaluation(model):
