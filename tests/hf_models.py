@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -28,6 +30,13 @@ def gpt2(dropout=0.1):
 def llama():
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=TOKENS))
+
+
+def mixtral():
+    """Its experts are saved one by one, under other names than they have in the model."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": TOKENS}
+    return MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=VOCABULARY))
 
 
 def bert():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Self
 
 from lightning_nm.callbacks.report.tables import print_layers
@@ -145,6 +145,8 @@ class NMTrainerCallback(TrainerCallback):
         folder = self._folder(args, state) if state.global_step else None
         saved = read_state(folder, state.global_step) if folder else None
         self._release(model, state, folder)
+        if folder is not None and _has_experts(model):
+            _load(model, folder)
         sparsifier = NMSparsifier(model, **self.options, planned_steps=state.max_steps, data_rank=args.process_index)
         sparsifier.attach(saved, [optimizer])
         try:
@@ -291,9 +293,23 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
 
 
 def _load(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a checkpoint folder, as the Trainer does; those of adapters are loaded already."""
-    if holds_model(folder):
-        model.load_state_dict(read_folder(folder)[0], strict=False)
+    """Load the weights of a checkpoint folder; those of adapters are loaded already.
+
+    transformers saves the weights of experts under other names, one by one. The Trainer does not load those.
+    """
+    if not holds_model(folder):
+        return
+    weights = read_folder(folder)[0]
+    if isinstance(model, PreTrainedModel) and any(name not in weights for name, _ in model.named_parameters()):
+        weights = type(model).from_pretrained(folder, dtype="auto").state_dict()
+    missing = [name for name, _ in model.named_parameters() if name not in weights]
+    if missing:
+        raise ValueError(f"'{folder}' holds no weights '{missing[0]}' ({len(missing)} are missing)")
+    model.load_state_dict(weights, strict=False)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in model.parameters())
 
 
 def _dense_layers(sparsifier: NMSparsifier) -> list[str]:

@@ -21,7 +21,7 @@ from lightning_nm.export import verify
 from lightning_nm.integrations import NMTrainerCallback
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn import Adapter
-from tests.hf_models import bert, gpt2, llama, new, trainer
+from tests.hf_models import bert, gpt2, llama, mixtral, new, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     # Accelerate on torch 2.13.
@@ -51,6 +51,7 @@ def is_sparse(model):
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2 and any(f".{part}." in name for part in ("h", "layer", "layers"))
+        if ".mlp.gate." not in name  # of a mixture
     ]
     assert layers
     transposed = "GPT2" in type(model).__name__
@@ -133,6 +134,7 @@ RESUMED = [
     (llama, "bi-mask", None),
     (bert, ASP(start=0.5), None),
     (bert, TransposableMask(), None),
+    (mixtral, "bi-mask", MVUE()),
 ]
 
 
@@ -374,6 +376,23 @@ def test_the_best_model_is_sparse(tmp_path, method):
     assert_equal({name: model.state_dict()[name] for name in best}, best)
     assert is_sparse(model)
     assert any(not torch.equal(last[name], best[name]) for name in best)
+
+
+@pytest.mark.slow
+def test_the_best_experts_are_loaded(tmp_path):
+    """The Trainer does not: their checkpoint has other names."""
+    model, seen = new(mixtral), {}
+
+    class Keep(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    options = {**EACH_STEP, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    run = trainer(model, tmp_path, [sparse(), Keep()], **options, learning_rate=0.3)
+    run.train()
+    best = run.state.best_global_step
+    assert best < 4
+    assert_equal(dict(model.state_dict()), seen[best])
 
 
 def test_a_best_model_of_a_dense_phase_is_reported(tmp_path):
