@@ -55,8 +55,9 @@ def prune(
 ) -> Pruned:
     """Prune the weights of a trained model to N:M in place.
 
-    The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"))``, which keeps these masks;
-    give it the same ``include``, ``exclude``, ``skip_first_last`` and ``conv_layout``.
+    The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"), include=result.layers)``, which
+    keeps these masks; give it the same ``conv_layout``. The names are those in ``model``: prune the LightningModule.
+    Without ``include`` the callback may find another last layer, because it decides by data flow.
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
     For each layer the calibration data run through the model up to this layer, and only its own statistics are in

