@@ -42,13 +42,14 @@ Run = Callable[[Tensor], Tensor]
 class Network(nn.Module):
     """A transformer from token ids to its scores or hidden states."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.options = {"use_cache": False} if model.config.is_decoder else {}
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[batch, tokens]`` to ``[batch, tokens, features]``."""
-        return self.model(input_ids=ids, **({"use_cache": False} if self.model.config.is_decoder else {}))[0]
+        return self.model(input_ids=ids, **self.options)[0]
 
 
 def build(args: argparse.Namespace) -> Network:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
-from lightning_nm.functional import pack_nm
+from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_packing import position_bits
 from lightning_nm.pattern import NMPattern
 from tests.packed_models import small
@@ -73,3 +73,20 @@ def test_fields_of_the_format(tmp_path):
     assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[4:8])
     assert set(names[8:11]) == {"plain", "flat", "transposed"}
     assert Path(tmp_path / "a").stat().st_size < 20_000
+
+
+def test_what_packed_layers_hold():
+    """The table of bytes for each dense byte, in float32: packed, and in the layout of a kernel if this CPU has it."""
+    numbers = r"[^|]*\| ([\d.]+)[^|]*" * 3
+    rows = re.findall(rf"^\| (packed|`cpu-permute`), float32{numbers}", EXPORT, re.MULTILINE)
+    assert [row[0] for row in rows] == ["packed", "`cpu-permute`"]
+    for (form, *shown), kernels in zip(rows, ("reference", "sparse"), strict=True):
+        for pattern, share in zip(("2:4", "1:4", "1:16"), shown, strict=True):
+            layer = torch.nn.Linear(256, 128, bias=False)
+            layer.weight.data = nm_prune(layer.weight.data, pattern)
+            dense = layer.weight.nbytes
+            weight = pack(layer, pattern, kernels=kernels).weight
+            if kernels == "sparse" and (weight.operand is None or weight.operand.kernel != "cpu-permute"):
+                pytest.skip("this CPU has no such kernel")
+            tensors = weight.packed()[:2] if weight.operand is None else weight.operand.tensors
+            assert float(share) == pytest.approx(sum(tensor.nbytes for tensor in tensors) / dense, abs=6e-3), form
