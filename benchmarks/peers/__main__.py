@@ -1,0 +1,56 @@
+"""Print the comparison of docs/comparison.md.
+
+``python -m benchmarks.peers`` prints the table from benchmarks/results/peers.json, ``--short`` the one of the README.
+``--run`` asks the installed tools again, and writes their answers into that file first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+from benchmarks.peers.probes import PROBES
+from benchmarks.peers.table import table
+from benchmarks.peers.tools import IN_A_LOOP, Tool, TorchAOSparsity
+
+RESULTS = Path(__file__).parent.parent / "results" / "peers.json"
+PACKAGES = {"modelopt": "nvidia-modelopt", "torchao": "torchao"}
+
+
+def answers(kind: type[Tool], questions: Container[str] = PROBES) -> dict[str, bool]:
+    """The answers of a tool to questions, but not to those for an option that it does not have."""
+    asked = {name for name in PROBES if name != "calibrated" or kind.calibrate is not Tool.calibrate}
+    return {name: probe(kind) for name, probe in PROBES.items() if name in asked and name in questions}
+
+
+def ask() -> dict[str, dict[str, bool]]:
+    """The answers of every tool that is installed."""
+    from benchmarks.peers import model_pruning
+
+    found = {kind.name: answers(kind) for kind in IN_A_LOOP if kind.installed()}
+    if TorchAOSparsity.installed():
+        found["torchao"] = answers(TorchAOSparsity, ("two-of-four", "other-patterns"))
+    return {**found, "ModelPruning": model_pruning.answers()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": {}, "ran": {}}
+    if options.run:
+        found = ask()
+        packages = ["torch", "lightning", *(PACKAGES[tool] for tool in found if tool in PACKAGES)]
+        results["versions"] |= {package: importlib.metadata.version(package) for package in packages}
+        results["ran"] |= found
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results["ran"], options.short))
+
+
+if __name__ == "__main__":
+    main()

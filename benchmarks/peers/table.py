@@ -1,0 +1,91 @@
+"""The facts of docs/comparison.md: what was run, from benchmarks/results/peers.json, and what was only read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+TOOLS = (
+    "lightning_nm",
+    "ModelPruning",
+    "torch.nn.utils.prune",
+    "torch.ao.pruning",
+    "modelopt",
+    "apex ASP",
+    "torchao",
+)
+SHORT_TOOLS = ("lightning_nm", "ModelPruning", "torch.ao.pruning", "modelopt", "apex ASP")
+
+
+class Fact(NamedTuple):
+    """A row of the table.
+
+    Args:
+        name: The key in the JSON file; a probe of that name finds it, if there is one.
+        text: The first cell.
+        short: Whether the short table has it.
+        read: Answers from a tool's documentation or source, by tool; of this package, from its tests.
+    """
+
+    name: str
+    text: str
+    short: bool
+    read: Mapping[str, str]
+
+
+NO = "-"  # the tool has no such option
+UNKNOWN = "not run"
+FACTS = (
+    Fact("two-of-four", "prunes to 2:4", False, {"apex ASP": "yes"}),
+    Fact("other-patterns", "prunes to other N:M, such as 1:8", True, {"apex ASP": "own function"}),
+    Fact("convolutions", "N:M along a convolution's input channels", True, {"apex ASP": "yes", "torchao": "no"}),
+    Fact(
+        "masks-move",
+        "pruned weights can come back during training",
+        True,
+        {"apex ASP": "by hand", "torchao": "yes"},
+    ),
+    Fact("optimizer-before", "an optimizer made before works", False, {"apex ASP": "yes", "torchao": "yes"}),
+    Fact(
+        "loads-without",
+        "a checkpoint of the training is the pruned model under the dense model's keys",
+        True,
+        {"apex ASP": "no", "torchao": "no"},
+    ),
+    Fact("resumes", "a resumed run ends with the same bits", True, {"apex ASP": UNKNOWN, "torchao": UNKNOWN}),
+    Fact(
+        "both-directions",
+        "the input gradient has an N:M operand, too",
+        True,
+        {"apex ASP": "by option", "torchao": "yes"},
+    ),
+    Fact("gradients", "N:M gradients for the weight gradient", True, {"lightning_nm": "yes"}),
+    Fact("sparse-products", "sparse kernels in training, CPU", True, {"apex ASP": "no", "torchao": "no"}),
+    Fact("tensor-cores", "sparse kernels in training, GPU", False, {"lightning_nm": "not run yet", "torchao": "yes"}),
+    Fact("calibrated", "one-shot pruning with calibration data", True, {"apex ASP": NO, "torchao": "yes"}),
+    Fact("permutation", "permutes channels before it prunes", True, {"apex ASP": "yes"}),
+    Fact(
+        "unstructured",
+        "unstructured or channel pruning",
+        True,
+        {"ModelPruning": "yes", "torch.nn.utils.prune": "yes", "torch.ao.pruning": "yes", "modelopt": "yes"}
+        | {"torchao": "yes"},
+    ),
+    Fact("quantisation", "quantises the pruned model", True, {"modelopt": "yes", "torchao": "yes"}),
+)
+
+
+def cell(fact: Fact, tool: str, ran: Mapping[str, Mapping[str, bool]]) -> str:
+    """``yes`` or ``no`` where it was run; an answer with a degree sign where it was read."""
+    if fact.name in ran.get(tool, {}):
+        return "yes" if ran[tool][fact.name] else "no"
+    answer = fact.read.get(tool, NO)
+    return answer if answer in (NO, UNKNOWN) or tool == "lightning_nm" else f"{answer}°"
+
+
+def table(ran: Mapping[str, Mapping[str, bool]], short: bool = False) -> str:
+    """The facts as a Markdown table."""
+    tools: Sequence[str] = SHORT_TOOLS if short else TOOLS
+    rows = [[fact.text, *(cell(fact, tool, ran) for tool in tools)] for fact in FACTS if fact.short or not short]
+    head = f"| | {' | '.join(tools)} |\n|{'---|' * (len(tools) + 1)}"
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])
