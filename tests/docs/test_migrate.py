@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_nm import ASP, NMSparsifier
 from lightning_nm import functional as nmf
@@ -112,12 +113,12 @@ def test_amounts_and_lottery_tickets_of_model_pruning():
 def test_model_pruning_without_permanent_zeros():
     """A checkpoint with masks does not load into a new model, unless the converter reads it."""
     once = {"amount": 0.5, "parameter_names": ["weight"], "use_lottery_ticket_hypothesis": False}
-    pruning = pl.callbacks.ModelPruning("l1_unstructured", make_pruning_permanent=False, **once)
+    pruning, again = (pl.callbacks.ModelPruning("l1_unstructured", make_pruning_permanent=False, **once) for _ in "ab")
     trainer = pl.Trainer(max_epochs=1, callbacks=[pruning])
     trainer.fit(Net(), Data())
     trainer.save_checkpoint("masks.ckpt")
     with pytest.raises(RuntimeError, match="weight_orig"):
-        pl.Trainer(max_epochs=2, callbacks=[copy.deepcopy(pruning)]).fit(Net(), Data(), ckpt_path="masks.ckpt")
+        pl.Trainer(max_epochs=2, callbacks=[again]).fit(Net(), Data(), ckpt_path="masks.ckpt")
     *_, code, _ = blocks("python", page("torch-prune"))
     names = {"torch": torch}
     exec(code.partition("fresh =")[0], names)
@@ -146,6 +147,40 @@ def test_torch_ao_pruning():
     assert not any("mask" in key for key in keys)
 
 
+@pytest.mark.parametrize(("layer", "error"), [(nn.Conv2d(16, 16, 3), RuntimeError), (nn.Linear(30, 8), AssertionError)])
+def test_what_torch_ao_pruning_does_not_take(layer, error):
+    theirs = torch.ao.pruning.WeightNormSparsifier(1.0, (1, 4), 2)
+    theirs.prepare(nn.Sequential(layer), [{"tensor_fqn": "0.weight"}])
+    with pytest.raises(error):
+        theirs.step() or layer.weight
+
+
+def hidden_weight_moves(model, hidden):
+    """Whether the weight behind a mask changes in a step, of which no gradient is left."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1)
+    before, pruned = hidden().detach().clone(), model[0].weight.detach() == 0
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    return bool((hidden().detach() != before)[pruned].any())
+
+
+def test_weights_behind_masks():
+    """What the pages say of them: theirs move, that of asp is zero."""
+    models = [nn.Sequential(nn.Linear(32, 8)) for _ in range(3)]
+    prune.l1_unstructured(models[0][0], "weight", 0.5)
+    assert hidden_weight_moves(models[0], lambda: models[0][0].weight_orig)
+    theirs = torch.ao.pruning.WeightNormSparsifier(1.0, (1, 4), 2)
+    theirs.prepare(models[1], [{"tensor_fqn": "0.weight"}])
+    theirs.step()
+    assert hidden_weight_moves(models[1], lambda: models[1][0].parametrizations.weight.original)
+    sparsifier = NMSparsifier(models[2], "2:4", "asp", skip_first_last=False).attach()
+    optimizer = torch.optim.AdamW(models[2].parameters(), 0.1, weight_decay=0.1)
+    sparsifier.register(optimizer)
+    models[2](torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    assert (models[2][0].weight == 0).sum() == 32 * 8 / 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
 @pytest.mark.usefixtures("_in_folder")
@@ -159,6 +194,7 @@ def test_modelopt():
     assert torch.equal(kept, torch.where(kept != 0, before, 0)), "SparseGPT changed kept weights"
     assert list(names["model"][2].state_dict()) == ["weight", "bias", "_weight_mask"]
     assert torch.equal(names["model"][2].state_dict()["weight"], before), "the state dict was masked"
+    assert hidden_weight_moves(names["model"], lambda: names["model"].state_dict()["0.weight"])
     names = run("modelopt", a_loop())
     assert is_sparse(names["model"], "0", "2")
     assert is_sparse(names["other"], "0", "2")

@@ -1,0 +1,87 @@
+"""The page on methods: its settings exist, its table is that of the classes, and its figures are the benchmarks'."""
+
+import re
+from typing import get_args
+
+import pytest
+
+import lightning_nm
+from lightning_nm.estimators import EstimatorName
+from lightning_nm.methods import MethodName, resolve_method
+from tests.test_readme import ROOT
+from tests.test_readme import test_no_link_leads_nowhere as check_links
+
+PAGE = ROOT / "docs" / "which-method.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+SOURCES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "pruning.md")]
+SETTINGS = re.findall(r"`((?:NMSparsityCallback|NMPrecision)\(.*?\))`", TEXT)
+
+
+def section(title):
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE).group(1)
+
+
+def rows(title):
+    """The cells of a section's table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("setting", sorted(set(SETTINGS)))
+def test_settings_can_be_made(setting):
+    assert eval(setting, vars(lightning_nm).copy()) is not None
+
+
+def test_every_goal_has_settings():
+    goals = rows("By goal")
+    assert len(goals) >= 10
+    assert all("NMSparsityCallback(" in cells[1] for cells in goals)
+
+
+def test_the_table_of_methods_is_that_of_the_classes():
+    found = {cells[0].strip("`"): cells[1:] for cells in rows("By method")}
+    assert tuple(found) == get_args(MethodName)
+    for name, (source, forward, dgrad, wgrad, latent, _) in found.items():
+        method = resolve_method(name)
+        if name == "dense":
+            assert (forward, dgrad, wgrad) == ("dense", "dense", "dense")
+            continue
+        assert forward == "N:M"
+        assert (dgrad == "N:M") == (method.sparse_dgrad or getattr(method, "transposable", False)), name
+        assert (wgrad == "kept entries") == (type(method).gradient_at_pruned is not base_gradient_at_pruned), name
+        assert (latent == "yes") == method.latent, name
+        for number in re.findall(r"\[(\d{4}\.\d{5})\]", source):
+            assert name == "asp" or number in (method.__doc__ or ""), name
+
+
+base_gradient_at_pruned = lightning_nm.Method.gradient_at_pruned
+
+
+def test_every_estimator_is_there():
+    assert [cells[0] for cells in rows("Gradients")] == ["none", *(f"`{name}`" for name in get_args(EstimatorName))]
+
+
+def prose():
+    """The page without code, links' targets and headings of papers."""
+    text = re.sub(r"`[^`]*`", "", TEXT)
+    return re.sub(r"\[\d{4}\.\d{5}\]\([^)]*\)|\]\([^)]*\)", "", text)
+
+
+def test_every_figure_is_one_of_the_benchmarks():
+    figures = re.findall(r"(?<![\d.])[+-]?\d+\.\d+", prose())
+    assert len(figures) > 60
+    for figure in figures:
+        assert any(re.search(rf"(?<![\d.]){re.escape(figure.lstrip('+-'))}(?!\d)", text) for text in SOURCES), figure
+
+
+def test_every_interval_stands_beside_its_mean():
+    """A mean and its interval are in one line of the benchmarks, with these signs."""
+    lines = [line for text in SOURCES for line in text.splitlines()]
+    pairs = re.findall(r"([+-]?\d+\.\d+)(?: points| bits)? (\[[^\]]*\d\.\d[^\]]*\])", prose())
+    assert len(pairs) >= 18
+    for mean, interval in pairs:
+        assert any(interval in line and mean in line for line in lines), (mean, interval)
+
+
+def test_links():
+    check_links(PAGE)
