@@ -25,10 +25,10 @@ def blocks(language, page):
 
 
 def prose(path):
-    """The text of a page; of a notebook, that of its Markdown cells."""
+    """The text of a page without its code blocks; of a notebook, that of its Markdown cells."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
-        return text
+        return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
 
 
