@@ -11,7 +11,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.kernels.cpu import library
 from tests.docs.blocks import QuietTrainer, blocks, execute, read
 
-PAGE, BENCHMARKS = read("cpu.md"), read("benchmarks.md")
+PAGE = read("cpu.md")
 
 
 @pytest.mark.slow
@@ -43,25 +43,8 @@ def test_the_yaml_names_what_is_there():
     assert str(callback.options["pattern"]) == "1:16"
 
 
-def test_steps_are_those_of_the_benchmarks():
-    rows = re.findall(r"^\| (\d+) \| (\d:\d+) \| ([\w-]+) \| \d+ \| \d+ \| ([\d.]+x) \|", BENCHMARKS, re.MULTILINE)
-    gains = {}
-    for *setting, gain in rows:  # the first machine's table comes first
-        gains.setdefault(tuple(setting), []).append(gain)
-    names = {"`bame`, while masks adapt": "bame", "`bame`, afterwards": "bame-frozen"}
-    shown = re.findall(r"^\| (\d+) \| (\d:\d+) \| (`.*) \| ([\d.]+x) \| ([\d.]+x) \|$", PAGE, re.MULTILINE)
-    assert len(shown) == 9
-    for width, pattern, method, *found in shown:
-        assert gains[width, pattern, names.get(method, method.strip("`"))] == found
-
-
-def test_products_are_those_of_the_benchmarks():
-    rows = re.findall(r"^\| (\w+) \| (\d:\d+) \| [\d.]+ / [\d.]+: ([\d.]+x) \|", BENCHMARKS, re.MULTILINE)
-    shown = re.findall(
-        r"^\| (forward|dgrad|wgrad)[\w ]* \| ([\d:/ ]+) \| ([\d.x/ ]+) \| ([\d.x/ ]+) \|$", PAGE, re.MULTILINE
-    )
-    assert len(shown) == 3
-    for product, patterns, *machines in shown:
-        tables = [[gain for *row, gain in rows if row == [product, pattern]] for pattern in patterns.split(" / ")]
-        first, last = ([gains[place] for gains in tables] for place in (0, -1))
-        assert [machine.split(" / ") for machine in machines] == [first, last]
+def test_gains_are_those_of_the_benchmarks():
+    gains = re.findall(r"(?<![\w:.])(\d\.\d+)(?=x| to \d\.\d+x)", PAGE)
+    assert len(gains) > 50
+    benchmarks = re.findall(r"(\d+\.\d+)(?=x| to \d+\.\d+x)", read("benchmarks.md"))
+    assert set(gains) <= {*benchmarks, "1.03"}  # the last is the least gain that is taken
