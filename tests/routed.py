@@ -4,7 +4,7 @@ import torch
 
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm.kernels import Router, routing
-from tests.contract import KERNEL
+from tests import contract
 from tests.outside import ScaledMask, SoftThreshold
 
 METHODS = {
@@ -19,7 +19,7 @@ METHODS = {
 
 
 def simulated(**options):
-    return Router("sparse", [KERNEL()], **options)
+    return Router("sparse", [contract.KERNEL()], **options)
 
 
 def ran(router):

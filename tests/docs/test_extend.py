@@ -1,17 +1,17 @@
-"""The examples of docs/extend run as they stand, and pass the contract in the way that the pages describe."""
+"""The examples of docs/extend run as they stand, and pass tests of the contract as rows of its tables."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from lightning_nm.nn.adapters import base
-from tests import contract, kinds
+from tests import contract, kinds, test_contract
 from tests.docs.blocks import ROOT, blocks, execute, read
+from tests.estimators import test_gradient_estimators
+from tests.nn import test_routing
 
 PAGES = {page: read(f"extend/{page}.md") for page in ("method", "estimator", "kernel", "adapter")}
+TABLES = (contract.METHODS, contract.ESTIMATORS, kinds.KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,11 @@ def _tables_as_they_were(monkeypatch):
     monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
     monkeypatch.setattr(base, "_CLASSES", {})
     monkeypatch.setattr(contract, "KERNEL", contract.KERNEL)
-    for module, table in ((contract, "METHODS"), (contract, "ESTIMATORS"), (kinds, "KINDS")):
-        monkeypatch.setattr(module, table, dict(getattr(module, table)))
+    before = [dict(table) for table in TABLES]
+    yield
+    for table, rows in zip(TABLES, before, strict=True):
+        table.clear()
+        table.update(rows)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -29,28 +32,31 @@ def test_examples_and_their_tests(page):
     execute(PAGES[page])
 
 
-@pytest.mark.slow
-def test_contracts(tmp_path):
-    """The modules and commands of the pages, in one process, on some of the tests."""
-    plugins, files = [], []
-    for page in PAGES.values():
-        (command,) = (block for block in blocks("", page) if block.startswith("python -m pytest "))
-        plugin, *tests = re.fullmatch(r"python -m pytest -p (\w+) (.+) -k [\w-]+\n", command).groups()
-        assert f"`{plugin}.py`" in page
-        example, *others = blocks("python", page)
-        (rows,) = (block for block in others if "# from my_package" in block)
-        (tmp_path / f"{plugin}.py").write_text(example + rows)
-        plugins += ["-p", plugin]
-        files += " ".join(tests).split()
-    rows = "(lazy or gated or random-n) and (round_trip or blocks_lie)"
-    chosen = f"{rows} or (same_numbers and sr-ste and linear)"
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *dict.fromkeys(files), "-k", chosen],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 15
+CONTRACTS = {
+    "method": lambda: [
+        test_contract.test_trains_sparse_and_leaves_no_trace("lazy", "linear", "2:4"),
+        test_contract.test_state_round_trip_is_exact("lazy", "linear", "adamw"),
+    ],
+    "estimator": lambda: [
+        test_gradient_estimators.test_blocks_lie_along_tokens_and_are_padded_with_zeros("random-n", 6),
+        test_gradient_estimators.test_what_is_not_finite_stays_visible("random-n", float("nan")),
+    ],
+    "kernel": lambda: test_routing.test_the_same_numbers("bi-mask", "linear", "3:8"),
+    "adapter": lambda: [
+        test_contract.test_gradients_follow_the_formulas("bi-mask", "gated"),
+        test_routing.test_the_same_numbers("bi-mask", "gated", "2:4"),
+    ],
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_contracts(page):
+    """The module that pytest loads with ``-p``, on some of the tests that the command runs."""
+    example, *others = blocks("python", PAGES[page])
+    (rows,) = (block for block in others if "# from my_package" in block)
+    exec(example + rows, {})
+    CONTRACTS[page]()
+    (command,) = (block for block in blocks("", PAGES[page]) if block.startswith("python -m pytest "))
+    plugin, files = re.fullmatch(r"python -m pytest -p (\w+) (.+) -k [\w-]+\n", command).groups()
+    assert f"`{plugin}.py`" in PAGES[page]
+    assert all((ROOT / file).is_file() for file in files.split())
