@@ -3,7 +3,8 @@
 import torch
 
 from lightning_nm import NMSparsifier, TransposableMask
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import Router, routing
+from tests import contract
 from tests.outside import ScaledMask, SoftThreshold
 
 METHODS = {
@@ -18,7 +19,7 @@ METHODS = {
 
 
 def simulated(**options):
-    return Router("sparse", [SimulatedSparseKernel()], **options)
+    return Router("sparse", [contract.KERNEL()], **options)
 
 
 def ran(router):

@@ -1,11 +1,9 @@
 """What the README shows runs as it stands: its Python, its YAML, its commands; and no page links to nowhere."""
 
 import importlib
-import json
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,35 +13,16 @@ from torch import nn
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.nn.adapters import base as adapters
+from tests.docs.blocks import DOCS, ROOT, ShortTrainer, blocks, prose, read, run_commands
 from tests.lightning_models import Data, Net
-from tests.test_card import QUIET
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
-def blocks(language, page=README):
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == language]
-
-
-def prose(page):
-    """The text of a page; of a notebook, that of its Markdown cells."""
-    text = page.read_text(encoding="utf-8")
-    if page.suffix != ".ipynb":
-        return text
-    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
-
-
-class ShortTrainer(pl.Trainer):
-    def __init__(self, **options):
-        super().__init__(**QUIET, logger=False, enable_checkpointing=False, **options | {"max_epochs": 1})
-
-
 def test_one_line(monkeypatch):
-    code = next(block for block in blocks("python") if "Trainer" in block)
+    code = next(block for block in blocks("python", README) if "Trainer" in block)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     model = Net()
     exec(code, {"model": model, "data": Data()})
@@ -52,7 +31,7 @@ def test_one_line(monkeypatch):
 
 def test_pruning(monkeypatch, capsys):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", (ROOT / "docs" / "pruning.md").read_text(encoding="utf-8"))
+    (code,) = blocks("python", read("pruning.md"))
     model, data = Net(), Data()
     calibration = list(data.val_dataloader())
     exec(code, {"model": model, "data": data, "calibration": calibration})
@@ -64,7 +43,7 @@ def test_pruning(monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
 def test_distillation(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8"))
+    (code,) = blocks("python", read("distillation.md"))
     student, teacher = Net(), Net()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     exec(code, {"student": student, "teacher": teacher, "data": Data()})
@@ -77,7 +56,7 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
     """The Trainer, what verify says of its folders, and the loop with Accelerate."""
     pytest.importorskip("transformers")
     hugging_face = importlib.import_module("tests.hf_models")
-    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    page = read("huggingface.md")
     with_trainer, with_accelerate = blocks("python", page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["transformers"], "TrainingArguments", hugging_face.arguments)
@@ -85,11 +64,7 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
     data = hugging_face.data(model)
     exec(with_trainer, {"model": model, "data": data})
     assert nmf.is_nm(model.model.layers[1].mlp.up_proj.weight, "2:4")
-    commands = [shlex.split(line) for block in blocks("", page) for line in block.splitlines()]
-    assert len(commands) == 2
-    for program, *words in commands:
-        assert program == "lightning-nm"
-        assert main([found for word in words for found in sorted(map(str, Path().glob(word))) or [word]]) == 0
+    run_commands("".join(blocks("", page)))
     assert "3 of 3 checkpoints OK" in capsys.readouterr().out
 
     model = hugging_face.new(hugging_face.gpt2)
@@ -104,7 +79,7 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
 def test_mixtures_of_experts(monkeypatch, capsys):
     monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
     monkeypatch.setattr(adapters, "_CLASSES", {})
-    hugging_face, own = blocks("python", (ROOT / "docs" / "moe.md").read_text(encoding="utf-8"))
+    hugging_face, own = blocks("python", read("moe.md"))
     exec(own, {})
     pytest.importorskip("transformers")
     exec(hugging_face, {})
@@ -112,7 +87,7 @@ def test_mixtures_of_experts(monkeypatch, capsys):
 
 
 def test_without_lightning():
-    code = next(block for block in blocks("python") if "NMSparsifier" in block)
+    code = next(block for block in blocks("python", README) if "NMSparsifier" in block)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     names = {
         "model": model,
@@ -128,7 +103,7 @@ def test_without_lightning():
 def test_yaml(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["lightning-nm"])
     words = ["fit", "--model=ResidualCNN", "--print_config"]
-    for number, block in enumerate(blocks("yaml")):
+    for number, block in enumerate(blocks("yaml", README)):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block)
         words += ["-c", str(path)]
@@ -142,7 +117,7 @@ def test_yaml(tmp_path, monkeypatch, capsys):
 
 def test_commands_name_what_is_there():
     """Files, make's targets, modules and subcommands; the commands themselves run in other tests."""
-    shown = [line for block in blocks("") for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", README)
+    shown = [line for block in blocks("", README) for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", README)
     known = re.compile(r"(lightning-nm|make|OMP_NUM_THREADS=1 python -m) ")
     commands = [shlex.split(line, comments=True) for line in shown if known.match(line)]
     assert len(commands) >= 9

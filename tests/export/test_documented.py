@@ -14,11 +14,11 @@ from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_packing import position_bits
 from lightning_nm.pattern import NMPattern
+from tests.docs.blocks import ROOT, blocks, read
 from tests.packed_models import small
-from tests.test_readme import ROOT, blocks
 
-EXPORT = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-FORMAT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+EXPORT = read("export.md")
+FORMAT = read("format.md")
 SHORT = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--data.init_args.batch_size=1"]
 
 

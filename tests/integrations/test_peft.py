@@ -18,8 +18,8 @@ from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
 from lightning_nm.nn.low_rank import masked_delta  # noqa: E402
+from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
 from tests.lightning_models import Data  # noqa: E402
-from tests.test_readme import ROOT, ShortTrainer, blocks  # noqa: E402
 
 Conv1D = transformers.pytorch_utils.Conv1D
 
@@ -415,7 +415,7 @@ class Projections(nn.Module):
 def test_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", (ROOT / "docs" / "lora.md").read_text(encoding="utf-8"))
+    (code,) = blocks("python", read("lora.md"))
     torch.manual_seed(0)
     names = {"sparse": Projections(), "data": Data()}
     before = names["sparse"].v_proj.weight.detach().clone()

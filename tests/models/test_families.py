@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_nm import NMSparsityCallback, RNGState
 from lightning_nm.export import verify
 from lightning_nm.nn.adapters import Adapter
+from tests.docs.blocks import read
 from tests.models.coverage import table
 from tests.models.families import FAMILIES, loader, make
 
@@ -86,6 +86,6 @@ def test_it_resumes_bit_for_bit(tmp_path, family, method):
 
 
 def test_the_page_shows_what_is_masked():
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = read("models.md")
     shown = page.split("<!-- coverage -->\n")[1].split("<!-- end of coverage -->")[0].splitlines()
     assert [line for line in shown if line] == table()

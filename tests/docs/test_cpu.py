@@ -1,0 +1,50 @@
+"""The page on CPUs: its training runs on the kernels that it names, and its figures are those of the benchmarks."""
+
+import importlib
+import re
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+
+from lightning_nm import functional as nmf
+from lightning_nm.kernels.cpu import library
+from tests.docs.blocks import QuietTrainer, blocks, execute, read
+
+PAGE = read("cpu.md")
+
+
+@pytest.mark.slow
+def test_switched_on(tmp_path, monkeypatch, capsys):
+    """In the mode ``auto``, which measures for seconds: what it chooses depends on the machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(pl, "Trainer", QuietTrainer)
+    names = execute(PAGE)
+    trainer = names["trainer"]
+    assert nmf.is_nm(trainer.lightning_module.net[2].weight, "1:16")
+    assert "N:M kernels" in capsys.readouterr().out
+    router = trainer.precision_plugin.router
+    assert {used.product.key.gemm for used in router.used()} == {"forward", "dgrad", "wgrad"}
+    if not library.unavailable():
+        assert any(used.decision is not None and used.decision.source == "measured" for used in router.used())
+        assert (tmp_path / ".cache/lightning_nm/kernels.json").is_file()
+
+
+def test_the_yaml_names_what_is_there():
+    (block,) = blocks("yaml", PAGE)
+    settings = yaml.safe_load(block)["trainer"]
+    made = []
+    for entry in settings["plugins"] + settings["callbacks"]:
+        module, _, name = entry["class_path"].rpartition(".")
+        made.append(getattr(importlib.import_module(module), name)(**entry["init_args"]))
+    plugin, callback = made
+    assert plugin.router.kernels == "auto"
+    assert str(callback.options["pattern"]) == "1:16"
+
+
+def test_gains_are_those_of_the_benchmarks():
+    gains = re.findall(r"(?<![\w:.])(\d\.\d+)(?=x| to \d\.\d+x)", PAGE)
+    assert len(gains) > 50
+    benchmarks = re.findall(r"(\d+\.\d+)(?=x| to \d+\.\d+x)", read("benchmarks.md"))
+    assert set(gains) <= {*benchmarks, "1.03"}  # the last is the least gain that is taken

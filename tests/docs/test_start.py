@@ -1,0 +1,30 @@
+"""The first page runs as it stands, from the first line to the answers of the exported model."""
+
+import re
+
+import lightning.pytorch as pl
+
+from tests.docs.blocks import QuietTrainer, blocks, execute, read, run_commands
+
+
+def test_from_nothing_to_answers(tmp_path, monkeypatch, capsys):
+    page = read("start.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(pl, "Trainer", QuietTrainer)
+    training, serving = page.split("## Check the checkpoint")
+    names = execute(training)
+    printed = capsys.readouterr().out
+    (table,) = blocks("text", page)
+    by_flow = ", by data flow"  # not in a torch in which modes prevent compilation
+    shown = {line.rstrip().removesuffix(by_flow) for line in printed.splitlines()}
+    assert {line.removesuffix(by_flow) for line in table.splitlines()} <= shown
+    for line in re.findall(r"^\| `([^`…]+)", training, re.MULTILINE):
+        assert re.search(rf"^ {line}", printed, re.MULTILINE), line
+    assert re.search(r"^masked: \d", printed, re.MULTILINE)
+
+    run_commands("".join(block for block in blocks("", serving)))
+    assert re.search(r"^OK", capsys.readouterr().out, re.MULTILINE)
+    execute(serving, **names)
+    (share,) = re.findall(r"^(\d+)% of the held-out examples are right$", capsys.readouterr().out, re.MULTILINE)
+    assert int(share) > 60
