@@ -15,7 +15,7 @@ from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import ToPack, write_packed
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import replacing, write_safetensors
+from lightning_nm.export.safetensors_file import check_folder, replacing, write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.nm_packing import position_bytes
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -115,6 +115,7 @@ def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
     assert source.folder is not None
+    check_folder(path)
     new = path.with_name(f".{path.name}.{uuid4().hex}")
     new.mkdir()
     try:

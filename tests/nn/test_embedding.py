@@ -208,6 +208,8 @@ def test_neither_is_masked_by_default():
     assert "shares its weight with 'head.weight'" in sparsifier.skipped["embed"]
     assert "shared with 'embed.weight'" in sparsifier.skipped["head"]
     assert "a lookup" in sparsifier.skipped["body.position"]
+    with pytest.raises(ValueError, match=r"'body.position': .* if `include` has its exact name, without wildcards"):
+        attach(made(), include="*position")
     assert "body.up" in sparsifier.layers
 
 

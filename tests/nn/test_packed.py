@@ -146,6 +146,21 @@ def test_training_is_refused():
         pack(linear)
 
 
+def test_packed_layers_are_named_as_such():
+    """Where layers are masked, pruned or packed again, they are no layers with a forward of their own."""
+    attention, _ = make("attention", torch.float32)
+    for model in (small(), prune(attention, "2:4")):
+        pack(model, "2:4")
+        way = r"packed already, for inference: .* load lightning_nm.unpacked_state_dict\(model\) into a model"
+        for use in (lambda m: NMSparsifier(m, "2:4").attach(), lightning_nm.prune, lambda m: pack(m, "2:4")):
+            with pytest.raises(ValueError, match=way) as raised:
+                use(model)
+            assert "forward of its own" not in str(raised.value)
+    model = pack(small())
+    with pytest.raises(ValueError, match="layer '4' is named by `include` but cannot be masked: packed already"):
+        lightning_nm.prune(model, include="4")
+
+
 def test_what_is_packed_and_what_not():
     model = small()
     own = model[4]

@@ -106,6 +106,18 @@ class PackedWeight(nn.Module):
         """Where the tensors are."""
         return next(self.buffers()).device
 
+    @property
+    def data(self) -> Tensor:
+        """What code that changes weights in place asks for, such as the merging of adapters.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"'{self.name}' is packed, for inference, and cannot be changed in place, as merging an adapter does: load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed, and merge there"
+        )
+
     def dim(self) -> int:
         """Axes of the weight."""
         return len(self.shape)
