@@ -97,6 +97,7 @@ def fuzz(products):
 
 def files(products):
     """Mutated packed files: what is not refused is laid out for the kernels, and multiplies."""
+    torch.set_num_threads(1)
     draw, ran, kinds = random.Random(0), {}, [("1:16", torch.float32), ("2:4", torch.bfloat16)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
@@ -104,9 +105,17 @@ def files(products):
             choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
             with products.at_level(level):
                 ran[level] = sum(_mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds)
-    if min(ran.values()) < FILES // len(products.LEVELS) // 20:
+    if min(ran.values()) < FILES // len(products.LEVELS) // 5:
         raise AssertionError(f"too few files ran on kernels: {ran}")
     print(f"no errors in {FILES} damaged packed files; of these ran on kernels: {ran}")
+
+
+def _with_other_values(draw, content, start):
+    """A file whose header is sound: up to 20 bytes of its values and positions are random."""
+    content = bytearray(content)
+    for _ in range(draw.randint(1, 20)):
+        content[draw.randrange(start, len(content))] = draw.randrange(256)
+    return bytes(content)
 
 
 def _mutate(draw, path, pattern, dtype, number):
@@ -115,8 +124,8 @@ def _mutate(draw, path, pattern, dtype, number):
     save_packed(pack(copied(dense), kernels="reference"), path)
     content, template = path.read_bytes(), on_meta(dense)
     start = 8 + int.from_bytes(content[:8], "little")
-    for _ in range(number):
-        path.write_bytes(mutated(draw, content, start))
+    for place in range(number):
+        path.write_bytes(mutated(draw, content, start) if place % 2 else _with_other_values(draw, content, start))
         try:
             model = load_packed(copied(template), path, kernels="sparse")
         except ValueError:
