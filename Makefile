@@ -61,7 +61,7 @@ interpreter: .venv/.interpreter
 library:
 	$(PYTHON) lightning_nm/kernels/cpu/build.py
 
-## Run random products of the CPU kernels with the address and undefined-behaviour sanitizers of gcc.
+## Run random products of the CPU kernels, and damaged packed files, with the address and undefined-behaviour sanitizers of gcc.
 sanitize: .venv/.dev
 	$(BIN)/python -m tests.sanitize
 

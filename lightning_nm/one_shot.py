@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,8 @@ from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
+from lightning_nm.nn.expert_products import watching
+from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -32,11 +35,13 @@ class Pruned:
             Frobenius norm; empty without data.
         layers: Names of the pruned layers, in the order in which they were pruned.
         skipped: Why each other weight is dense, by name.
+        uncalibrated: By layer, the experts that no calibration token reached; they are pruned by magnitude.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    uncalibrated: dict[str, list[int]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -61,7 +66,8 @@ def prune(
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
     For each layer the calibration data run through the model up to this layer, and only its own statistics are in
-    memory: ``in * in`` numbers of 8 bytes, for convolutions with ``in = channels / groups * taps``, for each group.
+    memory: ``in * in`` numbers of 8 bytes, for convolutions with ``in = channels / groups * taps``, for each group. Of
+    experts, each by the tokens that reach it, as many are done at a time as take no more memory than their weight.
 
     Args:
         model: Any module. It runs in evaluation mode, which is undone.
@@ -116,21 +122,45 @@ def prune(
             return result
         calibration = _Calibration(model, data, call or _call)
         for layer, calls in calibration.order(selection.layers):
-            moments = calibration.moments(layer, calls)
-            weight, new = _matrices(layer), []
-            try:
-                for part, moment in zip(weight, moments, strict=True):
-                    new.append(_prune(part, moment, layer.pattern, score, damping))
-            except ValueError as error:
-                raise ValueError(f"layer '{layer.name}': {error}") from error
-            result.errors[layer.name] = _error(weight, torch.stack(new), moments)
-            _set(layer, torch.stack(new))
+            weight = _matrices(layer)
+            new, whole, lost = torch.empty_like(weight), 0.0, 0.0
+            for groups, moments in calibration.moments(layer, calls):
+                for group, moment in zip(groups, moments, strict=True):
+                    part = weight[group]
+                    if not bool(moment.any()) and _has_experts(layer):
+                        result.uncalibrated.setdefault(layer.name, []).append(group)
+                        new[group] = masked(part, magnitude_mask(part, layer.pattern, dim=1))
+                        continue
+                    try:
+                        new[group] = _prune(part, moment, layer.pattern, score, damping)
+                    except ValueError as error:
+                        raise ValueError(f"layer '{layer.name}': {error}") from error
+                    whole, lost = whole + _square(part, moment), lost + _square(part - new[group], moment)
+            result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
+            _set(layer, new)
             result.layers.append(layer.name)
+    _warn(result)
     return result
 
 
+def _warn(result: Pruned) -> None:
+    if result.uncalibrated:
+        name, experts = next(iter(result.uncalibrated.items()))
+        warnings.warn(
+            f"the calibration data reach not all experts of {len(result.uncalibrated)} layers, such as {experts} of "
+            f"'{name}': these are pruned by magnitude. Give more data",
+            stacklevel=3,
+        )
+
+
+def _has_experts(layer: NMLayer) -> bool:
+    return layer.spec.layout.startswith("experts")
+
+
 def _has_inputs(layer: NMLayer) -> bool:
-    """Whether the layer's adapter says what it multiplies by the weight."""
+    """Whether it can be known what the layer multiplies by the weight."""
+    if _has_experts(layer):
+        return True
     found = adapter_of(layer.name, layer.module, [layer.name])
     return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
@@ -150,15 +180,10 @@ def _by_magnitude(layer: NMLayer) -> Tensor:
     return masked(weight, magnitude_mask(weight, layer.pattern, dim=2))
 
 
-def _error(weight: Tensor, pruned: Tensor, moments: Tensor) -> float:
-    """``sqrt(tr(D H D^T) / tr(W H W^T))`` over all groups, where D is the difference."""
-
-    def size(matrix: Tensor) -> Tensor:
-        matrix = matrix.double()
-        return ((matrix @ moments) * matrix).sum().clamp(min=0).sqrt()
-
-    whole = float(size(weight))
-    return float(size(weight - pruned)) / whole if whole else 0.0
+def _square(matrix: Tensor, moment: Tensor) -> float:
+    """``tr(D H D^T)``, the squared norm of the output of a matrix D."""
+    matrix = matrix.double()
+    return float(((matrix @ moment) * matrix).sum().clamp(min=0))
 
 
 def _columns(layer: NMLayer) -> Tensor:
@@ -217,42 +242,62 @@ class _Calibration:
         places = {module: place for place, module in enumerate(calls)}
         return [(layer, calls[layer.module]) for layer in sorted(layers, key=lambda layer: places[layer.module])]
 
-    def moments(self, layer: NMLayer, calls: int) -> Tensor:
-        """``X^T X`` over all batches for each group, float64 ``[groups, in, in]``."""
+    def moments(self, layer: NMLayer, calls: int) -> Iterator[tuple[range, Tensor]]:
+        """``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts.
+
+        The matrices of as many experts as take no more memory than the weight, at least one, are summed at a time.
+        """
+        order = _columns(layer)
+        size = len(order)
+        number = layer.groups
+        if _has_experts(layer):
+            number = min(max(layer.param.nbytes // (8 * size**2), 1), layer.groups)
+        for first in range(0, layer.groups, number):
+            groups = range(first, min(first + number, layer.groups))
+            total = torch.zeros(len(groups), size, size, dtype=torch.float64, device=layer.param.device)
+
+            def add(group: int, matrix: Tensor, groups: range = groups, total: Tensor = total) -> None:
+                if group in groups:
+                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order].float()
+                    total[group - groups.start] += matrix.t() @ matrix
+
+            self._run(layer, calls, add)
+            yield groups, total
+
+    def _run(self, layer: NMLayer, calls: int, add: Callable[[int, Tensor], None]) -> None:
+        """Run all batches up to the layer, and add what it multiplies by each group of its weight."""
         found = adapter_of(layer.name, layer.module, [layer.name])
         assert found is not None
-        order = _columns(layer)
-        total = torch.zeros(layer.groups, len(order), len(order), dtype=torch.float64, device=layer.param.device)
         seen = 0
 
-        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal seen
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             try:
                 inputs = found[0].inputs(module, layer.parameter, args, kwargs)
             except NotImplementedError as error:
                 raise ValueError(f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`") from error
-            for place, matrix in enumerate(inputs):
-                matrix = matrix[:, order].float()
-                total[place] += matrix.t() @ matrix
-            seen += 1
+            for group, matrix in enumerate(inputs):
+                add(group, matrix)
 
-        def stop(*_: Any) -> None:
+        def after(*_: Any) -> None:
+            nonlocal seen
+            seen += 1
             if seen == calls:
                 raise _Reached
 
-        handles = [
-            layer.module.register_forward_pre_hook(add, with_kwargs=True),
-            layer.module.register_forward_hook(stop),
-        ]
-        try:
+        with ExitStack() as stack:
+            handle = layer.module.register_forward_hook(after)
+            stack.callback(handle.remove)
+            if _has_experts(layer):
+                install(self.model, [layer])
+                stack.callback(uninstall, self.model, [layer])
+                stack.enter_context(watching(layer, add))
+            else:
+                handle = layer.module.register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(handle.remove)
             for batch in self.batches():
                 seen = 0
                 with suppress(_Reached):
                     self.call(self.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return total
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -59,3 +59,32 @@ def header_of(path):
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def on_meta(dense):
+    """The model of :func:`small` without memory."""
+    with torch.device("meta"):
+        return nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+
+
+def mutated(rng, content, start):
+    """A file with damage: bits, cuts, insertions, or numbers and words of the header replaced."""
+    content = bytearray(content)
+    kind = rng.randrange(6)
+    place = rng.randrange(start if rng.random() < 0.7 else len(content))
+    if kind == 0:
+        content[place] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del content[place:]
+    elif kind == 2:
+        content[place:place] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == 3:
+        content[:8] = rng.choice([0, 1, start - 9, start - 7, 1 << 20, 1 << 34, (1 << 64) - 1]).to_bytes(8, "little")
+    elif kind == 4:
+        digits = [i for i in range(8, start) if chr(content[i]).isdigit()]
+        content[rng.choice(digits)] = rng.choice(b"0123456789-e.")
+    else:
+        other = rng.randrange(start)
+        length = rng.randrange(1, 40)
+        content[place : place + length] = content[other : other + length]
+    return bytes(content)

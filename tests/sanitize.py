@@ -1,4 +1,6 @@
-"""Random products and layouts of the CPU kernels, their C code compiled with the sanitizers: ``make sanitize``.
+"""Random products and layouts of the CPU kernels, and packed files that were damaged, with the sanitizers.
+
+``make sanitize`` compiles the C code with them.
 
 The sanitizers' runtime must be loaded before Python, so this starts another Python that has it. First that one has to
 end with a report for an entry beyond its matrix: otherwise the sanitizers would see nothing. On a CPU with AVX-512 the
@@ -14,11 +16,15 @@ from pathlib import Path
 
 import torch
 
+from lightning_nm import load_packed, pack, save_packed
 from lightning_nm.kernels.cpu import build, library
+from lightning_nm.nn.packed import choice, packed_weights
+from tests.packed_models import copied, mutated, on_meta, small
 
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MODEL = ("-include", str(Path(__file__).parent / "kernels/cpu/bf16_model.h"))
 CASES = 150  # of each kernel and instruction set
+FILES = 2000  # mutated packed models
 
 
 def main():
@@ -40,6 +46,7 @@ def main():
             ("read-beyond", "heap-buffer-overflow"),
             ("misaligned", "misaligned address"),
             ("fuzz", ""),
+            ("files", ""),
         ):
             run = [sys.executable, "-m", "tests.sanitize", what, str(target)]
             done = subprocess.run(run, env=os.environ | options, capture_output=True, text=True, check=False)
@@ -86,6 +93,51 @@ def fuzz(products):
             for seed in range(CASES):
                 _one_conv(products, draw, seed)
     print(f"no errors in {CASES} cases of each kernel, and of convolutions, at {', '.join(products.LEVELS)}")
+
+
+def files(products):
+    """Mutated packed files: what is not refused is laid out for the kernels, and multiplies."""
+    torch.set_num_threads(1)
+    draw, ran, kinds = random.Random(0), {}, [("1:16", torch.float32), ("2:4", torch.bfloat16)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        for level in products.LEVELS:
+            choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
+            with products.at_level(level):
+                ran[level] = sum(_mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds)
+    if min(ran.values()) < FILES // len(products.LEVELS) // 5:
+        raise AssertionError(f"too few files ran on kernels: {ran}")
+    print(f"no errors in {FILES} damaged packed files; of these ran on kernels: {ran}")
+
+
+def _with_other_values(draw, content, start):
+    """A file whose header is sound: up to 20 bytes of its values and positions are random."""
+    content = bytearray(content)
+    for _ in range(draw.randint(1, 20)):
+        content[draw.randrange(start, len(content))] = draw.randrange(256)
+    return bytes(content)
+
+
+def _mutate(draw, path, pattern, dtype, number):
+    """How many of so many damaged files ran on kernels."""
+    dense, x, ran = small(pattern, dtype), torch.randn(3, 16, 4, 4, dtype=dtype), 0
+    save_packed(pack(copied(dense), kernels="reference"), path)
+    content, template = path.read_bytes(), on_meta(dense)
+    start = 8 + int.from_bytes(content[:8], "little")
+    for place in range(number):
+        path.write_bytes(mutated(draw, content, start) if place % 2 else _with_other_values(draw, content, start))
+        try:
+            model = load_packed(copied(template), path, kernels="sparse")
+        except ValueError:
+            continue
+        if any(weight.operand is not None for _, weight in packed_weights(model)):
+            try:
+                model(x)
+            except RuntimeError as error:  # a damaged header may give one layer another dtype
+                if "type" not in str(error):
+                    raise
+            ran += 1
+    return ran
 
 
 def _one(products, kernel, draw, seed):
@@ -140,4 +192,4 @@ if __name__ == "__main__":
 
     if cpu_products.REASON:
         sys.exit(cpu_products.REASON)
-    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz}[sys.argv[1]](cpu_products)
+    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz, "files": files}[sys.argv[1]](cpu_products)

@@ -29,16 +29,6 @@ def test_one_line(monkeypatch):
     assert nmf.is_nm(model.net[6].weight, "2:4")
 
 
-def test_pruning(monkeypatch, capsys):
-    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", read("pruning.md"))
-    model, data = Net(), Data()
-    calibration = list(data.val_dataloader())
-    exec(code, {"model": model, "data": data, "calibration": calibration})
-    assert nmf.is_nm(model.net[6].weight, "2:4")
-    assert "net.6" in capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
 def test_distillation(monkeypatch):

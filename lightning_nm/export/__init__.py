@@ -5,7 +5,9 @@ from lightning_nm.export.files import check_archive
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_loading import load_packed
 from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict
-from lightning_nm.export.verification import Verdict, Verification, verify
+from lightning_nm.export.packed_summary import packed_summary
+from lightning_nm.export.verdicts import Verdict
+from lightning_nm.export.verification import Verification, verify
 
 __all__ = [
     "PackedFile",
@@ -14,6 +16,7 @@ __all__ = [
     "check_archive",
     "load_packed",
     "pack",
+    "packed_summary",
     "read_checkpoint",
     "save_packed",
     "unpacked_state_dict",

@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.export.verification import Verdict, Verification, verify
+from lightning_nm.export.verdicts import Verdict
+from lightning_nm.export.verification import Verification, verify
 
 SCHEMA = 1
 

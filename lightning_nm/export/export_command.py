@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.outputs import Written, export_packed, export_torch
+from lightning_nm.export.safetensors_file import check_folder
 from lightning_nm.export.sources import Source, read_source
 
 
@@ -51,6 +52,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--pattern is for --to packed")
     if graph and Path(options.output).suffix != f".{options.to}":
         raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
+    check_folder(Path(options.output))  # before a large checkpoint is read
 
 
 def _export_graph(source: Source, options: argparse.Namespace) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_nm.export.files import read_file
+from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.nn.state import check_schema
 
 STATE_FILE = "nm_sparsifier.pt"
 """Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
 
+_ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -39,6 +42,48 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     for state in states:
         check_schema(state)
     return weights, states
+
+
+def named_as_in_model(
+    weights: dict[str, Tensor], states: Sequence[Mapping[str, Any]], folder: Path
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint under the names that they have in the model.
+
+    transformers saves the experts of many models one by one, under other names than their one weight in the model. If
+    the sparsifier states name weights that the folder of such a model lacks, or its names tell of single experts, the
+    model is built by transformers, and its state dict is returned.
+
+    Raises:
+        ValueError: If it cannot be built, and the states name weights that are missing.
+    """
+    if not (folder / "config.json").is_file():
+        return weights
+    layers = [item for state in states for item in state["layers"].items()]
+    named = {key_of_layer(plain_name(name), layer["parameter"]) for name, layer in layers}
+    lacking = sorted(named - {plain_name(key) for key in weights})
+    if not lacking and not any(_ONE_EXPERT.search(key) for key in weights):
+        return weights
+    try:
+        return _state_dict_of_model(folder)
+    except Exception as error:
+        if not lacking:
+            return weights
+        fault = f"'{folder}' has masks for '{lacking[0]}' under another name than its weight has"
+        raise ValueError(f"{fault}, and transformers cannot build the model: {error}") from error
+
+
+def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("pip install 'lightning-nm[hf]'") from None
+    names = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or ["none"]
+    cls = getattr(transformers, names[0], None)
+    if cls is None:
+        raise ValueError(f"it has no class {names[0]}")
+    model = cls.from_pretrained(folder, dtype="auto", local_files_only=True)
+    found: dict[str, Tensor] = model.state_dict()
+    return found
 
 
 def _read_weights(folder: Path) -> Mapping[str, Any]:

@@ -11,10 +11,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import ToPack, write_packed
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import replacing, write_safetensors
+from lightning_nm.export.safetensors_file import check_folder, replacing, write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.nm_packing import position_bytes
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -60,13 +61,16 @@ def export_packed(source: Source, output: str | os.PathLike[str], pattern: Patte
     """
     _check_suffix(output, (".safetensors",), "packed")
     given = None if pattern is None else NMPattern.parse(pattern)
-    found = patterns_in(source.weights, source.states, given)
+    weights = source.weights
+    if source.folder is not None:
+        weights = named_as_in_model(weights, source.states, source.folder)
+    found = patterns_in(weights, source.states, given)
     packed = {key: each for key, each in found.items() if each.pattern is not None}
-    matrices = {key: each.reason for key, each in found.items() if source.weights[key].dim() >= 2}
+    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
     tensors: dict[str, Tensor | ToPack] = {}
     written = []
-    for key, weight in source.weights.items():
+    for key, weight in weights.items():
         own, layout, reason = found[key]
         tensors[key] = weight if own is None else ToPack(weight, own, layout)
         size = weight.nbytes
@@ -111,6 +115,7 @@ def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
     assert source.folder is not None
+    check_folder(path)
     new = path.with_name(f".{path.name}.{uuid4().hex}")
     new.mkdir()
     try:

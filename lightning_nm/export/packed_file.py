@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -127,6 +129,11 @@ class PackedFile:
         key = self.aliases.get(key, key)
         return self.packed[key].shape if key in self.packed else self.dense[key][1]
 
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of a tensor of the dense state dict."""
+        key = self.aliases.get(key, key)
+        return self.packed[key].dtype if key in self.packed else self.dense[key][0]
+
     def read(self, key: str) -> Tensor | PackedTensor:
         """Read one tensor.
 
@@ -144,6 +151,16 @@ class PackedFile:
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         return found
+
+
+def is_packed(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a packed model; one that cannot be read as safetensors is none."""
+    path = Path(path)
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    with suppress(ValueError):
+        return SafetensorsFile(path).metadata.get("format") == FORMAT
+    return False
 
 
 def parts_of(key: str) -> tuple[str, str]:

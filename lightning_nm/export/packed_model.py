@@ -45,7 +45,7 @@ def pack(
     The modules stay the same objects; their classes change, and a :class:`~lightning_nm.nn.packed.PackedWeight` takes
     the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
     ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
-    package, if there is one for it. Elsewhere each product unpacks its weight.
+    package, if there is one for it. :func:`packed_summary` tells what each layer holds.
 
     Packed models are for inference: the model is put in evaluation mode, and no parameter requires gradients. Gradients
     of inputs are computed; training raises a RuntimeError.
@@ -55,9 +55,12 @@ def pack(
         pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
             that takes the least memory.
         exclude: Globs over module names and keys that stay dense.
-        kernels: ``"auto"``: products on the CPU run on a kernel where it is measured faster than unpacking; each size
-            is measured once, and kept in ``~/.cache/lightning_nm/packed.json``. ``"sparse"``: always on the kernel.
-            ``"reference"``: always by unpacking, which takes the least memory.
+        kernels: ``"auto"``: never slower than the dense model. A layer keeps its kernel's layout while the kernel is
+            measured to be no slower than the dense product, and holds the dense weight from the first product on for
+            which that is not so, or at once if there is no kernel for it. Each size is measured once, and kept in
+            ``~/.cache/lightning_nm/packed.json``. ``"sparse"``: never holds a dense weight; products run on the kernel,
+            or unpack the weight where there is none. ``"reference"``: products always unpack the weight; takes the
+            least memory, and is slower than the dense model.
 
     Returns:
         The model.

@@ -206,6 +206,15 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a path in a folder that does not exist or cannot be written, by an ``OSError`` that names the folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder '{folder}' for '{path.name}': make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"nothing can be written into the folder '{folder}'")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which takes its place unless there is an error.
@@ -213,6 +222,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: If the folder does not exist or cannot be written.
     """
+    check_folder(path)
     new = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield new

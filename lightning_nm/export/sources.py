@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.checkpoint import read_checkpoint
-from lightning_nm.export.packed_file import FORMAT, PackedFile
-from lightning_nm.export.safetensors_file import SafetensorsFile
+from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.nn.packed import PackedTensor
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf")
@@ -61,18 +59,12 @@ def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Source:
-    if path.suffix == ".safetensors" and path.is_file() and _is_packed(path):
+    if is_packed(path):
         packed = PackedFile(path)
         own = {key: _dense(packed.read(key)) for key in packed.names() if key not in packed.aliases}
         return Source(path, {key: own[packed.aliases.get(key, key)] for key in packed.names()}, [])
     weights, states = read_checkpoint(path)
     return Source(path, weights, states, path if (path / "config.json").is_file() else None)
-
-
-def _is_packed(path: Path) -> bool:
-    with suppress(ValueError):  # read_checkpoint() says in plain words what is wrong with the file
-        return SafetensorsFile(path).metadata.get("format") == FORMAT
-    return False
 
 
 def _dense(tensor: Tensor | PackedTensor) -> Tensor:

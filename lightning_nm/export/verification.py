@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -12,35 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.checkpoint import read_checkpoint
-from lightning_nm.functional import count_violations
+from lightning_nm.export.huggingface import named_as_in_model
+from lightning_nm.export.packed_file import PackedFile, is_packed
+from lightning_nm.export.verdicts import Verdict, classify, judge
 from lightning_nm.nn.layout import rows_of
 from lightning_nm.nn.names import key_of_layer, plain_name
+from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
-
-_DENSE_FROM = 0.5  # without a sparsifier state, weights with fewer violating blocks are broken, the others dense
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result for one weight.
-
-    Args:
-        key: Key in the state dict.
-        verdict: ``"N:M"``, ``"dense"`` or ``"broken"``.
-        pattern: The pattern that the weight was checked against.
-        blocks: Number of blocks.
-        violations: Blocks with more than N nonzeros.
-        density: Share of nonzeros.
-        note: The axis, or the reason why nothing was checked.
-    """
-
-    key: str
-    verdict: str
-    pattern: str
-    blocks: int = 0
-    violations: int = 0
-    density: float = 1.0
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,15 +63,16 @@ def verify(
     """Check that every block of a checkpoint's masked weights holds at most N nonzeros in M.
 
     Args:
-        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, or the folder of a
-            transformers model.
+        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model, or
+            the folder of a transformers model.
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
-            of the sparsifier state in the file.
+            of the sparsifier state in the file, or of the header of a packed model.
         include: Globs over keys or module names of weights that must be N:M.
         min_share: The least share of the entries of all matrices that must be in N:M matrices, from 0 to 1.
 
     Raises:
-        ValueError: If the file cannot be read, or has no sparsifier state and no pattern is given.
+        ValueError: If the file cannot be read, positions of a packed model are damaged, or it has no sparsifier state
+            and no pattern is given.
 
     Example::
 
@@ -106,10 +87,25 @@ def verify(
     parsed = None if pattern is None else NMPattern.parse(pattern)
     if not 0 <= min_share <= 1:
         raise ValueError(f"min_share={min_share} must be a share from 0 to 1")
+    if is_packed(checkpoint):
+        verdicts, sizes = _verify_packed(PackedFile(checkpoint), parsed)
+    else:
+        verdicts, sizes = _verify_dense(Path(checkpoint), parsed)
+    problems = _problems(verdicts, [include] if isinstance(include, str) else include)
+    share = _share(verdicts, sizes)
+    if share < min_share:
+        problems.append(f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}")
+    return Verification(verdicts, problems, sizes)
+
+
+def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+    """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
     weights, states = read_checkpoint(checkpoint)
+    if pattern is None and states:
+        weights = named_as_in_model(weights, states, checkpoint)
     matrices = {key: weight for key, weight in weights.items() if weight.dim() >= 2 and weight.is_floating_point()}
-    if parsed is not None:
-        verdicts = [_classify(key, weight, parsed) for key, weight in matrices.items()]
+    if pattern is not None:
+        verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
     elif states:
         verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
     else:
@@ -117,13 +113,44 @@ def verify(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
             "--pattern 2:4"
         )
-    verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
-    problems = _problems(verdicts, [include] if isinstance(include, str) else include)
-    sizes = {key: weight.numel() for key, weight in matrices.items()}
-    share = _share(verdicts, sizes)
-    if share < min_share:
-        problems.append(f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}")
-    return Verification(verdicts, problems, sizes)
+    return [_with_adapter(verdict, weights) for verdict in verdicts], {k: m.numel() for k, m in matrices.items()}
+
+
+def _verify_packed(file: PackedFile, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+    """The same for a packed file, whose header has the patterns; tensors are read one at a time.
+
+    Raises:
+        ValueError: If the positions of a weight are damaged.
+    """
+    verdicts, sizes = [], {}
+    for name in file.names():
+        shape, own = file.shape(name), file.aliases.get(name, name)
+        entry, dtype = file.packed.get(own), file.dtype(name)
+        if len(shape) < 2 or not dtype.is_floating_point:
+            continue
+        sizes[name] = math.prod(shape)
+        found = file.read(name) if entry is not None or pattern is not None else None
+        if isinstance(found, Tensor):
+            assert pattern is not None
+            verdicts.append(classify(name, found, pattern))
+        elif found is not None:
+            note = f"packed, {found.layout}" + (f", the same tensor as '{own}'" if own != name else "")
+            if pattern in (None, found.pattern):
+                blocks = found.values.numel() // found.pattern.n
+                density = int(torch.count_nonzero(found.values)) / sizes[name]
+                verdicts.append(Verdict(name, "N:M", str(found.pattern), blocks, 0, density, note))
+            else:
+                verdicts.append(_judge_packed(name, found, pattern, note))
+    return verdicts, sizes
+
+
+def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern | None, note: str) -> Verdict:
+    """The verdict for a packed weight against another pattern than its own, along its own axis."""
+    assert pattern is not None
+    rows = blocks_last(packed.unpack(), packed.layout)
+    if rows.shape[-1] % pattern.m:
+        return Verdict(name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks")
+    return judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -150,41 +177,10 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         if layer["masked"]:
             layout = layer["layout"]
             rows = rows_of(weights[keys[plain]], layout)
-            verdicts.append(_judge(keys[plain], rows, pattern, 1, layout, masked=True))
+            verdicts.append(judge(keys[plain], rows, pattern, 1, layout, masked=True))
         else:
             verdicts.append(Verdict(keys[plain], "dense", str(pattern), note="forward weight not masked"))
     return verdicts
-
-
-def _classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
-    """Check a weight along all axes on which blocks may lie; the axis with the fewest violations counts."""
-    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
-    # weight is that of a 1-d convolution, or one matrix for each expert.
-    axes = [(weight, 1, "along dim 1")]
-    if weight.dim() == 2:
-        axes.append((weight, 0, "along dim 0"))
-    elif weight.dim() == 3:
-        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
-    else:
-        axes.append((weight.flatten(1), 1, "along the flattened filter"))
-    verdicts = [
-        _judge(key, rows, pattern, dim, note, masked=False)
-        for rows, dim, note in axes
-        if rows.shape[dim] % pattern.m == 0
-    ]
-    none = Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
-    return min(verdicts, key=lambda verdict: verdict.violations / max(verdict.blocks, 1), default=none)
-
-
-def _judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
-    violations, blocks = int(count_violations(rows, pattern, dim=dim)), rows.numel() // pattern.m
-    density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
-    if not violations:
-        verdict = "N:M" if masked or density else "dense"
-        note = note if density else "all zero"
-    else:
-        verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
-    return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
 
 
 def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:

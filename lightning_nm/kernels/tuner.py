@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -55,6 +55,8 @@ class Tuner:
     Raises:
         ValueError: If the mode is unknown or `reuse` is less than 1.
     """
+
+    hysteresis: ClassVar[float] = HYSTERESIS
 
     def __init__(
         self, kernels: str, registry: KernelRegistry, decisions: Decisions, timer: Timer, reuse: int = 1
@@ -117,7 +119,7 @@ class Tuner:
                 yield kernel
 
     def _terms(self, key: GemmKey) -> str:
-        terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {HYSTERESIS:g}"
+        terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {self.hysteresis:g}"
         return f"{terms}; deterministic" if torch.are_deterministic_algorithms_enabled() else terms
 
     def _known(self, key: GemmKey) -> bool:
@@ -145,7 +147,7 @@ class Tuner:
         return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
 
     def _fastest(self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]) -> Decision:
-        uses, least = uses_of_pack(key.gemm, self.reuse), 1 + HYSTERESIS
+        uses, least = uses_of_pack(key.gemm, self.reuse), 1 + self.hysteresis
         gains = [speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found]
         gain, best = max(zip(gains, found, strict=True), key=lambda pair: pair[0])
         times = ", ".join(f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,25 @@ from torch import Tensor
 from lightning_nm.nn.expert import ExpertLayer, WholeValues, expert_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.ops import nm_linear
+
+Watch = Callable[[int, Tensor], None]
+"""Gets an expert's number and what is multiplied by its matrix, ``[..., in]``."""
+
+_WATCHES: dict[NMLayer, Watch] = {}
+
+
+@contextmanager
+def watching(layer: NMLayer, watch: Watch) -> Iterator[None]:
+    """Within, every product with a masked layer of experts is told, before it is made.
+
+    Raises:
+        ValueError: In a product that is not made expert by expert.
+    """
+    _WATCHES[layer] = watch
+    try:
+        yield
+    finally:
+        del _WATCHES[layer]
 
 
 class ExpertsInUse:
@@ -39,6 +59,8 @@ class ExpertsInUse:
         if not self._parts:
             with torch.enable_grad():
                 self._parts = self.weight.unbind(0)
+        if _WATCHES and self.layer in _WATCHES:
+            _WATCHES[self.layer](expert, x)
         part = self._parts[expert]
         self.macs += x.numel() // max(x.shape[-1], 1) * part.numel()
         if self.values is None:
@@ -64,6 +86,10 @@ class ExpertsInUse:
 
     def forward_weight(self) -> Tensor:
         """W_F of all experts, its gradient routed by the method."""
+        if self.layer in _WATCHES:
+            raise ValueError(
+                f"layer '{self.layer.name}' multiplies by an operator that does not tell the inputs of single experts"
+            )
         if self._forward_weight is None:
             with torch.enable_grad():
                 self._forward_weight = _ForwardWeight.apply(self.layer, self.weight)

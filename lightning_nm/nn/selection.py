@@ -217,7 +217,7 @@ def candidates_of(
             continue
         adapter, handled = found
         reason = ""
-        if stated := packed or adapter.refusal(module):
+        if stated := packed or getattr(kind, "nm_unmaskable", "") or adapter.refusal(module):
             reason = stated
         elif kind.forward is nn.Module.forward:
             reason = f"{kind.__name__} has no forward: other modules read its weights"

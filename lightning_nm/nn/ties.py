@@ -103,7 +103,7 @@ class Ties:
         others, fault = self._others(candidate), self._fault(candidate)
         if not others or self.is_named(candidate):
             return fault
-        way = "" if fault else ": if `include` names one of them, both are masked"
+        way = "" if fault else ": if `include` has the exact name of one, both are masked"
         return f"its weight is shared with '{others[0].key}', which would change with it{way}"
 
     def why_dense(self, candidate: Candidate) -> str:
@@ -112,7 +112,7 @@ class Ties:
             return ""
         others = self._others(candidate)
         shared = f", and shares its weight with '{others[0].key}'" if others else ""
-        return f"a lookup, not a product{shared}: it is masked only if `include` names it"
+        return f"a lookup, not a product{shared}: it is masked only if `include` has its exact name, without wildcards"
 
     def _fault(self, candidate: Candidate) -> str:
         others = self._others(candidate)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_nm.export.verification import Verdict, verify
+from lightning_nm.export import Verdict, verify
 from lightning_nm.report.events import Log, Series, read_log
 
 

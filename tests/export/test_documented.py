@@ -40,6 +40,11 @@ def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
     assert len(packed) == 8
 
 
+def test_the_summary(capsys):
+    exec(blocks("python", EXPORT)[1], {})
+    assert capsys.readouterr().out == blocks("text", EXPORT)[0]
+
+
 def test_other_commands_parse():
     words = [shlex.split(line) for line in blocks("", EXPORT)[1].splitlines()]
     assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsifier, load_packed, unpacked_state_dict
+from lightning_nm import NMSparsifier, load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
 from lightning_nm.export.graphs import export_onnx, export_pt2
@@ -127,7 +127,7 @@ def test_nothing_sparse(checkpoint, tmp_path, capsys):
         (("in.pt", "--model", "x.Y", "-o", "a.safetensors"), "--model and --input are for"),
         (("in.pt", "--prefix", "x.", "-o", "a.safetensors"), "no key of 'in.pt' begins with 'x.': they are '0.weight'"),
         (("in.pt", "--pattern", "5:4", "-o", "a.safetensors"), "prunes nothing"),
-        (("in.pt", "-o", "none/a.safetensors"), "No such file or directory"),
+        (("in.pt", "-o", "none/a.safetensors"), "there is no folder 'none' for 'a.safetensors'"),
         (("in.pt", "--to", "pt2", "-o", "a.pt2", "--model", "no.Net"), "--model no.Net: No module named 'no'"),
         (("in.pt", "--to", "pt2", "-o", "a.pt2", "--model", "torch.nn.Flatten"), "Unexpected key"),
         (("pickle.pt", "-o", "a.safetensors"), "as tensors alone"),
@@ -289,3 +289,21 @@ def test_a_tied_weight_is_packed_once_and_stays_tied(tmp_path):
         assert list(file.packed) == ["embed.weight"]
         assert file.aliases == {"head.weight": "embed.weight"}
         assert_equal_states(unpacked_state_dict(load_packed(Tied(), path)), model.state_dict())
+
+
+@pytest.mark.parametrize("to", ["packed", "torch", "onnx", "pt2"])
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys, to):
+    suffix = {"packed": "safetensors", "torch": "pt", "onnx": "onnx", "pt2": "pt2"}[to]
+    target = tmp_path / "nodir" / f"x.{suffix}"
+    more = ["--model", "train.Net"] if to in ("onnx", "pt2") else []
+    assert main(["export", "none.ckpt", "--to", to, "-o", str(target), *more]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == f"lightning-nm export: there is no folder '{tmp_path / 'nodir'}' for '{target.name}': make it first\n"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_nm.export.safetensors_file.os.access", lambda *_: False)
+    with pytest.raises(PermissionError, match=f"nothing can be written into the folder '{tmp_path}'"):
+        save_packed(pack(small()), tmp_path / "x.safetensors")

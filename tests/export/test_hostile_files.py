@@ -7,11 +7,10 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.export import PackedFile, safetensors_file
-from tests.packed_models import ARGUMENTS, assert_equal_states, clones, copied, header_of, small
+from tests.packed_models import assert_equal_states, clones, copied, header_of, mutated, on_meta, small
 
 
 @pytest.fixture
@@ -135,29 +134,6 @@ def test_a_file_that_becomes_shorter(saved):
 # -------------------------------------------------------------------------------------------------------------- fuzzing
 
 
-def mutated(rng, content, start):
-    """A file with damage: bits, cuts, insertions, or numbers and words of the header replaced."""
-    content = bytearray(content)
-    kind = rng.randrange(6)
-    place = rng.randrange(start if rng.random() < 0.7 else len(content))
-    if kind == 0:
-        content[place] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        del content[place:]
-    elif kind == 2:
-        content[place:place] = rng.randbytes(rng.randrange(1, 9))
-    elif kind == 3:
-        content[:8] = rng.choice([0, 1, start - 9, start - 7, 1 << 20, 1 << 34, (1 << 64) - 1]).to_bytes(8, "little")
-    elif kind == 4:
-        digits = [i for i in range(8, start) if chr(content[i]).isdigit()]
-        content[rng.choice(digits)] = rng.choice(b"0123456789-e.")
-    else:
-        other = rng.randrange(start)
-        length = rng.randrange(1, 40)
-        content[place : place + length] = content[other : other + length]
-    return bytes(content)
-
-
 @pytest.mark.slow
 def test_mutated_files(saved, monkeypatch):
     """Every mutated file is refused by a ValueError, or loads as a model of the same shapes; little is allocated."""
@@ -173,8 +149,7 @@ def test_mutated_files(saved, monkeypatch):
         return tensor
 
     monkeypatch.setattr(safetensors_file.torch, "empty", counting)
-    with torch.device("meta"):
-        template = nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+    template = on_meta(dense)
     for _ in range(2500):
         path.write_bytes(mutated(rng, content, start))
         model = copied(template)

@@ -426,6 +426,14 @@ def test_the_page(tmp_path, monkeypatch):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
+def test_merging_into_a_packed_base_is_refused():
+    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
+    message = r"'first.weight' is packed, for inference, and cannot be changed in place, as merging an adapter does"
+    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+        with pytest.raises(RuntimeError, match=message):
+            merge()
+
+
 def test_a_packed_base_is_refused():
     adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
     with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):

@@ -164,12 +164,52 @@ def test_either_name_masks_both(include):
     assert (type(model.embed), type(model.head)) == (nn.Embedding, nn.Linear)
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_state_dict_holds_a_tied_weight_once(tmp_path, method):
+    """As that of the dense model: both keys are one tensor, which files store once."""
+    torch.manual_seed(0)
+    model = GPT()
+    dense = tmp_path / "dense.pt"
+    torch.save(model.state_dict(), dense)
+    sparsifier = NMSparsifier(model, "2:4", METHODS[method](), include="head", seed=1).attach()
+    layer = sparsifier.layers["head"]
+    for _ in range(2):
+        for order in (model, nn.ModuleList([model.head, model.embed])):
+            state = order.state_dict()
+            first, second = (state[key] for key in state if state[key].shape == (VOCABULARY, DIM))
+            assert first.data_ptr() == second.data_ptr()
+            assert torch.equal(first, layer.forward_weight())
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    assert abs((tmp_path / "a.pt").stat().st_size - dense.stat().st_size) < 1000
+    again = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(again["embed.weight"], layer.forward_weight())
+    assert again["embed.weight"].data_ptr() == again["head.weight"].data_ptr()
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, str(tmp_path / "a.safetensors"))
+    assert len(safetensors.load_file(tmp_path / "a.safetensors")) == len(again) - 1
+
+
+def test_a_state_dict_that_is_filled_again_is_new():
+    model = GPT()
+    sparsifier = NMSparsifier(model, "2:4", "ste", include="head").attach()
+    destination = model.embed.state_dict(prefix="embed.")
+    with torch.no_grad():
+        model.embed.weight.mul_(3)
+    model.head.state_dict(destination=destination, prefix="head.")
+    assert torch.equal(destination["head.weight"], sparsifier.layers["head"].forward_weight())
+    assert not torch.equal(destination["head.weight"], destination["embed.weight"])
+
+
 def test_neither_is_masked_by_default():
     model = made()
     sparsifier = attach(model, include=None, skip_first_last=False)
     assert "shares its weight with 'head.weight'" in sparsifier.skipped["embed"]
     assert "shared with 'embed.weight'" in sparsifier.skipped["head"]
     assert "a lookup" in sparsifier.skipped["body.position"]
+    with pytest.raises(ValueError, match=r"'body.position': .* if `include` has its exact name, without wildcards"):
+        attach(made(), include="*position")
     assert "body.up" in sparsifier.layers
 
 

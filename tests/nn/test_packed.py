@@ -1,7 +1,6 @@
 """Packed layers compute what the dense ones do, hold less, and go through compile, export, copies and pickles."""
 
 import io
-import json
 import pickle
 
 import pytest
@@ -85,7 +84,8 @@ def test_a_projection_by_parts_is_on_the_kernel():
     operand = module.mha.in_proj_weight.operand
     close(module(x), expected)
     assert len(operand._parts) == 3
-    assert all(part.values.data_ptr() >= operand.values.data_ptr() for part in operand._parts.values())
+    storage = operand.tensors[0].untyped_storage().data_ptr()
+    assert all(part.tensors[0].untyped_storage().data_ptr() == storage for part in operand._parts.values())
     assert operand.part(8, 32) is None
 
 
@@ -93,55 +93,18 @@ def test_memory_is_that_of_the_packed_weights():
     for pattern, dtype, most in (("2:4", torch.float32, 0.66), ("1:16", torch.float32, 0.10)):
         linear = prune(nn.Linear(256, 256, bias=False).to(dtype), pattern)
         dense = held(linear)
-        assert held(pack(linear)) <= most * dense
+        assert held(pack(linear, kernels="sparse")) <= most * dense
     for pattern, most in (("2:4", 0.57), ("1:4", 0.30), ("1:16", 0.10)):
         linear = prune(nn.Linear(256, 256, bias=False).bfloat16(), pattern)
         dense = held(linear)
         assert held(pack(linear, kernels="reference")) <= most * dense
 
 
-@needs_library
-@pytest.mark.parametrize(("unpack_ms", "kernel"), [(1, "reference"), (5, "cpu-permute")])
-def test_auto_measures_once_and_keeps_the_choice(tmp_path, monkeypatch, unpack_ms, kernel):
-    """The kernel takes 3 ms; unpacking and a dense product of 1 ms take less, or more."""
-    asked = []
-    monkeypatch.setattr("lightning_nm.kernels.tuner.dense_ms", lambda key, timer: asked.append(key) or 1.0)
-    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", lambda *_: (3.0, 100.0))
-    monkeypatch.setattr(choice.DeviceTimer, "time", lambda *_: unpack_ms / 1e3)
-    for _ in range(2):
-        model, x = pack(prune(nn.Linear(64, 64), "1:16")), torch.randn(5, 64)
-        for _ in range(2):
-            model(x)
-        assert list(model.weight.operand._takes.values()) == [kernel != "reference"]
-        assert len(asked) == 2, "before and after the kernel; then the file has it"
-        choice._tuner.cache_clear()
-    kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
-    ((name, decision),) = next(iter(kept.values())).items()
-    assert name == "forward 64x64x5 float32 1:16 cpu"
-    assert decision["kernel"] == kernel
-    assert "unpacked for each product" in decision["terms"]
-
-
-@needs_library
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_faster_way_is_taken(monkeypatch, faster):
-    name = "cpu-permute" if faster else "reference"
-    monkeypatch.setattr(
-        "lightning_nm.nn.packed.operand.decide", lambda *_: choice.Decision(name, 1, 1, 1, "", "measured")
-    )
-    model, calls = pack(prune(nn.Linear(64, 64), "1:16")), []
-    kernel = type(choice.kernel_of("cpu-permute"))
-    linear = kernel.linear
-    monkeypatch.setattr(kernel, "linear", lambda self, *args: calls.append(1) or linear(self, *args))
-    model(torch.randn(3, 64))
-    assert len(calls) == faster
-    assert model(torch.randn(0, 64)).shape == (0, 64)
-
-
 def test_what_has_no_kernel_is_unpacked():
     x = torch.randn(4, 64)
     linear = prune(nn.Linear(64, 64), "1:16")
     model = pack(copied(linear), kernels="sparse")
+    assert model(torch.randn(0, 64)).shape == (0, 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), linear(x))
     half, packed = copied(linear).half(), copied(model).half()
@@ -158,7 +121,7 @@ def test_what_has_no_kernel_is_unpacked():
         model(torch.randn(4, 64, dtype=torch.float64))
     nan = prune(nn.Linear(64, 64), "1:16")
     nan.weight.data[0, int(nan.weight[0].count_nonzero()) and int(nan.weight[0].nonzero()[0])] = float("nan")
-    assert pack(nan).weight.operand is None
+    assert pack(nan, kernels="sparse").weight.operand is None
 
 
 def test_dtype_and_shape_of_a_packed_weight_are_the_dense_ones():
@@ -181,6 +144,21 @@ def test_training_is_refused():
     assert list(NMSparsifier(linear, skip_first_last=False).attach().layers) == ["1"]
     with pytest.raises(ValueError, match="layer '1' is masked by a sparsifier"):
         pack(linear)
+
+
+def test_packed_layers_are_named_as_such():
+    """Where layers are masked, pruned or packed again, they are no layers with a forward of their own."""
+    attention, _ = make("attention", torch.float32)
+    for model in (small(), prune(attention, "2:4")):
+        pack(model, "2:4")
+        way = r"packed already, for inference: .* load lightning_nm.unpacked_state_dict\(model\) into a model"
+        for use in (lambda m: NMSparsifier(m, "2:4").attach(), lightning_nm.prune, lambda m: pack(m, "2:4")):
+            with pytest.raises(ValueError, match=way) as raised:
+                use(model)
+            assert "forward of its own" not in str(raised.value)
+    model = pack(small())
+    with pytest.raises(ValueError, match="layer '4' is named by `include` but cannot be masked: packed already"):
+        lightning_nm.prune(model, include="4")
 
 
 def test_what_is_packed_and_what_not():

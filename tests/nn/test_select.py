@@ -76,7 +76,7 @@ def test_what_is_masked_and_why_the_rest_is_not():
         "patched": "forward of its own",
         "lazy": "lazy",
         "embedding": "a lookup, not a product, and shares its weight with 'tied.weight': it is masked only if",
-        "tied": "shared with 'embedding.weight', which would change with it: if `include` names one of them, both are",
+        "tied": "shared with 'embedding.weight', which would change with it: if `include` has the exact name of one",
         "lstm": "a recurrent layer",
         "transposed": "no adapter for ConvTranspose2d",
         "head": "last linear layer",

@@ -7,6 +7,7 @@ parameters and its state-dict keys stay the same.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -116,7 +117,7 @@ class Adapter(nn.Module):
         # The state dict is the model's function: it holds W_F under the dense model's keys.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for parameter, layer in self.nm_layers.items():
-            destination[prefix + parameter] = as_sharded(layer.local_forward_weight(), layer.param)
+            destination[prefix + parameter] = _saved_by_another(self, layer, destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
@@ -144,6 +145,30 @@ class Adapter(nn.Module):
         # The swapped class has no importable name: pickle and deepcopy make it again from the class it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (type(self).nm_base,), *reduced[2:]
+
+
+class _Saved(NamedTuple):
+    """W_F of a tied weight, as one of its modules put it into a state dict."""
+
+    tensor: weakref.ref[Tensor]
+    module: int
+    version: int
+
+
+_SAVED: weakref.WeakKeyDictionary[NMLayer, _Saved] = weakref.WeakKeyDictionary()
+
+
+def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, Any]) -> Tensor:
+    """W_F for a state dict: of a tied weight the tensor that another of its modules put there, so that it is one."""
+    found, version = _SAVED.get(layer), layer.param._version
+    if found is not None and found.module != id(module) and found.version == version:
+        tensor = found.tensor()
+        if tensor is not None and any(tensor is value for value in destination.values()):
+            return tensor
+    made = as_sharded(layer.local_forward_weight(), layer.param)
+    if layer.spec.tied:
+        _SAVED[layer] = _Saved(weakref.ref(made), id(module), version)
+    return made
 
 
 _ADAPTERS: list[type[Adapter]] = []

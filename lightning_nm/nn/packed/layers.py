@@ -27,6 +27,10 @@ class PackedLayer(nn.Module):
     """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter."""
 
     nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+    nm_unmaskable: ClassVar[str] = (
+        "packed already, for inference: to prune, train or pack it anew, load lightning_nm.unpacked_state_dict(model) "
+        "into a model that is not packed"
+    )
     packed_role: ClassVar[Role] = "linear"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

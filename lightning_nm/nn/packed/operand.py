@@ -1,9 +1,9 @@
-"""A packed weight in the layout of a CPU kernel, and the choice between that kernel and unpacking."""
+"""A packed weight in the layout of a CPU kernel, and the choice between that kernel and the dense product."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu import CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
 from lightning_nm.kernels.handles import HasHandle
@@ -37,7 +37,12 @@ class Operand(HasHandle):
         values: Their values, in the layout's order.
         pattern: The pattern of the blocks.
         dtype: Of the weight.
-        kernels: ``"auto"`` takes the kernel where it is measured faster than unpacking, ``"sparse"`` always.
+        kernels: ``"auto"`` holds the dense matrix from the first product on that is faster with it, or that the kernel
+            cannot make; ``"sparse"`` makes that matrix for each product that the kernel cannot make.
+
+    Attributes:
+        matrix: The dense matrix after :meth:`become_dense`; then there is no layout.
+        hold: Asks the owner to hold the dense matrix, and to call :meth:`become_dense`.
     """
 
     def __init__(
@@ -48,84 +53,116 @@ class Operand(HasHandle):
         dtype: torch.dtype,
         kernels: Kernels,
     ) -> None:
-        self.layout, self.values, self.pattern, self.dtype, self.kernels = layout, values, pattern, dtype, kernels
+        self._held: tuple[PermuteLayout | CsrLayout, Tensor] | None = layout, values
+        self.rows, self.depth = layout.rows, layout.depth
+        self.kernel = "cpu-permute" if isinstance(layout, PermuteLayout) else "cpu-csr"
+        """The kernel that takes the layout."""
+        self.pattern, self.dtype, self.kernels = pattern, dtype, kernels
         self.handle_tensor = torch.empty(self.handle, 0)
         """An empty tensor whose size is the handle, as graphs take it."""
+        self.matrix: Tensor | None = None
+        self.hold: Callable[[], None] = lambda: None
         self._takes: dict[Any, bool] = {}
         self._parts: dict[tuple[int, int], Operand] = {}
 
     @property
-    def kernel(self) -> str:
-        """The kernel that takes the layout."""
-        return "cpu-permute" if isinstance(self.layout, PermuteLayout) else "cpu-csr"
-
-    @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that it keeps."""
-        layout = self.layout
-        index = [layout.inputs] if isinstance(layout, PermuteLayout) else [layout.start, layout.offset]
-        return [self.values, *index]
+        """The tensors of the layout."""
+        return [] if self._held is None else _tensors(*self._held)
 
     def dense(self) -> Tensor:
         """The matrix ``[rows, depth]``."""
-        return dense_matrix(self.tensors, self.layout.rows, self.layout.depth, self.dtype)
+        held = self._held  # once: another thread may let it become dense
+        if held is None:
+            assert self.matrix is not None
+            return self.matrix
+        return dense_matrix(_tensors(*held), self.rows, self.depth, self.dtype)
+
+    def become_dense(self, matrix: Tensor) -> None:
+        """Keep the dense matrix instead of the layout, and use it for all products from now on."""
+        for (first, end), part in self._parts.items():
+            part.become_dense(matrix[first:end])
+        self.matrix = matrix
+        self._held = None
 
     def part(self, first: int, end: int) -> Operand | None:
         """Rows ``first .. end`` as an operand on the same memory; ``None`` if they are not whole tiles."""
-        if (first, end) == (0, self.layout.rows):
+        held = self._held
+        if (first, end) == (0, self.rows):
             return self
-        layout = self.layout
-        tile = 2 * layout.lanes if isinstance(layout, PermuteLayout) else 0
-        if not isinstance(layout, PermuteLayout) or first % tile or (end % tile and end != layout.rows):
-            return None
         if (first, end) not in self._parts:
+            layout, values = held or (None, None)
+            tile = 2 * layout.lanes if isinstance(layout, PermuteLayout) else 0
+            whole = tile and first % tile == 0 and (end % tile == 0 or end == self.rows)
+            if not isinstance(layout, PermuteLayout) or values is None or not whole:
+                return None
             tiles = slice(first // tile, -(-end // tile))
             own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
-            self._parts[first, end] = Operand(own, self.values[tiles], self.pattern, self.dtype, self.kernels)
+            part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels)
+            part.hold = self.hold
+            self._parts[first, end] = part
         return self._parts[first, end]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x A^T + bias`` for ``x [tokens, depth]``."""
-        key = self._key(len(x))
 
         def dense() -> Tensor:
-            return F.linear(x, self.dense(), bias)
+            return F.linear(x, self._matrix_for(x), bias)
 
-        def sparse() -> Tensor:
+        def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
             return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
 
-        kernel, packed = kernel_of(self.kernel), Packed(self.layout, self.values)
-        return registry_of(kernel.name).attempt(kernel, key, sparse, dense) if self._takes_it(key) else dense()
+        return self._product(x, self._key(len(x)), sparse, dense)
 
     def conv(self, x: Tensor, conv: Convolution, bias: Tensor | None) -> Tensor:
         """The convolution of ``x [images, in, height, width]``, in its memory format."""
-        key = self._key(len(x) * math.prod(conv.positions), conv)
 
         def dense() -> Tensor:
-            return F.conv2d(x, self.dense().view(conv.weight_shape), bias, *conv.arguments)
+            return F.conv2d(x, self._matrix_for(x).view(conv.weight_shape), bias, *conv.arguments)
 
-        def sparse() -> Tensor:
+        def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
             return kernel.conv(packed, plain(x), conv, None if bias is None else plain(bias))
 
-        kernel, packed = kernel_of("cpu-csr"), Packed(self.layout, self.values)
-        found = registry_of(kernel.name).attempt(kernel, key, sparse, dense) if self._takes_it(key) else dense()
+        found = self._product(x, self._key(len(x) * math.prod(conv.positions), conv), sparse, dense)
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         return found.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
+    def _product(
+        self,
+        x: Tensor,
+        key: GemmKey,
+        sparse: Callable[[CpuPermuteKernel | CpuCsrKernel, Packed], Tensor],
+        dense: Callable[[], Tensor],
+    ) -> Tensor:
+        held, kernel = self._held, kernel_of(self.kernel)
+        if held is None or not x.numel() or not self._takes_it(key):
+            return dense()
+        return registry_of(kernel.name).attempt(kernel, key, lambda: sparse(kernel, Packed(*held)), dense)
+
+    def _matrix_for(self, x: Tensor) -> Tensor:
+        """The dense matrix for a product that the kernel does not make; in ``"auto"`` it is held from now on."""
+        if self.matrix is None and self.kernels == "auto" and x.numel():
+            self.hold()
+        return self.dense()
+
     def _key(self, tokens: int, conv: Convolution | None = None) -> GemmKey:
-        rows, depth = self.layout.rows, self.layout.depth
-        return GemmKey("forward", rows, depth, tokens, self.dtype, self.pattern, "cpu", conv=conv)
+        return GemmKey("forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv)
 
     def _takes_it(self, key: GemmKey) -> bool:
-        """Whether the kernel makes this product: it can, and is faster than unpacking the matrix and a dense one."""
+        """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         name = key.columns, key.conv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         if name not in self._takes:
             if len(self._takes) >= _MOST_SIZES:
                 self._takes.clear()
             can = not registry_of(self.kernel).reason(kernel_of(self.kernel), key)
-            faster = self.kernels == "sparse" or decide(self.kernel, key, self.dense).kernel == self.kernel
-            self._takes[name] = can and faster
+            fast = self.kernels == "sparse" or decide(self.kernel, key).kernel == self.kernel
+            self._takes[name] = can and fast
         return self._takes[name]
+
+
+def _tensors(layout: PermuteLayout | CsrLayout, values: Tensor) -> list[Tensor]:
+    index = [layout.inputs] if isinstance(layout, PermuteLayout) else [layout.start, layout.offset]
+    return [values, *index]
 
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The products of packed layers: by a CPU kernel, or by unpacking the weight.
+"""The products of packed layers: by a CPU kernel, or with the dense weight, which is held or unpacked.
 
 Graphs that are compiled call two operators, which look up the weight's layout by handle when a graph runs. Graphs that
 are exported unpack the weight by torch's own operators, so that they run without this package.
@@ -39,10 +39,11 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tu
     operand = _operand(x, weight, bias)
     if operand is not None and rows is not None:
         operand = operand.part(*rows)
-    if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
-        matrix = weight.unpack()
-        return F.linear(x, (matrix.t() if weight.role == "transposed" else matrix)[part], bias)
-    tokens, out = x.reshape(-1, x.shape[-1]), operand.layout.rows
+    if operand is None or x.dim() == 0 or x.shape[-1] != operand.depth:
+        y = F.linear(x, weight.product_matrix()[part], bias)
+        _hold_dense(x, weight)
+        return y
+    tokens, out = x.reshape(-1, x.shape[-1]), operand.rows
     if torch.compiler.is_compiling():
         y = torch.ops.lightning_nm.packed_linear(tokens, bias, out, operand.handle_tensor)
     else:
@@ -67,7 +68,10 @@ def packed_conv(
     refuse_training(weight)
     operand = _operand(x, weight, bias)
     if operand is None or x.dim() > 4 or x.shape[1] != weight.shape[1] * groups:
-        return CONVOLUTIONS[weight.dim() - 3](x, weight.unpack(), bias, stride, padding, dilation, groups)
+        matrix, convolve = weight.product_matrix().view(weight.shape), CONVOLUTIONS[weight.dim() - 3]
+        y = convolve(x, matrix, bias, stride, padding, dilation, groups)
+        _hold_dense(x, weight)
+        return y
     geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *(1, *weight.shape[2:])[-2:]]
     image = x.unsqueeze(2) if x.dim() == 3 else x
     if torch.compiler.is_compiling():
@@ -86,11 +90,24 @@ def refuse_training(weight: PackedWeight) -> None:
         )
 
 
+def _hold_dense(x: Tensor, weight: PackedWeight) -> None:
+    """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
+    traced = torch.compiler.is_compiling() or _exporting() or _is_fake(x)
+    if weight.kernels == "auto" and weight.operand is not None and not traced and x.numel():
+        weight.hold_dense()
+
+
+def _exporting() -> bool:
+    return bool(getattr(torch.compiler, "is_exporting", bool)())
+
+
+def _is_fake(x: Tensor) -> bool:
+    return type(x) not in (Tensor, torch.nn.Parameter)
+
+
 def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | None:
     """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
-    exporting = getattr(torch.compiler, "is_exporting", bool)()
-    fake = type(x) not in (Tensor, torch.nn.Parameter)
-    if weight.operand is None or exporting or (fake and not torch.compiler.is_compiling()):
+    if weight.operand is None or _exporting() or (_is_fake(x) and not torch.compiler.is_compiling()):
         return None
     if x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
         return None

@@ -60,9 +60,7 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
         key = parameter_key(candidate.module_name, parameter)
         kind = packed_kind(type(module))
         weight = module._parameters.get(parameter)
-        if isinstance(module, PackedLayer) and weight is None:
-            reasons[key] = "packed already"
-        elif kind is None:
+        if kind is None:
             reasons[key] = f"no packed layer for {type(module).__name__}"
         elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
             reasons[key] = "its weight is not an ordinary parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,18 +22,24 @@ _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 class PackedWeight(nn.Module):
     """A weight that is N:M along one axis, as the values of each block and their positions.
 
-    It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, never both and never
-    the dense weight. The state dict has ``values`` and ``positions`` in either case.
+    It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
+    where that is faster and ``kernels`` is ``"auto"``: always one of the three. The state dict has ``values`` and
+    ``positions`` in each case.
 
     Args:
         packed: The tensors, checked.
         name: Key of the weight in the dense state dict, for messages.
         role: The module that it belongs to.
         kernels: ``"auto"``, ``"sparse"`` or ``"reference"``, see :func:`lightning_nm.pack`.
+
+    Attributes:
+        operand: The kernel's layout, if it is held.
+        matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
 
     values: Tensor | None
     positions: Tensor | None
+    matrix: Tensor | None
 
     def __init__(self, packed: PackedTensor, name: str, role: Role, kernels: Kernels = "auto") -> None:
         super().__init__()
@@ -40,45 +47,76 @@ class PackedWeight(nn.Module):
         self.pattern, self.layout, self.shape = packed.pattern, packed.layout, torch.Size(packed.shape)
         self.dtype = packed.values.dtype
         self.operand: Operand | None = None
+        self._former: Operand | None = None  # graphs that were compiled before may still look it up
         self._hold(packed)
         self.lay_out()
 
     def _hold(self, packed: PackedTensor) -> None:
         """Keep a weight as it is in files."""
-        self.operand = None
-        for name in _IN_LAYOUT:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+        self.operand = self._former = None
+        self._drop_layout()
+        self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("values", packed.values)
         self.register_buffer("positions", packed.positions)
 
+    def _drop_layout(self) -> None:
+        for name in _IN_LAYOUT:
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+
     def lay_out(self) -> None:
-        """Change to the layout of the CPU kernel for this weight, if there is one."""
-        if self.operand is None and self.device.type == "cpu" and self.kernels != "reference":
-            self.operand = lay_out(self._matrix(), self._row_pattern(), self.kernels, convolution=self._convolves)
-            if self.operand is not None:
-                self.values = self.positions = None
-                for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
-                    self.register_buffer(name, tensor, persistent=False)
+        """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
+        if self.values is None or self.device.type == "meta" or self.kernels == "reference":
+            return
+        matrix, device = self.product_matrix().contiguous(), self.device
+        if device.type == "cpu":
+            self.operand = lay_out(matrix, self._row_pattern(), self.kernels, convolution=self._convolves)
+        if self.operand is not None:
+            self.operand.hold = _holder(weakref.ref(self))
+            for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
+                self.register_buffer(name, tensor, persistent=False)
+        elif self.kernels == "auto":
+            self.matrix = matrix
+        else:
+            return
+        self.values = self.positions = None
+
+    def hold_dense(self) -> None:
+        """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
+        operand = self.operand
+        if operand is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # later products may need gradients of inputs
+            matrix = operand.dense()
+        operand.become_dense(matrix)
+        self.operand, self._former, self.matrix = None, operand, matrix
+        self._drop_layout()
 
     @property
     def _convolves(self) -> bool:
         return self.role == "convolution"
 
     def _row_pattern(self) -> Any:
-        """The pattern of :meth:`_matrix` along its depth; ``None`` if it has none."""
+        """The pattern of :meth:`product_matrix` along its depth; ``None`` if it has none."""
         layouts = {"linear": ("plain", "flat"), "transposed": ("transposed",), "convolution": ("flat",)}
         return self.pattern if self.layout in layouts[self.role] else None
-
-    def _matrix(self) -> Tensor:
-        """The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``."""
-        weight = self.unpack()
-        return weight.t().contiguous() if self.role == "transposed" else weight.flatten(1)
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return next(self.buffers()).device
+
+    @property
+    def data(self) -> Tensor:
+        """What code that changes weights in place asks for, such as the merging of adapters.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"'{self.name}' is packed, for inference, and cannot be changed in place, as merging an adapter does: load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed, and merge there"
+        )
 
     def dim(self) -> int:
         """Axes of the weight."""
@@ -93,6 +131,18 @@ class PackedWeight(nn.Module):
         """Bytes that are held."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the dense weight."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def form(self) -> str:
+        """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name."""
+        if self.matrix is not None:
+            return "dense"
+        return "packed" if self.operand is None else self.operand.kernel
+
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
@@ -103,18 +153,28 @@ class PackedWeight(nn.Module):
         """The dense weight, a new tensor."""
         if self.values is not None:
             return self.packed().unpack()
+        matrix = self.product_matrix()
+        if self.role == "transposed":
+            return matrix.t().clone(memory_format=torch.contiguous_format)
+        return (matrix if self.matrix is None else matrix.clone()).view(self.shape)
+
+    def product_matrix(self) -> Tensor:
+        """The dense weight as products take it: the one that is held, or a new tensor."""
+        if self.matrix is not None:
+            return self.matrix
+        if self.values is not None:
+            weight = self.packed().unpack()
+            return weight.t() if self.role == "transposed" else weight.flatten(1)
         tensors = [self._buffers[name] for name in _IN_LAYOUT if name in self._buffers]
-        matrix = dense_matrix(tensors, self._rows, self.numel() // self._rows, self.dtype)  # type: ignore[arg-type]
-        return matrix.t().contiguous() if self.role == "transposed" else matrix.view(self.shape)
+        return dense_matrix(tensors, self._rows, self.numel() // self._rows, self.dtype)  # type: ignore[arg-type]
 
     @property
     def _rows(self) -> int:
         return self.shape[1] if self.role == "transposed" else self.shape[0]
 
     def extra_repr(self) -> str:
-        """Pattern, shape and kernel."""
-        kernel = "unpacked for each product" if self.operand is None else self.operand.kernel
-        return f"{self.pattern}, {self.layout}, {tuple(self.shape)}, {self.dtype}, {kernel}"
+        """Pattern, shape and what is held."""
+        return f"{self.pattern}, {self.layout}, {tuple(self.shape)}, {self.dtype}, held as {self.form}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         # A kernel's layout depends on dtype and device.
@@ -156,9 +216,21 @@ class PackedWeight(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
         packed = self.packed()
-        buffers = {"values": packed.values, "positions": packed.positions}
-        return {**self.__dict__, "operand": None, "_buffers": buffers, "_non_persistent_buffers_set": set()}
+        buffers = {"matrix": None, "values": packed.values, "positions": packed.positions}
+        own = {"operand": None, "_former": None, "_buffers": buffers, "_non_persistent_buffers_set": {"matrix"}}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.lay_out()
+
+
+def _holder(weight: Callable[[], PackedWeight | None]) -> Callable[[], None]:
+    """Let the weight, of which there is a weak reference, hold the dense matrix."""
+
+    def hold() -> None:
+        found = weight()
+        if found is not None:
+            found.hold_dense()
+
+    return hold

@@ -1,0 +1,83 @@
+"""What is said of one weight: whether its blocks hold at most N nonzeros in M, and along which axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import count_violations
+from lightning_nm.pattern import NMPattern
+
+_DENSE_FROM = 0.5  # without a sparsifier state, weights with fewer violating blocks are broken, the others dense
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one weight.
+
+    Args:
+        key: Key in the state dict.
+        verdict: ``"N:M"``, ``"dense"`` or ``"broken"``.
+        pattern: The pattern that the weight was checked against.
+        blocks: Number of blocks.
+        violations: Blocks with more than N nonzeros.
+        density: Share of nonzeros.
+        note: The axis, or the reason why nothing was checked.
+    """
+
+    key: str
+    verdict: str
+    pattern: str
+    blocks: int = 0
+    violations: int = 0
+    density: float = 1.0
+    note: str = ""
+
+
+def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
+    """Check a weight along all axes on which blocks may lie; the axis with the fewest violations counts.
+
+    Args:
+        key: Key in the state dict.
+        weight: Of two or more dimensions.
+        pattern: The pattern.
+    """
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
+    # weight is that of a 1-d convolution, or one matrix for each expert.
+    axes = [(weight, 1, "along dim 1")]
+    if weight.dim() == 2:
+        axes.append((weight, 0, "along dim 0"))
+    elif weight.dim() == 3:
+        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
+    else:
+        axes.append((weight.flatten(1), 1, "along the flattened filter"))
+    verdicts = [
+        judge(key, rows, pattern, dim, note, masked=False)
+        for rows, dim, note in axes
+        if rows.shape[dim] % pattern.m == 0
+    ]
+    none = Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+    return min(verdicts, key=lambda verdict: verdict.violations / max(verdict.blocks, 1), default=none)
+
+
+def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
+    """Check a weight along one axis.
+
+    Args:
+        key: Key in the state dict.
+        rows: The weight.
+        pattern: The pattern.
+        dim: The axis of the blocks.
+        note: Of the verdict.
+        masked: Whether the weight is known to be masked: any violation then makes it broken.
+    """
+    violations, blocks = int(count_violations(rows, pattern, dim=dim)), rows.numel() // pattern.m
+    density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
+    if not violations:
+        verdict = "N:M" if masked or density else "dense"
+        note = note if density else "all zero"
+    else:
+        verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
+    return Verdict(key, verdict, str(pattern), blocks, violations, density, note)

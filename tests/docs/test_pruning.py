@@ -1,0 +1,40 @@
+"""docs/pruning.md runs as it stands: a model is pruned, fine-tuned, packed, checked and loaded."""
+
+import shlex
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_nm import functional as nmf
+from lightning_nm import packed_summary
+from lightning_nm.cli import main
+from lightning_nm.export import PackedFile
+from tests.lightning_models import Data, Net
+from tests.packed_models import copied
+from tests.test_readme import ROOT, ShortTrainer, blocks
+
+PAGE = (ROOT / "docs" / "pruning.md").read_text(encoding="utf-8")
+
+
+def test_the_page(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    monkeypatch.chdir(tmp_path)
+    prune, save, load = blocks("python", PAGE)
+    names = {"model": Net(), "data": Data()}
+    names["calibration"] = list(names["data"].val_dataloader())
+    exec(prune, names)
+    assert nmf.is_nm(names["model"].net[6].weight, "2:4")
+    assert "net.6" in capsys.readouterr().out
+    exec(save, names)
+    dense = copied(names["model"]).eval()
+    (commands,) = blocks("", PAGE)
+    for line in commands.splitlines():
+        assert main(shlex.split(line)[1:]) == 0
+    assert "OK: " in capsys.readouterr().out
+    packed = PackedFile("pruned.safetensors").packed
+    assert set(packed) == {f"{name}.weight" for name in names["result"].layers}
+    names["x"] = names["calibration"][0][0]
+    exec(load, names)
+    assert {weight.pattern for weight in packed_summary(names["packed"]).weights} == {"2:4"}
+    with torch.no_grad():
+        assert torch.allclose(names["packed"](names["x"]), dense(names["x"]), atol=1e-5)
