@@ -49,7 +49,8 @@ def layer_table(report: Report, reasons: Mapping[str, int]) -> Table:
     table.min_width = 2 + sum(
         2 + max(len(row[k]) for row in [("weight", *heads), *rows]) for k in range(len(heads) + 1)
     )
-    table.caption = "MACs: multiply-adds of the dense forward GEMM; shares: arithmetic/paper/eligible, or one for all"
+    table.caption = "parameters and MACs (multiply-adds of the dense forward GEMM) are those of each weight; shares: "
+    table.caption += "arithmetic/paper/eligible, or one for all three"
     table.caption_justify = "left"
     return table
 
