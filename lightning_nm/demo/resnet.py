@@ -3,7 +3,7 @@
 import difflib
 import math
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -145,7 +145,9 @@ class ResNet50(LightningModule):
         without = self._without_decay()
         decayed = [p for name, p in self.named_parameters() if name not in without]
         others = [p for name, p in self.named_parameters() if name in without]
-        groups = [{"params": decayed}, *([{"params": others, "weight_decay": 0.0}] if others else [])]
+        groups: list[dict[str, Any]] = [{"params": decayed}]
+        if others:
+            groups.append({"params": others, "weight_decay": 0.0})
         optimizer = torch.optim.SGD(groups, self.lr, self.momentum, weight_decay=self.weight_decay)
         steps = self.trainer.estimated_stepping_batches
         schedule = warmup_cosine(optimizer, steps, warmup_steps=self._warmup_steps())
