@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -107,32 +107,30 @@ def layers_of(
         macs: Multiply-adds by layer name.
         sparsifiers: Those of the model, whose layers have been charged.
     """
-    masked = {name: layer for sparsifier in sparsifiers for name, layer in sparsifier.layers.items()}
+    masked = {id(layer.param): layer for sparsifier in sparsifiers for layer in sparsifier.layers.values()}
+    names = {*macs, *(layer.name for layer in masked.values())}
     skipped = {name: why for sparsifier in sparsifiers for name, why in sparsifier.skipped.items()}
-    rows = []
-    for name, parameter in _weights(model, {*macs, *masked}):
-        layer, shape = masked.get(name), tuple(parameter.shape)
-        row = LayerFlops(name, shape, parameter.numel(), macs.get(name, 0), why=skipped.get(name, ""))
+    rows: list[LayerFlops] = []
+    counted: dict[int, str] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        module, _, own = full.rpartition(".")
+        name, key = layer_name(plain_name(module), own), id(parameter)
+        if name not in names:
+            continue
+        layer, size = masked.get(key), 0 if key in counted else parameter.numel()
+        choices: tuple[Any, ...] = (None, None, None, skipped.get(name, ""))
         if layer is not None:
             method = layer.method.short_name or type(layer.method).__name__
             estimator = None if layer.estimator is None else type(layer.estimator).__name__
-            choices = (str(layer.pattern), method, estimator)
-            row = LayerFlops(*(row.name, row.shape, row.parameters, row.macs), *choices, "", layer.mean_densities())
-        rows.append(row)
-    found = {row.name for row in rows}
-    rows += [LayerFlops(name, (), 0, count, why="tied") for name, count in macs.items() if name not in {*found, OTHERS}]
+            choices = (str(layer.pattern), method, estimator, "", layer.mean_densities())
+        elif key in counted:
+            choices = (None, None, None, f"tied to {counted[key]}")
+        counted.setdefault(key, name)
+        rows.append(LayerFlops(name, tuple(parameter.shape), size, macs.get(name, 0), *choices))
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(row.parameters for row in rows)
     if rest or macs.get(OTHERS):
         rows.append(LayerFlops(REST, (), rest, macs.get(OTHERS, 0)))
     return tuple(rows)
-
-
-def _weights(model: nn.Module, known: set[str]) -> Iterator[tuple[str, nn.Parameter]]:
-    for full, parameter in model.named_parameters():
-        module, _, own = full.rpartition(".")
-        name = layer_name(plain_name(module), own)
-        if name in known:
-            yield name, parameter
 
 
 def _with_mean(shares: dict[str, float]) -> dict[str, float]:

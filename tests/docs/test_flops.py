@@ -29,6 +29,7 @@ def counted(capsys, *words):
     return json.loads(capsys.readouterr().out)["reports"]
 
 
+@pytest.mark.slow
 def test_the_output_is_as_shown(capsys):
     command, shown = re.search(r"^```\n(lightning-nm flops .*)\n```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S).groups()
     program, *words = shlex.split(command)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsityCallback
+from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.flops.forward import first_forward, forward_of, plan_of
 from lightning_nm.flops.report import REST, layers_of
 from tests.lightning_models import Data, Net, make_trainer, new_model
@@ -64,12 +64,19 @@ def test_an_input_that_does_not_fit_is_named():
         forward_of(Reads(), torch.ones(3, 5))
 
 
-def test_tied_weights_are_one_parameter():
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_tied_weights_are_one_parameter(is_masked):
+    """The product is that of the head; if the weight is masked, it is in both places."""
     model = Tied()
-    rows = layers_of(model, forward_of(model, torch.zeros(2, 5, dtype=torch.int64)).macs)
-    found = {row.name: (row.parameters, row.macs) for row in rows}
+    forward = forward_of(model, torch.zeros(2, 5, dtype=torch.int64))
+    sparsifiers = [NMSparsifier(model, "2:4", "sr-ste", include=["embed", "head"]).attach()] if is_masked else []
+    rows = layers_of(model, forward.macs, sparsifiers)
     assert sum(row.parameters for row in rows) == 96
-    assert found["head"] == (0, 10 * 96)
+    assert sum(row.macs for row in rows) == 10 * 96
+    head = next(row for row in rows if row.name == "head")
+    assert (head.parameters, head.macs) == ((96, 960) if rows[0] is head else (0, 960))
+    assert head.pattern == ("2:4" if is_masked else None)
+    assert head.densities["paper"].forward == (0.5 if is_masked else 1.0)
 
 
 def test_the_first_batch_and_the_plan(tmp_path):
