@@ -10,6 +10,7 @@ from importlib.metadata import version
 from lightning_nm.doctor.command import main as doctor
 from lightning_nm.export.command import main as verify
 from lightning_nm.export.export_command import main as export
+from lightning_nm.flops.command import main as flops
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
 from lightning_nm.report.command import main as report
 from lightning_nm.study.command import main as study
@@ -17,6 +18,7 @@ from lightning_nm.study.command import main as study
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),
     "export": (export, "make a packed model of a sparse checkpoint, or a file for another runtime"),
+    "flops": (flops, "count the multiply-adds of a model and of its planned training"),
     "report": (report, "write one HTML page about a run, or a comparison of several"),
     "study": (study, "train variants on paired seeds, and report their differences with intervals"),
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),

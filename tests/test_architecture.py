@@ -21,10 +21,22 @@ ORDER = [
     {"integrations"},
     {"lightning_cli"},
     {"doctor", "report", "study"},
+    {"flops"},
     {"cli"},
     {"__main__"},
 ]
-LIGHTNING = ("callbacks", "plugins", "strategies", "lightning_cli", "doctor", "study", "cli", "demo", "integrations")
+LIGHTNING = (
+    "callbacks",
+    "plugins",
+    "strategies",
+    "lightning_cli",
+    "doctor",
+    "flops",
+    "study",
+    "cli",
+    "demo",
+    "integrations",
+)
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -178,7 +178,10 @@ def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert main([word]) == 2
     said = capsys.readouterr().err.strip()
     assert re.search(
-        r"no subcommand '" + word + "', only fit, validate, test, predict, doctor, export, report, study, verify", said
+        r"no subcommand '"
+        + word
+        + "', only fit, validate, test, predict, doctor, export, flops, report, study, verify",
+        said,
     )
     assert re.search(hint, said)
 

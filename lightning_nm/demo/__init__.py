@@ -6,8 +6,10 @@ from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.demo.fashion_mnist import FashionMNIST
 from lightning_nm.demo.gpt import GPT
 from lightning_nm.demo.help_topics import HelpTopics
+from lightning_nm.demo.imagenet import ImageNet
 from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
 from lightning_nm.demo.residual_cnn import ResidualCNN
+from lightning_nm.demo.resnet import ResNet50
 from lightning_nm.demo.tiny_transformer import TinyTransformer
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "ExactResume",
     "FashionMNIST",
     "HelpTopics",
+    "ImageNet",
+    "ResNet50",
     "ResidualCNN",
     "ResumableDataModule",
     "ResumableLoader",

@@ -13,6 +13,7 @@ from lightning.pytorch import callbacks
 from lightning_nm.export.classes import import_class
 from lightning_nm.lightning_cli import lightning_cli
 from lightning_nm.plugins import NMFSDPPrecision
+from lightning_nm.plugins.routing import KernelRouting
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -33,7 +34,14 @@ _WATCHERS = (
 )
 
 
-def build(configs: Sequence[str], model: str | None = None, data: str | None = None) -> LightningCLI:
+def build(
+    configs: Sequence[str],
+    model: str | None = None,
+    data: str | None = None,
+    prog: str = "lightning-nm doctor",
+    *,
+    kernels: bool = True,
+) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
     Args:
@@ -41,6 +49,8 @@ def build(configs: Sequence[str], model: str | None = None, data: str | None = N
             does; later ones override.
         model: For such files the import path of the model's class, such as ``train.Net``.
         data: Likewise of the data module.
+        prog: What the messages of usage errors begin with.
+        kernels: Keep the precision plugins that choose kernels; they refuse a model without masks.
 
     Raises:
         ImportError: If jsonargparse is missing.
@@ -60,8 +70,9 @@ def build(configs: Sequence[str], model: str | None = None, data: str | None = N
             given = self.config_init.trainer
             forced = {**_FORCED, "callbacks": _without(given.callbacks, _WATCHERS)}
             if not torch.cuda.is_available():
-                plugins = _without(given.plugins, NMFSDPPrecision)
-                forced |= {"plugins": plugins, "accelerator": "cpu", "strategy": "auto"}
+                forced |= {"accelerator": "cpu", "strategy": "auto"}
+            if not kernels or not torch.cuda.is_available():
+                forced["plugins"] = _without(given.plugins, NMFSDPPrecision if kernels else KernelRouting)
             return super().instantiate_trainer(**forced, **kwargs)
 
     classes = {
@@ -71,7 +82,7 @@ def build(configs: Sequence[str], model: str | None = None, data: str | None = N
     arguments = [word for path in configs for word in ("--config", str(path))]
     with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
-        options = {"save_config_callback": None, "parser_kwargs": {"prog": "lightning-nm doctor"}, "args": arguments}
+        options = {"save_config_callback": None, "parser_kwargs": {"prog": prog}, "args": arguments}
         return CLI(**classes, run=False, **options)
 
 

@@ -135,6 +135,13 @@ class LayerCosts:
         self.treatment = treatment
         self.current = [(sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()]
 
+    def charge(self, gemms: Gemms, steps: int) -> None:
+        """Add so many steps in which the GEMMs are these."""
+        for kind, sums in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.counted += steps
+
     def record_call(self, macs: int) -> None:
         """Set the multiply-adds of a call that ended."""
         self.last_call = macs

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_nm.schedule import within
+
 
 @dataclass
 class LayerProgress:
     """The counters of a layer, and what it does in the window before the next optimizer step.
 
-    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules.
+    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules,
+    ``planned.py`` goes through a training that is only planned.
     """
 
     step: int = 0  # real steps of the optimizer that owns the weight
@@ -24,6 +27,20 @@ class LayerProgress:
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""
         self.dense_gradient = False
+
+    def go_to(self, clock: int) -> None:
+        """Set the counters as before training step `clock`, if each step so far trained this layer.
+
+        Whether this window needs a dense gradient is not known by that.
+        """
+        self.step = self.clock = clock
+        self.updated_at = max(clock - 1, 0)
+        self.dense_gradient = False
+        self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
+
+    def need_dense_gradient(self) -> None:
+        """The window needs dL/dW_F at pruned entries, too."""
+        self.dense_gradient = True
 
     def load(self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]) -> None:
         """Set saved counters; the clock is the model's."""

@@ -53,7 +53,7 @@ def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
     return {reason: number for number, reason in enumerate(reasons, 1)}
 
 
-class _Whole:
+class Whole:
     """Renders a table at its full width, even if the console is narrower."""
 
     def __init__(self, table: Table) -> None:
@@ -136,7 +136,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-def _phases(sparsifier: NMSparsifier) -> list[str]:
+def phases(sparsifier: NMSparsifier) -> list[str]:
     """Describe the phases of methods and estimators, each once."""
     lines = []
     for layer in sparsifier.layers.values():
@@ -159,12 +159,12 @@ def _share(shares: dict[str, float]) -> str:
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
-    console.print(_Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
+    console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
     for reason, number in layer_reasons(sparsifier).items():
         console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
     if sparsifier.selection.ends:
         console.print("skip_first_last=False masks first and last layers, too", style="dim")
-    for phase in _phases(sparsifier):
+    for phase in phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
     if masked["parameters"]:

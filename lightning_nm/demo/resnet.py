@@ -1,0 +1,171 @@
+"""ResNet-50 with the training recipe of the N:M papers."""
+
+import difflib
+import math
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_nm.demo.schedule import warmup_cosine
+
+BLOCKS = (3, 4, 6, 3)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around a shortcut; the 3x3 convolution has the stride (version 1.5)."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, inputs, H, W]` to `[B, 4 width, H / stride, W / stride]`."""
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + (x if self.downsample is None else cast("Tensor", self.downsample(x))))
+
+
+class ResNet50(LightningModule):
+    """ResNet-50 (He et al., 2015, arXiv:1512.03385) in version 1.5, with torchvision's names of the parameters.
+
+    A state dict of torchvision's `resnet50` loads into it as it is. It has 25,557,032 parameters for 1000 classes, and
+    4.09e9 multiply-adds for an image of 224 x 224 pixels.
+
+    Trained by SGD with momentum; the learning rate rises linearly for `warmup_epochs` and falls to zero on a half
+    cosine, step by step. Logs `train_loss`, `val_loss`, `val_acc`, `test_loss` and `test_acc`.
+
+    Args:
+        num_classes: Number of classes.
+        lr: Peak learning rate.
+        momentum: Momentum of SGD.
+        weight_decay: L2 penalty of SGD.
+        no_decay: Globs over names of parameters without weight decay; `*bn*` are the batch norms but for those of the
+            shortcuts, which are named `*downsample.1*`.
+        label_smoothing: Share of the training label that is spread over all classes.
+        warmup_epochs: Epochs of the warm-up.
+        image_size: Pixels of an image's side in `example_input_array`; the model takes any size.
+
+    Raises:
+        ValueError: If `label_smoothing` is not within [0, 1], `warmup_epochs` is negative, or a glob of `no_decay`
+            matches no parameter.
+
+    Example:
+        >>> ResNet50(num_classes=10).eval()(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        no_decay: list[str] | None = None,
+        label_smoothing: float = 0.0,
+        warmup_epochs: float = 5,
+        image_size: int = 224,
+    ) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must lie within [0, 1], got {label_smoothing}")
+        if not 0 <= warmup_epochs < math.inf:
+            raise ValueError(f"warmup_epochs must be a number of epochs, 0 or more, got {warmup_epochs}")
+        self.save_hyperparameters()
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.no_decay, self.label_smoothing, self.warmup_epochs = no_decay or [], label_smoothing, warmup_epochs
+        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        inputs = 64
+        for number, blocks in enumerate(BLOCKS):
+            width = 64 * 2**number
+            stage = nn.Sequential()
+            for block in range(blocks):
+                stage.append(Bottleneck(inputs, width, 2 if number and not block else 1))
+                inputs = width * Bottleneck.expansion
+            setattr(self, f"layer{number + 1}", stage)
+        self.fc = nn.Linear(inputs, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self._without_decay()  # refuses globs that match nothing
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
+        y = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        for number in range(len(BLOCKS)):
+            y = getattr(self, f"layer{number + 1}")(y)
+        return self.fc(y.mean(dim=(2, 3)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross entropy of a batch with smoothed labels."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `val_loss` and `val_acc`."""
+        self._evaluate(batch, "val", self.val_acc)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log `test_loss` and `test_acc`."""
+        self._evaluate(batch, "test", self.test_acc)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+        images, labels = batch
+        logits = self(images)
+        accuracy.update(logits, labels)
+        self.log(f"{stage}_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
+        self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """SGD in two groups, with and without weight decay, under a warm-up and a half cosine."""
+        without = self._without_decay()
+        decayed = [p for name, p in self.named_parameters() if name not in without]
+        others = [p for name, p in self.named_parameters() if name in without]
+        groups: list[dict[str, Any]] = [{"params": decayed}]
+        if others:
+            groups.append({"params": others, "weight_decay": 0.0})
+        optimizer = torch.optim.SGD(groups, self.lr, self.momentum, weight_decay=self.weight_decay)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = warmup_cosine(optimizer, steps, warmup_steps=self._warmup_steps())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _warmup_steps(self) -> int:
+        batches = self.trainer.num_training_batches
+        if self.warmup_epochs and not math.isfinite(batches):
+            raise ValueError(f"warmup_epochs={self.warmup_epochs} needs training data with a length: set it to 0")
+        if not self.warmup_epochs:
+            return 0
+        return round(self.warmup_epochs * math.ceil(batches / self.trainer.accumulate_grad_batches))
+
+    def _without_decay(self) -> set[str]:
+        names = [name for name, _ in self.named_parameters()]
+        found = {glob: {name for name in names if fnmatchcase(name, glob)} for glob in self.no_decay}
+        for glob, matches in found.items():
+            if not matches:
+                close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
+                raise ValueError(f"no_decay: '{glob}' matches no parameter; they are named like {', '.join(close)}")
+        return set().union(*found.values())

@@ -1,0 +1,34 @@
+"""A model of experts, as a config names it."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 16) * 0.2)
+
+    def forward(self, x, expert):
+        y = x.new_zeros(len(x), 32)
+        for k in range(4):
+            if (expert == k).any():  # reads values, so a tensor without memory does not do
+                y[expert == k] = nn.functional.linear(x[expert == k], self.up[k])
+        return y
+
+
+class Mixture(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts, self.head = nn.Linear(16, 4), Experts(), nn.Linear(32, 8)
+        self.example_input_array = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        return self.head(self.experts(x, self.router(x).argmax(1)))
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)

@@ -1,0 +1,124 @@
+"""Costs charged by plan are those that the same training really counts."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsifier, TransposableMask
+from lightning_nm.methods import MaskMethod
+from lightning_nm.training import planned
+from lightning_nm.training.planned import charge_plan
+
+STEPS = 24
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def attached(model, steps, **options):
+    return NMSparsifier(model, "2:4", skip_first_last=False, planned_steps=steps, **options).attach()
+
+
+def trained(steps=STEPS, **options):
+    """The ratios that a training of so many steps counts."""
+    model = net()
+    sparsifier = attached(model, steps, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    sparsifier.register(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 8)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    return sparsifier
+
+
+def by_plan(steps=STEPS, **options):
+    sparsifier = attached(net(), steps, **options)
+    charge_plan(list(sparsifier.layers.values()), steps)
+    return sparsifier
+
+
+class Turns(MaskMethod):
+    """Layers whose dense gradients alternate."""
+
+    def needs_dense_gradient(self, layer):
+        return layer.clock % 3 == len(layer.name) % 2 + int(layer.name)
+
+    def gradient_at_pruned(self, layer):
+        return layer.dense_gradient
+
+    def init_masks(self, layer):
+        layer.set_masks(layer.weight.detach() > 0)
+
+
+CASES = {
+    "always": {"method": "sr-ste"},
+    "dense start and end": {"method": SRSTE(dense_start=5, dense_end=0.25)},
+    "transposable, estimator phases": {
+        "method": TransposableMask(4, 1e-3, dense_start=3, dense_end=2),
+        "grad_estimator": MVUE("2:4", 6, 0.3),
+    },
+    "estimator alone": {"method": "dense", "grad_estimator": MVUE("1:2", 2)},
+    "bi-mask": {"method": BiMask(permute_every=5, dense_start=4)},
+    "asp": {"method": ASP(start=0.5)},
+    "bame": {"method": BAME(start=2, stop=0.66)},
+    "bame every 5": {"method": BAME(start=0.1, stop=20, gradient_every=5)},
+    "bame of a batch": {"method": BAME(stop=0.9, evidence="batch", every=4)},
+    "bame with bi-mask": {"method": BAME(stop=0.5, dgrad="bi-mask"), "grad_estimator": "mvue"},
+    "turns": {"method": Turns()},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.filterwarnings("ignore:BAME's masks hardly moved")
+def test_as_a_training_counts(case):
+    real, planned_ones = (make(**copy.deepcopy(case)) for make in (trained, by_plan))
+    for name, layer in real.layers.items():
+        there, here = layer.mean_densities(), planned_ones.layers[name].mean_densities()
+        for kind in ("paper", "eligible", "arithmetic"):
+            # The density of a backward mask is measured, and depends on the weights.
+            tolerance = 0.03 if kind == "arithmetic" and layer.masks.has_backward else 1e-12
+            assert vars(here[kind]) == pytest.approx(vars(there[kind]), abs=tolerance), (name, kind)
+
+
+def test_several_rules_and_dense_layers():
+    rules = [{"include": "0", "method": SRSTE(dense_start=0.5)}, {"include": "2", "pattern": "1:4", "method": "bame"}]
+    options = {"method": "sr-ste", "rules": rules, "exclude": "4"}
+    real, planned_ones = trained(**options), by_plan(**options)
+    planned_ones.macs.update(real.macs)
+    assert planned_ones.mean_flops_ratios() == pytest.approx(real.mean_flops_ratios())
+
+
+@pytest.mark.filterwarnings("ignore:BAME")
+@settings(max_examples=20)
+@given(steps=st.integers(2, 400), start=st.floats(0, 1), stop=st.floats(0, 1), every=st.integers(1, 40))
+def test_dense_gradients_of_bame(steps, start, stop, every):
+    """One per `every` steps of the window, and in an empty window one at its begin."""
+    start, stop = sorted((start, stop))
+    sparsifier = attached(net(), steps, method=BAME(start, stop, gradient_every=every), include="0")
+    charge_plan(list(sparsifier.layers.values()), steps)
+    first, last = sparsifier.layers["0"].schedule
+    dense = len(range(first, min(max(last, first + 1), steps), every))
+    wgrad = sparsifier.layers["0"].mean_densities()["paper"].wgrad
+    assert wgrad == pytest.approx(0.5 + 0.5 * dense / steps)
+
+
+def test_long_phases_are_like_their_beginning(monkeypatch):
+    monkeypatch.setattr(planned, "COUNTED", 100)
+    sparsifier = by_plan(10_000, method=BAME(stop=0.5, gradient_every=4))
+    wgrad = sparsifier.layers["0"].mean_densities()["paper"].wgrad
+    assert wgrad == pytest.approx(0.5 * (0.5 + 0.5 * 0.25) + 0.5 * 0.5)
+
+
+def test_without_a_plan():
+    sparsifier = attached(net(), None, method="sr-ste")
+    charge_plan(list(sparsifier.layers.values()), None)
+    assert vars(sparsifier.layers["0"].mean_densities()["paper"]) == {"forward": 0.5, "dgrad": 1.0, "wgrad": 1.0}
