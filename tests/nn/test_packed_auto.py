@@ -13,10 +13,13 @@ from torch import nn
 
 from lightning_nm import pack, packed_summary, unpacked_state_dict
 from lightning_nm.functional import nm_prune
+from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.packed import choice
-from tests.cpu_products import needs_library
+from tests.cpu_products import REASON
 from tests.kinds import make
 from tests.packed_models import held, prune
+
+needs_kernel = pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,7 @@ def linear(pattern="1:16", **options):
     return prune(nn.Linear(64, 96, **options), pattern)
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize(("dense_ms", "form"), [(2.9, "dense"), (3.1, "cpu-permute"), (5.0, "cpu-permute")])
 def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form):
     clock[5] = dense_ms
@@ -68,7 +71,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
     assert "hysteresis 0;" in decision["terms"] + ";"
 
 
-@needs_library
+@needs_kernel
 def test_a_disturbed_measurement_is_repeated(clock):
     clock[5] = [1.0, 1.0, 5.0, 5.0]
     model = pack(linear())
@@ -77,7 +80,7 @@ def test_a_disturbed_measurement_is_repeated(clock):
     assert len(clock["asked"]) == 4
 
 
-@needs_library
+@needs_kernel
 def test_one_size_at_which_the_kernel_is_slower_decides(clock):
     """The layer keeps one form: 4096 tokens are faster dense, so it is dense for one token, too."""
     clock[2048] = 1.0
@@ -100,7 +103,7 @@ def test_one_size_at_which_the_kernel_is_slower_decides(clock):
     assert model.float().weight.form == "cpu-permute"
 
 
-@needs_library
+@needs_kernel
 def test_empty_products_decide_nothing(clock):
     model = pack(linear())
     assert model(torch.randn(0, 64)).shape == (0, 96)
@@ -108,7 +111,7 @@ def test_empty_products_decide_nothing(clock):
     assert not clock["asked"]
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize("why", ["autocast", "gradient", "failure"])
 def test_products_without_a_kernel(clock, monkeypatch, why):
     dense = linear()
@@ -133,7 +136,7 @@ def test_products_without_a_kernel(clock, monkeypatch, why):
             assert torch.allclose(found, expected, atol=1e-5)
 
 
-@needs_library
+@needs_kernel
 def test_a_dense_weight_that_inference_mode_made_has_gradients_of_inputs(clock):
     clock[4] = 1.0
     model, x = pack(linear()), torch.randn(4, 64)
@@ -145,7 +148,7 @@ def test_a_dense_weight_that_inference_mode_made_has_gradients_of_inputs(clock):
     assert x.grad is not None
 
 
-@needs_library
+@needs_kernel
 def test_wrong_inputs_change_nothing(clock):
     model = pack(linear())
     for x in (torch.randn(4, 60), torch.randn(4, 64, dtype=torch.float64), torch.tensor(1.0)):
@@ -154,7 +157,7 @@ def test_wrong_inputs_change_nothing(clock):
     assert model.weight.form == "cpu-permute"
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.parametrize("kind", ["conv2d", "conv1d", "conv2d-groups", "conv3d"])
 def test_convolutions_that_take_too_much_are_dense(kind):
     module, x = make(kind, torch.float32)
@@ -167,7 +170,7 @@ def test_convolutions_that_take_too_much_are_dense(kind):
     assert torch.equal(model(x), expected)
 
 
-@needs_library
+@needs_kernel
 def test_parts_of_a_projection(clock):
     """Query, key and value are rows of one weight: all of it becomes dense."""
     module, x = make("cross-attention", torch.float32)
@@ -187,7 +190,7 @@ def test_parts_of_a_projection(clock):
     assert torch.allclose(model(x), expected, atol=1e-5)
 
 
-@needs_library
+@needs_kernel
 def test_the_layout_is_freed(clock):
     clock[4] = 1.0
     model = pack(linear())
@@ -235,7 +238,7 @@ def test_the_summary():
         packed_summary(nn.Linear(4, 4))
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "hugging-face-conv1d", "conv1d", "cross-attention"])
 def test_a_compiled_model_becomes_dense(clock, kind):
@@ -258,7 +261,7 @@ def test_a_compiled_model_becomes_dense(clock, kind):
     assert all(operand is weight._former for operand, weight in zip(graphs, weights, strict=True))
 
 
-@needs_library
+@needs_kernel
 @pytest.mark.slow
 def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     torch._dynamo.reset()
