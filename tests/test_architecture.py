@@ -81,7 +81,7 @@ def test_only_public_lightning(path):
 # Each part of a layer: the file of its class, and who assigns its fields beside that file.
 OWNERS = {
     "NMLayer": ("nn/layer.py", {"pending": ("methods/",)}),
-    "LayerSpec": ("nn/layer.py", {}),
+    "LayerSpec": ("nn/spec.py", {}),
     "LayerMasks": ("nn/masks.py", {}),
     "LayerNoise": ("nn/noise.py", {}),
     "LayerProgress": ("nn/progress.py", {"": ("training/step.py", "training/phases.py")}),

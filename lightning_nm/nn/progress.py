@@ -19,6 +19,7 @@ class LayerProgress:
     estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
+    shaped: bool = False  # whether before_step() has run since the last optimizer step or end of a batch
 
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, adapter_of, adapters_by_parameters
-from lightning_nm.nn.layer import LayerSpec, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import row_sizes
 from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
+from lightning_nm.nn.spec import LayerSpec
 from lightning_nm.nn.ties import Candidate, Ties
 from lightning_nm.nn.unmaskable import matrices, quantised, unmaskable
 from lightning_nm.pattern import NMPattern

@@ -65,6 +65,7 @@ class TrainingStep:
                     _add_penalty(layer)
                 if "before_step" in hooks:
                     method.before_step(layer, optimizer)
+            layer.progress.shaped = True
             if loss_scale != 1:  # gradients that the method made, too
                 _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
 
@@ -75,6 +76,7 @@ class TrainingStep:
             hooks = self._hooks[layer.spec.method]
             _count_cost(layer, hooks)
             layer.progress.step += 1
+            layer.progress.shaped = False
             if "after_step" in hooks:
                 with _full(layer, gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
@@ -93,7 +95,7 @@ class TrainingStep:
         self.clock += stepped
         for layer in self.layers:
             progress, hooks = layer.progress, self._hooks[layer.spec.method]
-            progress.clock = self.clock
+            progress.clock, progress.shaped = self.clock, False  # a scaler may have skipped the step
             moved = progress.step > progress.updated_at
             if stepped and not moved:
                 _count_cost(layer, hooks)

@@ -160,6 +160,75 @@ def test_what_an_optimizer_does_to_pruned_state_does_not_matter(windows):
     assert (inside.forward_mask == apart.forward_mask).double().mean() > 0.8
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("options", [{"evidence": "batch", "every": 2}, {"evidence_rate": 0.5, "gradient_every": 2}])
+def test_a_second_call_before_a_step_changes_nothing(options, clip):
+    def train(calls):
+        module, sparsifier, optimizer, layer = linear(BAME(stop=12, budget=1.0, **options), make=OPTIMIZERS["adamw"])
+        for step in range(14):
+            backward(module, step)
+            sparsifier.before_step(optimizer)
+            if clip:
+                layer.weight.grad.mul_(0.5)
+            for _ in range(calls - 1):
+                sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        return layer
+
+    once, twice = train(1), train(2)
+    assert torch.equal(once.forward_mask, twice.forward_mask)
+    assert torch.equal(once.weight, twice.weight)
+    assert int(once.buffers["exchanges"]) == int(twice.buffers["exchanges"]) > 5
+
+
+@pytest.mark.parametrize("options", [{"evidence": "batch"}, {"evidence_rate": 0.5}])
+def test_the_last_gradient_before_a_step_counts(options):
+    """Of a closure that is called twice, or after a step that a scaler skipped."""
+
+    def train(bring):
+        module, sparsifier, optimizer, layer = linear(BAME(stop=9, every=1, budget=1.0, **options))
+        for step in range(9):
+            bring(module, sparsifier, optimizer, step)
+            backward(module, step)
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        return layer
+
+    def another(module, sparsifier, optimizer, step):
+        backward(module, step + 50)
+        sparsifier.before_step(optimizer)
+
+    def skipped(module, sparsifier, optimizer, step):
+        another(module, sparsifier, optimizer, step)
+        sparsifier.step()
+
+    plain = train(lambda *_: None)
+    for bring in (another, skipped):
+        layer = train(bring)
+        assert torch.equal(layer.weight, plain.weight)
+        assert torch.equal(layer.forward_mask, plain.forward_mask)
+
+
+def test_zeros_after_a_skipped_step_are_a_gradient():
+    def train(scales):
+        module, sparsifier, optimizer, layer = linear(BAME(stop=9, budget=1.0, evidence_rate=0.5))
+        for scale in scales:
+            optimizer.zero_grad()
+            x, y = batch(layer.step)
+            ((module(x) - y).square().mean() * scale).backward()
+            sparsifier.before_step(optimizer)
+            if math.isfinite(scale):
+                optimizer.step()
+            sparsifier.step()
+        return layer
+
+    straight, skipping = train([1, 0, 1, 1]), train([1, math.inf, 0, 1, 1])
+    assert torch.equal(straight.weight, skipping.weight)
+    assert torch.equal(straight.buffers["evidence_square"], skipping.buffers["evidence_square"])
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("at", [1, 5, 11, 12, 13])
 def test_a_resume_in_the_middle_is_exact(name, at):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
-from lightning_nm.functional.select import mask_
+from lightning_nm.functional.select import mask_, masked
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
@@ -227,7 +227,7 @@ class BAME(MaskMethod):
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
         mask = layer.forward_mask_view
-        if mask is None:
+        if mask is None or self._was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         grad = layer.local_grad if layer.dense_gradient else None
@@ -241,6 +241,15 @@ class BAME(MaskMethod):
         if grad is not None:
             mask_(grad, layer.local_shard(mask))
         layer.pending = pending
+
+    @staticmethod
+    def _was_used(layer: NMLayer, mask: Tensor) -> bool:
+        """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
+
+        An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
+        """
+        grad = layer.weight.grad
+        return layer.progress.shaped and layer.dense_gradient and grad is not None and not masked(grad, ~mask).any()
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
