@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import read_folder
+from lightning_nm.export.shards import read_shards
 from lightning_nm.nn.state import check_schema
 
 
@@ -32,7 +30,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     path = Path(path)
     if (path / ".metadata").is_file():
         try:
-            content = _read_shards(path)
+            content = read_shards(path)
         except Exception as error:
             raise ValueError(f"cannot read the sharded checkpoint '{path}': {error}") from error
         return _find_weights_and_states(content, path)
@@ -41,16 +39,6 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     if not path.is_file():
         raise ValueError(f"'{path}' is neither a file nor a folder")
     return _find_weights_and_states(read_file(path), path)
-
-
-def _read_shards(path: Path) -> dict[str, Any]:
-    """Read a sharded checkpoint of Lightning: shards of the weights, and the file ``meta.pt`` with everything else."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "full.pt"
-        dcp_to_torch_save(path, file)
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    meta = path / "meta.pt"
-    return content | torch.load(meta, map_location="cpu", weights_only=True) if meta.is_file() else content
 
 
 def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
