@@ -27,6 +27,8 @@ def lightning_cli() -> type[LightningCLI]:
     warnings.filterwarnings(
         "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
     )
+    import docstring_parser  # noqa: F401  # without it or jsonargparse LightningCLI can be imported, but not used
+    import jsonargparse  # noqa: F401
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     import lightning_nm.demo  # noqa: F401  # makes its classes available by their short names

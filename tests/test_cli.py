@@ -188,6 +188,15 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"lightning-nm {lightning_nm.__version__}\n"
 
 
+@pytest.mark.parametrize("package", ["jsonargparse", "docstring_parser"])
+def test_without_its_extra_fit_names_it(monkeypatch, capsys, package):
+    """Lightning's module can be imported without these packages; its class cannot be used."""
+    monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", False)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["fit"]) == 2
+    assert "pip install 'lightning-nm[cli]'" in capsys.readouterr().err
+
+
 def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
     lines = [
         "pattern: 2:4",
