@@ -15,6 +15,7 @@ from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
 from tests.experts import EXPERTS, GROUPED, HIDDEN, WIDTH, Experts, TransposedExperts
 from tests.lightning_models import SaveAt, assert_equal_models, make_trainer
+from tests.tiny import VOCABULARY, tiny
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",
@@ -29,7 +30,8 @@ METHODS = {
     "bi-mask": lambda: BiMask(permute_every=3),
     "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5),
 }
-VOCABULARY, LENGTH = 32, 8
+
+TOKENS = 8
 
 
 class Whole(TensorDataset):
@@ -40,7 +42,7 @@ class Whole(TensorDataset):
 class Tokens(ResumableDataModule):
     def __init__(self):
         super().__init__(batch_size=8)
-        tokens = torch.randint(0, VOCABULARY, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(0, VOCABULARY, (64, TOKENS), generator=torch.Generator().manual_seed(0))
         self.train_set = Whole(tokens)
 
 
@@ -60,77 +62,9 @@ class Own(nn.Module):
         return self.head(x + self.second(x, experts)).view(*tokens.shape, VOCABULARY)
 
 
-def mixtral():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        max_position_embeddings=LENGTH,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def qwen3_moe():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=LENGTH,
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def gpt_oss():
-    """Weights ``[experts, in, out]``, with biases."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return transformers.GptOssForCausalLM(config)
-
-
-def llama4():
-    """Weights ``[experts, in, out]`` that no attribute tells of, every expert on a copy of every token."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Llama4TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        intermediate_size_mlp=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.Llama4ForCausalLM(config)
-
-
-TRANSPOSED = {"gpt-oss": gpt_oss, "llama4": llama4}
-MODELS = {"own": Own, "mixtral": mixtral, "qwen3-moe": qwen3_moe}
+TRANSPOSED = ("gpt-oss", "llama4")
+"""Weights ``[experts, in, out]``: with biases, and without an attribute that tells of it."""
+MODELS = ("own", "mixtral", "qwen3-moe")
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm" if GROUPED else "eager"]
 
 
@@ -138,7 +72,7 @@ class LanguageModel(pl.LightningModule):
     def __init__(self, kind, seed=0, implementation=None):
         super().__init__()
         pl.seed_everything(seed, verbose=False)
-        self.model = {**MODELS, **TRANSPOSED}[kind]()
+        self.model = Own() if kind == "own" else tiny(kind)
         if implementation is not None and kind != "own":
             self.model.set_experts_implementation(implementation)
 
@@ -248,9 +182,9 @@ def test_products_are_counted_by_tokens_and_once(exclude):
     model = nn.Sequential()
     model.own = Own()
     sparsifier = NMSparsifier(model.own, "2:4", "sr-ste", exclude=exclude and [exclude]).attach()
-    tokens = torch.zeros(3, LENGTH, dtype=torch.int64)  # all of one kind, so all at one expert
+    tokens = torch.zeros(3, TOKENS, dtype=torch.int64)  # all of one kind, so all at one expert
     model.own(tokens).sum().backward()
-    each = 3 * LENGTH * WIDTH
+    each = 3 * TOKENS * WIDTH
     expected = {"embed": 0, "router": each * EXPERTS, "head": each * VOCABULARY}
     expected |= {f"{name}.{weight}": each * HIDDEN for name in ("first", "second") for weight in ("up", "down")}
     assert sparsifier.macs == expected
@@ -263,12 +197,12 @@ def test_products_are_counted_by_tokens_and_once(exclude):
 def test_the_table_shows_experts_and_warns_of_a_small_share(capsys):
     model = Own()
     sparsifier = NMSparsifier(model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False).attach()
-    model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    model(torch.zeros(2, TOKENS, dtype=torch.int64))
     print_layers(sparsifier)
     assert "less than half of the model's parameters and of its weight FLOPs is masked" in capsys.readouterr().out
     sparsifier.detach()
     sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
-    model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    model(torch.zeros(2, TOKENS, dtype=torch.int64))
     rows = {row[0]: row[1:-1] for row in layer_rows(sparsifier)}
     assert rows["first.up"] == ("4x32x16", "2:4", "bi-mask", "2:4", "2:4", "dense")
     assert rows["second.up"] == ("4x16x32", "2:4", "bi-mask", "2:4", "2:4", "dense")
@@ -286,7 +220,7 @@ def test_frozen_experts_wait_and_wake():
     assert {"first.up", "first.down"} <= set(sparsifier.skipped)
     model.first.requires_grad_(True)
     for _ in range(2):
-        model(torch.arange(2 * LENGTH).view(2, -1)).square().mean().backward()
+        model(torch.arange(2 * TOKENS).view(2, -1)).square().mean().backward()
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()

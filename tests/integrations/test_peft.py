@@ -13,11 +13,12 @@ from torch import nn
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from lightning_nm import NMSparsifier, pack  # noqa: E402
+from lightning_nm import NMSparsifier  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
 from lightning_nm.nn.low_rank import masked_delta  # noqa: E402
+from tests.adapted import INPUTS, Convs, Net, adapted, base_weights, layers, tiny_llama, values  # noqa: E402
 from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
 from tests.lightning_models import Data  # noqa: E402
 
@@ -27,74 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to .* but the target module is"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft reads it
 ]
-
-
-class Net(nn.Module):
-    def __init__(self, pattern="2:4"):
-        super().__init__()
-        self.first, self.gpt, self.head = nn.Linear(16, 32), Conv1D(24, 32), nn.Linear(24, 8, bias=False)
-        with torch.no_grad():
-            self.gpt.weight.normal_()
-            for layer, dim in ((self.first, 1), (self.gpt, 0), (self.head, 1)):
-                layer.weight.copy_(nmf.nm_prune(layer.weight, pattern, dim=dim))
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.gpt(torch.relu(self.first(x)))))
-
-
-class Convs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Conv1d(8, 16, 3, padding=2, dilation=2, stride=2)
-        self.two = nn.Conv2d(16, 8, (3, 2), padding=1, padding_mode="circular")
-        self.three = nn.Conv3d(8, 8, (2, 1, 1), padding=(1, 0, 0))
-        with torch.no_grad():
-            self.one.weight.copy_(nmf.nm_prune(self.one.weight, "2:4", dim=1))
-            self.two.weight.copy_(nmf.nm_prune(self.two.weight.flatten(1), "2:4", dim=1).view_as(self.two.weight))
-            self.three.weight.copy_(nmf.nm_prune(self.three.weight, "2:4", dim=1))
-
-    def forward(self, x):
-        return self.three(self.two(self.one(x).unflatten(2, (2, -1))).unsqueeze(2))
-
-
-def tiny_llama():
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and name != "lm_head":
-                module.weight.copy_(nmf.nm_prune(module.weight, "2:4"))
-    return model
-
-
-TARGETS = {Net: ["first", "gpt", "head"], Convs: ["one", "two", "three"], tiny_llama: ["q_proj", "v_proj", "down_proj"]}
-INPUTS = {
-    Net: lambda: torch.randn(6, 16, dtype=torch.float64),
-    Convs: lambda: torch.randn(2, 8, 12, dtype=torch.float64),
-    tiny_llama: lambda: torch.randint(0, 32, (2, 7)),
-}
-
-
-def adapted(make=Net, *, seed=0, dtype=torch.float64, **options):
-    torch.manual_seed(seed)
-    options = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS[make], "init_lora_weights": False} | options
-    return peft.get_peft_model(make().to(dtype), peft.LoraConfig(**options))
-
-
-def values(model, x):
-    found = model(x)
-    return found if isinstance(found, torch.Tensor) else found.logits
-
-
-def layers(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
-
-
-def base_weights(model):
-    return {name: layer.get_base_layer().weight.detach().clone() for name, layer in layers(model).items()}
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -281,74 +214,6 @@ def test_copies_pickles_and_state_dicts():
     assert all(layer.nm_mask.is_meta for layer in layers(copy.deepcopy(model).to("meta")).values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_dora": True}, "DoraLinearVariant is not LoRA's plain sum"),
-        ({"init_lora_weights": "pissa"}, r"not 2:4: \d+ of 128 blocks hold more"),
-    ],
-)
-def test_other_adapters_are_refused_by_name(options, message):
-    model = adapted(dtype=torch.float32, target_modules=["first"], **options)
-    with pytest.raises(ValueError, match=rf"'base_model.model.first'.*{message}"):
-        mask_adapters(model)
-    assert type(model.base_model.model.first) is peft.tuners.lora.Linear
-
-
-def test_dense_layers_are_named_and_may_be_excluded():
-    torch.manual_seed(0)
-    net = Net()
-    net.first.weight.data[0, :4] = 1
-    nn.init.normal_(net.head.weight)
-    config = peft.LoraConfig(r=2, target_modules=TARGETS[Net])
-    model = peft.get_peft_model(net, config)
-    with pytest.raises(ValueError, match=r"2 of 3 .*first.*not 2:4: 1 of 128 .*head.*48 of 48") as raised:
-        mask_adapters(model)
-    assert "gpt" not in str(raised.value)
-    assert mask_adapters(model, exclude=["*.first", "*.head"]) == ["base_model.model.gpt"]
-    with pytest.raises(ValueError, match="leaves no adapted layer"):
-        mask_adapters(model, exclude="*")
-
-
-def test_other_faults_are_named():
-    with pytest.raises(ValueError, match="no adapter of peft"):
-        mask_adapters(Net())
-    model = adapted()
-    with pytest.raises(ValueError, match="not 1:4"):
-        mask_adapters(model, "1:4")
-    with pytest.raises(ValueError, match="has no blocks of 3:5"):
-        mask_adapters(model, "3:5")
-    model.base_model.model.first.base_layer.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="its base weight is trained"):
-        mask_adapters(model)
-    model.base_model.model.first.base_layer.weight.requires_grad_(False)
-    model.merge_adapter()
-    with pytest.raises(ValueError, match=r"merged into its base weight: call unmerge_adapter\(\)"):
-        mask_adapters(model)
-    model.unmerge_adapter()
-    grouped = nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Embedding(8, 8))
-    with pytest.warns(UserWarning, match="groups > 1"):
-        model = peft.get_peft_model(grouped, peft.LoraConfig(r=2, target_modules=["0", "1"]))
-    with pytest.raises(ValueError, match=r"grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"):
-        mask_adapters(model)
-
-
-def test_an_adapter_of_another_kind_cannot_join_masked_ones():
-    model = adapted()
-    mask_adapters(model)
-    with pytest.raises(ValueError, match="DoraLinearVariant"):
-        model.add_adapter("dora", peft.LoraConfig(r=2, target_modules=["first"], use_dora=True))
-
-
-def test_weights_loaded_since_then_are_noticed():
-    model = adapted()
-    mask_adapters(model)
-    with torch.no_grad():
-        model.base_model.model.first.base_layer.weight.copy_(nmf.nm_prune(torch.randn(32, 16), "2:4"))
-    with pytest.raises(ValueError, match="other nonzeros than when its adapters were masked"):
-        model.merge_and_unload()
-
-
 def test_a_base_that_a_sparsifier_masks():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).double()
@@ -365,24 +230,6 @@ def test_a_base_that_a_sparsifier_masks():
     sparsifier.detach()
     torch.testing.assert_close(merged(x), trained)
     assert all(nmf.is_nm(layer.weight, "1:4") for layer in (merged[0], merged[2]))
-
-
-def in_a_model(masks):
-    """An adapted N:M layer in a model whose other layers a sparsifier masks."""
-    model = nn.Sequential(adapted(dtype=torch.float32), nn.Linear(8, 8), nn.Linear(8, 8))
-    if masks:
-        mask_adapters(model)
-    return model
-
-
-def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
-    with pytest.warns(UserWarning, match=r"base_model\.model\.first, .*gpt, .*head.*mask_adapters\(model\) before"):
-        sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
-    assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
-    sparsifier = NMSparsifier(in_a_model(True), "2:4", "ste").attach()
-    assert list(sparsifier.layers) == ["1"]
-    assert "keeps the zeros" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
-    NMSparsifier(in_a_model(False), "1:4", "ste").attach()  # dense for this pattern
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -424,17 +271,3 @@ def test_the_page(tmp_path, monkeypatch):
     assert torch.equal(weight.ne(0), before.ne(0))
     assert not torch.equal(weight, before)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-
-
-def test_merging_into_a_packed_base_is_refused():
-    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
-    message = r"'first.weight' is packed, for inference, and cannot be changed in place, as merging an adapter does"
-    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
-        with pytest.raises(RuntimeError, match=message):
-            merge()
-
-
-def test_a_packed_base_is_refused():
-    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
-    with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):
-        mask_adapters(adapted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -13,13 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+from tests.tiny import tiny
 
 VOCABULARY, TOKENS, WIDTH, CLASSES, SIDE = 64, 16, 32, 8, 32
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
-DECODER = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, **HEADS}
-ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.01, "output_router_logits": True}
+ROUTER = {"router_aux_loss_coef": 0.01, "output_router_logits": True}
 
 
 def _tokens(count, *, labels):
@@ -41,12 +37,8 @@ def _sentences(count):
     return _tokens(count, labels=lambda row: row[0] % CLASSES)
 
 
-def _hugging_face(model, config, **values):
-    def make():
-        transformers = pytest.importorskip("transformers")
-        return getattr(transformers, model)(getattr(transformers, config)(**values))
-
-    return make
+def _hugging_face(family, **settings):
+    return lambda: tiny(family, width=WIDTH, layers=3, heads=4, **settings)
 
 
 def timm():
@@ -90,90 +82,16 @@ def _timm_resnet():
 
 
 FAMILIES = {
-    "gpt2": (
-        _hugging_face(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            vocab_size=VOCABULARY,
-            n_positions=TOKENS,
-            n_embd=WIDTH,
-            n_layer=3,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        _texts,
-    ),
-    "llama": (_hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER), _texts),
-    "bert": (
-        _hugging_face(
-            "BertForSequenceClassification",
-            "BertConfig",
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=64,
-            num_labels=CLASSES,
-        ),
-        _sentences,
-    ),
+    **{family: (_hugging_face(family, vocab_size=VOCABULARY), _texts) for family in ("llama", "mamba")},
+    "gpt2": (_hugging_face("gpt2", vocab_size=VOCABULARY), _texts),
+    "bert": (_hugging_face("bert", vocab_size=VOCABULARY, num_labels=CLASSES), _sentences),
     "vit": (
-        _hugging_face(
-            "ViTForImageClassification",
-            "ViTConfig",
-            hidden_size=WIDTH,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=SIDE,
-            patch_size=8,
-            num_labels=CLASSES,
-        ),
+        _hugging_face("vit", image_size=SIDE, patch_size=8, num_labels=CLASSES),
         lambda count: _images(count, "pixel_values"),
     ),
-    "t5": (
-        _hugging_face(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        ),
-        _texts,
-    ),
-    "qwen3-moe": (
-        _hugging_face(
-            "Qwen3MoeForCausalLM",
-            "Qwen3MoeConfig",
-            **DECODER,
-            **EXPERTS,
-            head_dim=8,
-            moe_intermediate_size=32,
-            num_experts=4,
-        ),
-        _texts,
-    ),
-    "mixtral": (
-        _hugging_face("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4),
-        _texts,
-    ),
-    "mamba": (
-        _hugging_face(
-            "MambaForCausalLM",
-            "MambaConfig",
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            state_size=16,
-            num_hidden_layers=3,
-            time_step_rank=16,
-        ),
-        _texts,
-    ),
+    "t5": (_hugging_face("t5", vocab_size=VOCABULARY, num_layers=2), _texts),
+    "qwen3-moe": (_hugging_face("qwen3-moe", vocab_size=VOCABULARY, **ROUTER), _texts),
+    "mixtral": (_hugging_face("mixtral", vocab_size=VOCABULARY, **ROUTER), _texts),
     "timm-vit": (_timm_vit, lambda count: _images(count, "images")),
     "timm-resnet": (_timm_resnet, lambda count: _images(count, "images")),
 }
