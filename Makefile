@@ -13,9 +13,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
 # Tests that compute nothing, or with fixed numbers.
-NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_build_hook.py doctor studies
+NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_repository.py test_build_hook.py doctor studies
 
-.PHONY: demo speed library sanitize test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs benchmarks clean
+.PHONY: demo speed library sanitize wheel test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -60,6 +60,11 @@ interpreter: .venv/.interpreter
 ## Compile the library of CPU kernels.
 library:
 	$(PYTHON) lightning_nm/kernels/cpu/build.py
+
+## Build the source distribution and from it the wheel, install the wheel into an empty environment in build/wheel, and run
+## README's example there.
+wheel: .venv/.dev
+	$(BIN)/python -m tests.wheel
 
 ## Run random products of the CPU kernels, and damaged packed files, with the address and undefined-behaviour sanitizers of gcc.
 sanitize: .venv/.dev
@@ -127,4 +132,4 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest build runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
