@@ -11,7 +11,7 @@ from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecis
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ASP",

@@ -1,0 +1,122 @@
+"""The files for people who report, cite, contribute and release."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_nm
+from lightning_nm.kernels import Router
+from tests.docs.blocks import prose
+
+ROOT = Path(__file__).parent.parent
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def load(path):
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_citation_has_the_required_keys_and_this_version():
+    citation = load(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["authors"] == [{"name": "lightning_nm contributors"}]
+    assert citation["version"] == lightning_nm.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_the_changelog_has_this_version_first():
+    found = re.findall(r"^## \[(.*?)\]( - \d{4}-\d\d-\d\d)?$", CHANGELOG, re.MULTILINE)
+    versions = [name for name, _ in found if name != "Unreleased"]
+    assert versions[0] == lightning_nm.__version__
+    assert "### Upgrade from 0.1" in CHANGELOG
+
+
+@pytest.mark.parametrize("path", [form for form in FORMS if form.stem != "config"], ids=lambda path: path.stem)
+def test_issue_forms_can_be_filled_in(path):
+    form = load(path)
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    ids = [field["id"] for field in fields]
+    assert len(set(ids)) == len(ids)
+    assert all(field["attributes"]["label"] for field in fields)
+    assert any(field.get("validations", {}).get("required") for field in fields)
+    for named in re.findall(r"\b(?:docs/)?[\w-]+\.md\b", path.read_text()):
+        assert (ROOT / named).is_file() or named == "docs/troubleshooting.md", named
+
+
+def test_a_bug_comes_with_the_doctors_document():
+    fields = {field.get("id"): field for field in load(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"]}
+    assert "`lightning-nm doctor --json`" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"]["validations"]["required"]
+    assert "lightning-nm" in fields["versions"]["attributes"]["description"]
+
+
+def test_readers_are_those_of_the_security_policy():
+    """A module that loads files by torch, pickle or YAML is new: the policy has to say how."""
+    loads = re.compile(r"(?<!`)torch\.load\(|pickle\.|Unpickler\(|yaml\.load|load_file\(|safe_open\(")
+    found = {
+        str(path.relative_to(ROOT / "lightning_nm"))
+        for path in (ROOT / "lightning_nm").rglob("*.py")
+        if loads.search(path.read_text(encoding="utf-8"))
+    }
+    known = {"export/files.py", "export/shards.py", "export/sources.py", "report/run.py", "study/config.py"}
+    assert found == known, found ^ known
+    for path in known:
+        text = (ROOT / "lightning_nm" / path).read_text(encoding="utf-8")
+        assert text.count("torch.load(") == text.count("weights_only=True"), path
+
+
+def test_links_of_the_security_policy():
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / "SECURITY.md")):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_release_checklist_names_targets_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Release")[2].partition("\n## ")[0]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(r"`make ([\w-]+)`", section)
+    assert {"wheel"} <= set(named) <= set(targets)
+
+
+def test_wheels_are_built_in_ci():
+    assert "make wheel\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def resolve(name):
+    """The object of a dotted name, which may be an attribute of a class or of its instances."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if part in getattr(found, "__annotations__", {}):
+                return True
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_replacements_in_the_upgrade_notes_exist():
+    notes = CHANGELOG.partition("### Upgrade from 0.1")[2].partition("\n### ")[0]
+    rows = [line.split(" | ") for line in notes.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(lightning_nm[\w.]+)`", row[1])]
+    assert len(named) > 12
+    assert all(resolve(name) for name in named)
+
+
+@pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])
+def test_replacements_among_the_kernels_exist(owner):
+    found = [vars(importlib.import_module(f"lightning_nm.kernels.{name}")) for name in ("tuner", "handles", "dispatch")]
+    assert any(owner in names for names in found)
+    if owner == "Router":
+        made = Router("reference")
+        names = "kernels active_or_none unavailable_reason record initialize pick_fastest tune_if_single"
+        assert all(hasattr(made, name) for name in names.split())
