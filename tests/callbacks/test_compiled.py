@@ -37,6 +37,8 @@ METHODS = {
 STILL = {"dense", "asp"}
 BEFORE, AFTER = ["whole", "in place", "submodule", "block", "layers"], ["submodule", "block", "layers"]
 PLACES = [(how, False) for how in BEFORE] + [(how, True) for how in AFTER]
+IN_CHECKPOINTS = ["submodule", "block"]
+"""How parts are compiled in the test of checkpoints, which compares their training with that of eager code, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +164,7 @@ QUICK = {("bi-mask", "whole", False)}
         pytest.param(method, *place, marks=() if (method, *place) in QUICK else pytest.mark.slow)
         for method in METHODS
         for place in PLACES
+        if method in STILL or place not in [(how, False) for how in IN_CHECKPOINTS]
     ],
 )
 def test_compiled_training_is_eager_training(method, how, later, eager, tmp_path):
@@ -206,12 +209,14 @@ def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["submodule", "block"])
+@pytest.mark.parametrize("how", IN_CHECKPOINTS)
 @pytest.mark.parametrize("method", METHODS_THAT_MOVE)
 def test_checkpoints_of_compiled_submodules(method, how, tmp_path):
     path = tmp_path / "mid.ckpt"
     straight = new(dropout=0.2)
-    fit(tmp_path, method, how, model=straight, callbacks=[ExactResume(), SaveAt(path, 8)])
+    _, _, watch = fit(tmp_path, method, how, model=straight, callbacks=[ExactResume(), SaveAt(path, 8)])
+    check_graphs(method, how, watch)
+    assert moves(watch) >= 3
     resumed = new(7, dropout=0.2)
     fit(tmp_path, method, how, model=resumed, callbacks=[ExactResume()], ckpt_path=path)
     assert_equal_models(straight, resumed)
