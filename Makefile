@@ -79,7 +79,7 @@ types: .venv/.dev
 
 ## Execute every notebook.
 notebooks: .venv/.dev .venv/.others
-	$(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=600 notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=600 notebooks
 
 ## Execute every notebook and save it with its outputs.
 notebooks-outputs: .venv/.dev .venv/.others

@@ -82,8 +82,8 @@ def _timm_resnet():
 
 
 FAMILIES = {
-    **{family: (_hugging_face(family, vocab_size=VOCABULARY), _texts) for family in ("llama", "mamba")},
     "gpt2": (_hugging_face("gpt2", vocab_size=VOCABULARY), _texts),
+    "llama": (_hugging_face("llama", vocab_size=VOCABULARY), _texts),
     "bert": (_hugging_face("bert", vocab_size=VOCABULARY, num_labels=CLASSES), _sentences),
     "vit": (
         _hugging_face("vit", image_size=SIDE, patch_size=8, num_labels=CLASSES),
@@ -92,6 +92,7 @@ FAMILIES = {
     "t5": (_hugging_face("t5", vocab_size=VOCABULARY, num_layers=2), _texts),
     "qwen3-moe": (_hugging_face("qwen3-moe", vocab_size=VOCABULARY, **ROUTER), _texts),
     "mixtral": (_hugging_face("mixtral", vocab_size=VOCABULARY, **ROUTER), _texts),
+    "mamba": (_hugging_face("mamba", vocab_size=VOCABULARY), _texts),
     "timm-vit": (_timm_vit, lambda count: _images(count, "images")),
     "timm-resnet": (_timm_resnet, lambda count: _images(count, "images")),
 }
