@@ -9,7 +9,7 @@ import yaml
 
 import lightning_nm
 from lightning_nm.kernels import Router
-from tests.test_readme import prose
+from tests.docs.blocks import prose
 
 ROOT = Path(__file__).parent.parent
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

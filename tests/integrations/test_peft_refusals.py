@@ -106,15 +106,15 @@ def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
     NMSparsifier(in_a_model(False), "1:4", "ste").attach()  # dense for this pattern
 
 
-def test_a_packed_base_is_refused():
-    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
-    with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):
-        mask_adapters(adapted)
-
-
 def test_merging_into_a_packed_base_is_refused():
     adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
     message = r"'first.weight' is packed, for inference, and cannot be changed in place, as merging an adapter does"
     for merge in (adapted.merge_adapter, adapted.merge_and_unload):
         with pytest.raises(RuntimeError, match=message):
             merge()
+
+
+def test_a_packed_base_is_refused():
+    adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
+    with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):
+        mask_adapters(adapted)
