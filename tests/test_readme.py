@@ -77,7 +77,7 @@ def test_mixtures_of_experts(monkeypatch, capsys):
 
 
 def test_without_lightning():
-    code = next(block for block in blocks("python", README) if "NMSparsifier" in block)
+    (code,) = blocks("python", read("without-lightning.md"))
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     names = {
         "model": model,
@@ -107,8 +107,9 @@ def test_yaml(tmp_path, monkeypatch, capsys):
 
 def test_commands_name_what_is_there():
     """Files, make's targets, modules and subcommands; the commands themselves run in other tests."""
-    shown = [line for block in blocks("", README) for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", README)
-    known = re.compile(r"(lightning-nm|make|OMP_NUM_THREADS=1 python -m) ")
+    text = README + read("doctor.md")
+    shown = [line for block in blocks("", text) for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    known = re.compile(r"(lightning-nm|make|python -m) ")
     commands = [shlex.split(line, comments=True) for line in shown if known.match(line)]
     assert len(commands) >= 9
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -118,10 +119,34 @@ def test_commands_name_what_is_there():
         elif words[0] == "lightning-nm":
             assert words[1] in ("fit", "doctor", "export", "report", "study", "verify")
         else:
-            assert (ROOT / words[3].replace(".", "/")).with_suffix(".py").is_file()
+            module = ROOT / words[2].replace(".", "/")
+            assert module.is_dir() or module.with_suffix(".py").is_file()
         for word in words:
             if word.startswith(("configs/", "studies/")):
                 assert (ROOT / word).is_file(), word
+
+
+def test_a_visitor_reads_it_in_a_minute():
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_export_is_the_one_that_another_test_runs():
+    """Of docs/export.md, by tests/export/test_documented.py."""
+    page = read("export.md")
+    assert next(block for block in blocks("", README) if "export" in block) in page
+    assert next(block for block in blocks("python", README) if "load_packed" in block) in page
+
+
+def test_every_figure_is_one_of_the_benchmarks():
+    """The mean and the interval of each cell are in one line of docs/benchmarks.md, in points or as a share."""
+    lines = read("benchmarks.md").splitlines()
+    found = re.findall(r"[+-]\d\.\d+ (points |bits )?\[([+-]\d\.\d+), ([+-]\d\.\d+)\]", README)
+    assert len(found) >= 9
+    for unit, low, high in found:
+        intervals = [f"[{low}, {high}]"]
+        if unit == "points ":
+            intervals.append(f"[{float(low) / 100:+.4f}, {float(high) / 100:+.4f}]")
+        assert any(interval in line for interval in intervals for line in lines), intervals
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
