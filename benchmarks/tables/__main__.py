@@ -1,8 +1,8 @@
 """Write the generated tables into README.md and the pages of docs/, or check them: ``python -m benchmarks.tables``.
 
-A page marks the place of a table by ``<!-- table: name -->`` and ``<!-- /table -->``. The tables are made from the files
-in ``benchmarks/results``, nothing is measured. ``--check`` writes nothing, and exits with 1 if a page differs from
-its data. ``--list`` prints the names.
+A page marks the place of a table by ``<!-- table: name -->`` and ``<!-- /table -->``. The tables are made from the
+files in ``benchmarks/results``, nothing is measured. ``--check`` writes nothing, and exits with 1 if a page differs
+from its data. ``--list`` prints the names.
 """
 
 from __future__ import annotations

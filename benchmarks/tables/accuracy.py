@@ -29,7 +29,10 @@ def runs(file: str) -> tuple[dict[str, list[float]], int]:
 def seeds(file: str) -> str:
     """The metric of every seed, and the mean."""
     found, digits = runs(file)
-    rows = [[str(seed), *map(f"{{:.{digits}f}}".format, values)] for seed, values in enumerate(zip(*found.values(), strict=True))]
+    rows = [
+        [str(seed), *map(f"{{:.{digits}f}}".format, values)]
+        for seed, values in enumerate(zip(*found.values(), strict=True))
+    ]
     means = [f"{sum(values) / len(values):.{digits}f}" for values in found.values()]
     return table(["seed", *found], [*rows, ["mean", *means]])
 
@@ -55,7 +58,9 @@ def flops(file: str, to: str) -> str:
     header = ["training FLOPs", *(title for kind in COUNTS for title in (f"{kind}, to dense", f"to {to}"))]
     rows = []
     for name, own in counted.items():
-        rows.append([name, *(f"{value:.3f}" for kind in COUNTS for value in (own[kind], own[kind] / counted[to][kind]))])
+        rows.append(
+            [name, *(f"{value:.3f}" for kind in COUNTS for value in (own[kind], own[kind] / counted[to][kind]))]
+        )
     return table(header, rows)
 
 
@@ -63,7 +68,9 @@ def gradients() -> str:
     """The cost of gradient estimators: the mean, and the difference to dense."""
     columns = [runs(file) for file in GRADIENTS.values()]
     names = list(dict.fromkeys(name for found, _ in columns for name in found))
-    return table(["", *GRADIENTS], [[name, *(_cell(found, name, digits) for found, digits in columns)] for name in names])
+    return table(
+        ["", *GRADIENTS], [[name, *(_cell(found, name, digits) for found, digits in columns)] for name in names]
+    )
 
 
 def _cell(found: dict[str, list[float]], name: str, digits: int) -> str:

@@ -11,6 +11,12 @@ XEON, EPYC = "cpu-xeon-avx512.json", "cpu-epyc-avx512-bf16.json"
 SPARSE = ("cpu-permute", "cpu-csr")
 _FLOAT = "float32"
 _ALL = "products, few, pack, auto 1 thread"
+PRODUCTS = {
+    "Xeon, float32": (XEON, "products 1 thread", "float32"),
+    "EPYC, float32": (EPYC, _ALL, "float32"),
+    "EPYC, bfloat16": (EPYC, _ALL, "bfloat16"),
+}
+"""The products of one thread that were measured: their file, its part and the dtype."""
 
 
 def dense_ms(ms: dict[str, float]) -> float:
@@ -49,13 +55,8 @@ def steps_summary() -> str:
 
 def products_summary() -> str:
     """The least and the largest gain of each product over the shapes."""
-    columns = {
-        "Xeon, float32": (XEON, "products 1 thread", "float32"),
-        "EPYC, float32": (EPYC, _ALL, "float32"),
-        "EPYC, bfloat16": (EPYC, _ALL, "bfloat16"),
-    }
     gains: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for title, (file, part, dtype) in columns.items():
+    for title, (file, part, dtype) in PRODUCTS.items():
         for row in read_json(file)[part]["products"]:
             if row["dtype"] == dtype:
                 dense, sparse = fastest(row["ms"])
@@ -63,10 +64,10 @@ def products_summary() -> str:
                 own.setdefault(title, []).append(dense / sparse)
     rows = []
     for (pattern, product), own in gains.items():
-        ends = [[f"{end:.1f}" for end in (min(own[title]), max(own[title]))] for title in columns]
+        ends = [[f"{end:.1f}" for end in (min(own[title]), max(own[title]))] for title in PRODUCTS]
         rows.append([pattern, product, *(" to ".join(dict.fromkeys(pair)) + "x" for pair in ends)])
     rows.sort(key=lambda row: -int(row[0].split(":")[1]) / int(row[0].split(":")[0]))
-    return table(["N:M", "product", *columns], rows)
+    return table(["N:M", "product", *PRODUCTS], rows)
 
 
 def products(file: str, part: str, dtype: str, key: str = "products") -> str:
@@ -143,7 +144,11 @@ def pack(file: str, part: str) -> str:
         dense = dense_ms(row["ms"])
         costs = [f"{row['ms'][name]:.1f} ms, {100 * row['ms'][name] / dense:.0f} %" for name in columns]
         cells.append([row["pattern"], f"{dense:.1f}", *costs])
-    header = ["N:M", "dense product, ms", *(f"{what} of `{kernel}`" for kernel in SPARSE for what in ("layout", "values"))]
+    header = [
+        "N:M",
+        "dense product, ms",
+        *(f"{what} of `{kernel}`" for kernel in SPARSE for what in ("layout", "values")),
+    ]
     return table(header, cells)
 
 

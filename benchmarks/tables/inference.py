@@ -31,9 +31,10 @@ def fastest_dense(ms: dict[str, float], dtype: str | None = None) -> tuple[str, 
 
 
 def latency(file: str) -> str:
-    """Milliseconds of every variant; of packed ones the gains over the fastest dense one, of any and of their precision."""
+    """Milliseconds of every variant, and the gains of packed ones."""
     shapes: dict[str, dict[str, float]] = read_json(file)["ms"]
-    header = ["batch x tokens", "variant", "ms", "gain over the fastest dense", "over the fastest dense of its precision"]
+    gains = ["gain over the fastest dense", "over the fastest dense of its precision"]
+    header = ["batch x tokens", "variant", "ms", *gains]
     rows = []
     for shape, ms in shapes.items():
         for name, time in ms.items():

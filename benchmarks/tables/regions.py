@@ -27,7 +27,7 @@ def names(text: str) -> list[str]:
 
 
 def filled(text: str, tables: Mapping[str, str] | Tables) -> str:
-    """The page with the present text of its regions.
+    r"""The page with the present text of its regions.
 
     Args:
         text: The page.
@@ -37,8 +37,8 @@ def filled(text: str, tables: Mapping[str, str] | Tables) -> str:
         ValueError: If a region has no table, or a marker no partner.
 
     Example:
-        >>> filled("<!-- table: a -->\\nold\\n<!-- /table -->", {"a": "new"})
-        '<!-- table: a -->\\n\\nnew\\n\\n<!-- /table -->'
+        >>> filled("<!-- table: a -->\nold\n<!-- /table -->", {"a": "new"})
+        '<!-- table: a -->\n\nnew\n\n<!-- /table -->'
     """
     markers, found = len(MARKER.findall(text)), len(names(text))
     if markers != 2 * found:

@@ -43,7 +43,9 @@ def differences(name: str, *baselines: str, only: Sequence[str] = ()) -> str:
 def _joined(found: Sequence[Section], shown: Sequence[StudyTable]) -> str:
     """The tables of all grid points as one, with the point in the first column if there are several."""
     header, points = shown[0].header, len(found) > 1
-    missing = any("missing" in each.header and row[each.header.index("missing")] != "0" for each in shown for row in each.cells)
+    missing = any(
+        "missing" in each.header and row[each.header.index("missing")] != "0" for each in shown for row in each.cells
+    )
     kept = [i for i, name in enumerate(header) if name not in LEFT_OUT or (name == "missing" and missing)]
     rows = []
     for section, each in zip(found, shown, strict=True):

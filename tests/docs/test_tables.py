@@ -1,5 +1,6 @@
 """The generated tables of the pages agree with the committed data, and a page that differs is found."""
 
+import doctest
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from benchmarks.tables import __main__ as program
 from benchmarks.tables import inference, markdown, regions, studies
 from benchmarks.tables.regions import filled, names
+from tools.site import pages
 
 
 def test_pages_agree_with_their_data(capsys):
@@ -15,9 +17,14 @@ def test_pages_agree_with_their_data(capsys):
 
 def test_every_table_is_in_a_page():
     used = {name for page in regions.pages() for name in names(page.read_text(encoding="utf-8"))}
-    unused = {name for name in program.TABLES if name not in used}
-    missing = {f"inference-{model}" for model, file in inference.MODELS.items() if not (markdown.RESULTS / file).exists()}
-    assert {name for name in unused if not name.startswith(tuple(missing) or ("-",))} == set()
+    assert [name for name in program.TABLES if name not in used and not name.startswith("inference-")] == []
+
+
+@pytest.mark.parametrize("module", [markdown, regions, inference, pages], ids=lambda module: module.__name__)
+def test_examples(module):
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
 
 
 def test_a_changed_figure_is_found_and_repaired(tmp_path, monkeypatch, capsys):
@@ -72,7 +79,9 @@ def test_inference(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps({"ms": {"1x64": ms}, "bytes": sizes}))
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     latency = inference.latency("a.json").splitlines()
-    assert latency[-1] == "| 1 x 64 | packed 1:16 fp32 | 2.00 | 2.00x (dense bf16, compiled) | 4.00x (onnxruntime fp32) |"
+    assert (
+        latency[-1] == "| 1 x 64 | packed 1:16 fp32 | 2.00 | 2.00x (dense bf16, compiled) | 4.00x (onnxruntime fp32) |"
+    )
     assert latency[3] == "| 1 x 64 | dense bf16, compiled | 4.00 | the fastest dense |  |"
     assert inference.summary("a.json").splitlines()[-1] == "| 1:16 fp32 | 2.0 ms: 2.00x, 4.00x |"
     assert inference.sizes("a.json").splitlines()[2:] == [

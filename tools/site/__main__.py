@@ -1,4 +1,4 @@
-"""Build the site into ``site/``: ``python -m tools.site``. A warning, such as of a link that leads nowhere, is an error."""
+"""Build the site into ``site/``: ``python -m tools.site``. A warning, such as of a broken link, is an error."""
 
 from __future__ import annotations
 
