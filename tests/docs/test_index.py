@@ -3,12 +3,12 @@
 import lightning.pytorch as pl
 
 from lightning_nm import functional as nmf
+from tests.docs.blocks import ShortTrainer, blocks, read
 from tests.lightning_models import Data, Net
-from tests.test_readme import ROOT, ShortTrainer, blocks
 
 
 def test_home(monkeypatch):
-    (code,) = blocks("python", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    (code,) = blocks("python", read("index.md"))
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     model = Net()
     exec(code, {"model": model, "data": Data()})
