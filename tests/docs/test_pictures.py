@@ -50,12 +50,15 @@ def test_evidence_passes_the_kept_weight():
 
 def test_inference(tmp_path, monkeypatch):
     ms = {"dense fp32": 10.0, "dense bf16": 6.0, "openvino bf16": 4.0, "packed 1:16 fp32": 2.0, "packed 1:16 bf16": 1.0}
-    sizes = {name: [int(1e6 * value), None] for name, value in ms.items() if "openvino" not in name}
+    ms["packed 1:16 fp32, compiled"] = 1.5
+    sizes = {name: [int(1e6 * value), None] for name, value in ms.items() if "openvino" not in name and "," not in name}
     (tmp_path / "inference-minilm.json").write_text(json.dumps({"ms": {"1x1": ms}, "bytes": sizes}))
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     monkeypatch.setattr(inference, "RESULTS", tmp_path)
     pictures = inference.pictures()
     assert list(pictures) == ["inference-minilm"]
-    assert ["openvino bf16", 6.0, 4.0] in pictures["inference-minilm"].data()["1x1"]
+    points = pictures["inference-minilm"].data()["1x1"]
+    assert ["openvino bf16", 6.0, 4.0] in points
+    assert [point for point in points if "1:16 fp32" in point[0]] == [["packed 1:16 fp32", 2.0, 1.5]]
     pictures["inference-minilm"].save(tmp_path / "a.png")
     assert stamp_of(tmp_path / "a.png") == pictures["inference-minilm"].stamp()
