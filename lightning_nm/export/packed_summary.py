@@ -14,7 +14,7 @@ from lightning_nm.nn.packed import packed_weights
 class HeldWeight(NamedTuple):
     """A weight of a packed layer.
 
-    Args:
+    Attributes:
         name: Its key in the dense state dict.
         pattern: Its pattern.
         form: What is held: ``"packed"`` as in files, the layout of a kernel by the kernel's name, or ``"dense"``.

@@ -13,7 +13,6 @@ from benchmarks.peers.probes import dense_products, new_model, new_optimizer, re
 from benchmarks.peers.table import FACTS, SHORT_TOOLS, TOOLS, cell, table
 from benchmarks.peers.tools import ModelOpt, Ours, TorchAO, TorchAOSparsity, TorchPrune
 from tests.test_readme import ROOT
-from tests.test_readme import test_no_link_leads_nowhere as check_links
 
 PAGE = ROOT / "docs" / "comparison.md"
 RAN = json.loads(RESULTS.read_text())["ran"]
@@ -92,8 +91,7 @@ def test_every_answer_is_there_once():
         assert set(fact.read) <= set(TOOLS)
 
 
-def test_versions_and_links():
+def test_versions():
     text = PAGE.read_text(encoding="utf-8")
     for package, version in json.loads(RESULTS.read_text())["versions"].items():
         assert f"{package} {version.partition('+')[0]}" in text
-    check_links(PAGE)

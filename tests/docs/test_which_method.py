@@ -9,7 +9,6 @@ import lightning_nm
 from lightning_nm.estimators import EstimatorName
 from lightning_nm.methods import MethodName, resolve_method
 from tests.test_readme import ROOT
-from tests.test_readme import test_no_link_leads_nowhere as check_links
 
 PAGE = ROOT / "docs" / "which-method.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -75,13 +74,9 @@ def test_every_figure_is_one_of_the_benchmarks():
 
 
 def test_every_interval_stands_beside_its_mean():
-    """A mean and its interval are in one line of the benchmarks, with these signs."""
-    lines = [line for text in SOURCES for line in text.splitlines()]
+    """A mean and its interval are in one row, bullet or paragraph of the benchmarks, with these signs."""
+    lines = [" ".join(block.split()) for text in SOURCES for block in re.split(r"\n\n|\n(?=[-|])", text)]
     pairs = re.findall(r"([+-]?\d+\.\d+)(?: points| bits)? (\[[^\]]*\d\.\d[^\]]*\])", prose())
     assert len(pairs) >= 18
     for mean, interval in pairs:
         assert any(interval in line and mean in line for line in lines), (mean, interval)
-
-
-def test_links():
-    check_links(PAGE)

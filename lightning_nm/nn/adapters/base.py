@@ -23,7 +23,7 @@ from lightning_nm.nn.state import fits, layer_state, restore_weights
 class WeightSpec(NamedTuple):
     """A weight that an adapter can mask.
 
-    Args:
+    Attributes:
         parameter: Name of the parameter in its module.
         layout: How its blocks lie, see :data:`~lightning_nm.nn.layout.Layout`.
         groups: Groups of output rows that no dgrad block may cross.

@@ -1,0 +1,1 @@
+"""The pictures of the documentation, drawn from committed results and small examples."""

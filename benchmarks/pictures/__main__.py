@@ -1,0 +1,48 @@
+"""Draw the pictures of the documentation into docs/: ``python -m benchmarks.pictures [NAME ...]``.
+
+``--check`` draws nothing, and exits with 1 if a picture was drawn from other data than the present.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.pictures import evidence, gemms, inference, permutation, speed_up
+from benchmarks.pictures.style import Picture, stamp_of
+from benchmarks.tables.markdown import ROOT
+
+PICTURES: dict[str, Picture] = {
+    "speed-up": speed_up.PICTURE,
+    "three-gemms": gemms.PICTURE,
+    "bi-mask-permutation": permutation.PICTURE,
+    "bame-evidence": evidence.PICTURE,
+    **inference.pictures(),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw or check; 1 if a check fails."""
+    parser = argparse.ArgumentParser("python -m benchmarks.pictures", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument("--check", action="store_true", help="draw nothing; exit with 1 if a picture has other data")
+    options = parser.parse_args(argv)
+    for name in options.names:
+        if name not in PICTURES:
+            parser.error(f"there is no picture {name!r}; pictures: {', '.join(PICTURES)}")
+    stale = []
+    for name in options.names or PICTURES:
+        path = ROOT / "docs" / f"{name}.png"
+        if not options.check:
+            PICTURES[name].save(path)
+            print(f"drawn: docs/{name}.png")
+        elif not path.exists() or stamp_of(path) != PICTURES[name].stamp():
+            stale.append(name)
+    if stale:
+        print(f"Drawn from other data: {', '.join(stale)}. Run `python -m benchmarks.pictures`", file=sys.stderr)
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The tables of the documentation, made from the committed results of the benchmarks and studies."""

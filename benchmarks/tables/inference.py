@@ -1,0 +1,80 @@
+"""Tables of ``python -m benchmarks.inference --json``: latency, file and memory of dense and packed models."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from benchmarks.tables.markdown import Tables, read_json, table
+
+MODELS = {"decoder": "inference-decoder.json", "minilm": "inference-minilm.json"}
+
+
+def precision(variant: str) -> str:
+    """``fp32`` or ``bf16``.
+
+    Example:
+        >>> precision("dense bf16, compiled"), precision("packed 1:16 fp32")
+        ('bf16', 'fp32')
+    """
+    found = re.search(r"\b(fp32|bf16)\b", variant)
+    if found is None:
+        raise ValueError(f"the variant {variant!r} names no precision, fp32 or bf16")
+    return found[1]
+
+
+def fastest_dense(ms: dict[str, float], dtype: str | None = None) -> tuple[str, float]:
+    """The fastest dense variant of any precision, or of one."""
+    dense = {name: time for name, time in ms.items() if not name.startswith("packed")}
+    return min(((name, time) for name, time in dense.items() if dtype in (None, precision(name))), key=lambda i: i[1])
+
+
+def latency(file: str) -> str:
+    """Milliseconds of every variant, and the gains of packed ones."""
+    shapes: dict[str, dict[str, float]] = read_json(file)["ms"]
+    gains = ["gain over the fastest dense", "over the fastest dense of its precision"]
+    header = ["batch x tokens", "variant", "ms", *gains]
+    rows = []
+    for shape, ms in shapes.items():
+        for name, time in ms.items():
+            gains = ["", ""]
+            if name.startswith("packed"):
+                others = [fastest_dense(ms), fastest_dense(ms, precision(name))]
+                gains = [f"{dense / time:.2f}x ({other})" for other, dense in others]
+            elif name == fastest_dense(ms)[0]:
+                gains[0] = "the fastest dense"
+            rows.append([shape.replace("x", " x "), name, f"{time:.2f}", *gains])
+    return table(header, rows)
+
+
+def summary(file: str) -> str:
+    """The gains of packed variants alone: over the fastest dense one of any precision, and of the same."""
+    shapes: dict[str, dict[str, float]] = read_json(file)["ms"]
+    packed = [name for name in next(iter(shapes.values())) if name.startswith("packed")]
+    rows = []
+    for name in packed:
+        cells = []
+        for ms in shapes.values():
+            every, own = fastest_dense(ms)[1], fastest_dense(ms, precision(name))[1]
+            cells.append(f"{ms[name]:.1f} ms: {every / ms[name]:.2f}x, {own / ms[name]:.2f}x")
+        rows.append([name.removeprefix("packed "), *cells])
+    return table(["packed", *(shape.replace("x", " x ") for shape in shapes)], rows)
+
+
+def sizes(file: str) -> str:
+    """Bytes of the files, and resident bytes of a process that answers once."""
+    weighed: dict[str, Any] = read_json(file)["bytes"]
+    dense = {precision(name): size for name, (size, _) in weighed.items() if not name.startswith("packed")}
+    rows = []
+    for name, (size, memory) in weighed.items():
+        resident = "-" if memory is None else f"{memory / 1e6:.1f}"
+        rows.append([name, f"{size / 1e6:.1f}", f"{size / dense[precision(name)]:.2f}", resident])
+    return table(["variant", "file, MB", "of dense in its precision", "resident, MB"], rows)
+
+
+TABLES: Tables = {
+    **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
+    **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
+    **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},
+}

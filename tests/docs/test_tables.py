@@ -1,0 +1,90 @@
+"""The generated tables of the pages agree with the committed data, and a page that differs is found."""
+
+import doctest
+import json
+
+import pytest
+
+from benchmarks.tables import __main__ as program
+from benchmarks.tables import inference, markdown, regions, studies
+from benchmarks.tables.regions import filled, names
+from tools.site import pages
+
+
+def test_pages_agree_with_their_data(capsys):
+    assert program.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_table_is_in_a_page():
+    used = {name for page in regions.pages() for name in names(page.read_text(encoding="utf-8"))}
+    assert [name for name in program.TABLES if name not in used and not name.startswith("inference-")] == []
+
+
+@pytest.mark.parametrize("module", [markdown, regions, inference, pages], ids=lambda module: module.__name__)
+def test_examples(module):
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
+
+
+def test_a_changed_figure_is_found_and_repaired(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "pages", lambda: [page])
+    page.write_text("A\n\n<!-- table: xeon-few -->\n<!-- /table -->\n\nB\n")
+    assert program.main(["--check"]) == 1
+    assert program.main([]) == 0
+    assert program.main(["--check"]) == 0
+    text = page.read_text()
+    assert "| 1:16 | 6.41 / 0.80 | 8.0x |" in text
+    assert text.startswith("A\n")
+    assert text.endswith("<!-- /table -->\n\nB\n")
+    page.write_text(text.replace("8.0x", "8.1x"))
+    assert program.main(["--check"]) == 1
+    assert "README.md" in capsys.readouterr().err
+    assert page.read_text() != text
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("<!-- table: nothing -->\n<!-- /table -->", "no table 'nothing'"),
+        ("<!-- table: xeon-fwe -->\n<!-- /table -->", "did you mean 'xeon-few'"),
+        ("<!-- table: xeon-few -->\n", "no partner"),
+        ("<!-- /table -->\n", "no partner"),
+        ("<!-- table xeon-few -->\n<!-- /table -->\n", "no partner"),
+    ],
+)
+def test_bad_markers(text, fault):
+    with pytest.raises(ValueError, match=fault):
+        filled(text, program.TABLES)
+
+
+def test_a_row_of_another_length():
+    with pytest.raises(ValueError, match="2 cells and the header 1"):
+        markdown.table(["a"], [["1", "2"]])
+
+
+def test_differences_are_those_of_the_study():
+    """The pair of one seed, computed here."""
+    rows = {(r["variant"], r["seed"]): r["test_acc"] for r in markdown.read_csv("study-bame-fashion-mnist.csv")}
+    seeds = {seed for _, seed in rows}
+    mean = sum(rows["bame", seed] - rows["sr-ste", seed] for seed in seeds) / len(seeds)
+    assert f"| bame - sr-ste | {len(seeds)} | {mean:+.4f} |" in studies.differences("bame-fashion-mnist")
+
+
+def test_inference(tmp_path, monkeypatch):
+    ms = {"dense fp32": 10.0, "dense bf16, compiled": 4.0, "onnxruntime fp32": 8.0, "packed 1:16 fp32": 2.0}
+    sizes = {"dense fp32": [8_000_000, 9_000_000], "packed 1:16 fp32": [1_000_000, None]}
+    (tmp_path / "a.json").write_text(json.dumps({"ms": {"1x64": ms}, "bytes": sizes}))
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    latency = inference.latency("a.json").splitlines()
+    assert (
+        latency[-1] == "| 1 x 64 | packed 1:16 fp32 | 2.00 | 2.00x (dense bf16, compiled) | 4.00x (onnxruntime fp32) |"
+    )
+    assert latency[3] == "| 1 x 64 | dense bf16, compiled | 4.00 | the fastest dense |  |"
+    assert inference.summary("a.json").splitlines()[-1] == "| 1:16 fp32 | 2.0 ms: 2.00x, 4.00x |"
+    assert inference.sizes("a.json").splitlines()[2:] == [
+        "| dense fp32 | 8.0 | 1.00 | 9.0 |",
+        "| packed 1:16 fp32 | 1.0 | 0.12 | - |",
+    ]

@@ -1,0 +1,1 @@
+"""Programs for the project itself; nothing of the package needs them."""
