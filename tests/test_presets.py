@@ -229,6 +229,15 @@ def test_an_end_is_skipped_by_its_own_option_else_by_that_of_both(first, last, b
         assert prune(net, **options).layers == masked
 
 
+def test_the_callback_of_hugging_face_takes_presets():
+    pytest.importorskip("transformers")
+    callbacks = pytest.importorskip("lightning_nm.integrations")
+    made = callbacks.NMTrainerCallback("2:4", "sr-ste", preset="paper", skip_last=False)
+    assert NMSparsifier(model(), **made.options).attach().layers.keys() == {"0", "1", "3", "4"}
+    with pytest.raises(ValueError, match="no settings for method 'bame'"):
+        callbacks.NMTrainerCallback("2:4", "bame", preset="paper")
+
+
 def test_a_stem_whose_channels_do_not_divide_is_skipped_with_the_reason():
     net = nn.Sequential(nn.Conv2d(3, 64, 7), nn.Conv2d(64, 64, 1), nn.Linear(64, 8))
     for method, reason in (("sr-ste", "in 3 % 4 != 0"), ("transposable", "in 147 % 4 != 0")):

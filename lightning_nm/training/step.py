@@ -69,6 +69,8 @@ class TrainingStep:
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
         loss_scale = self._announced.get(id(optimizer), 1.0)
+        if id(optimizer) not in self._announced and changes_nothing(optimizer):
+            return
         for layer in self.owned(optimizer):
             if "after_clipping" in self._hooks[layer.spec.method]:
                 with _unscaled(layer, loss_scale), _full(layer, gradient=True):
@@ -225,14 +227,16 @@ def _full(layer: NMLayer, *, gradient: bool = False) -> Any:
     return nullcontext() if layer.shards is None else layer.shards.full(gradient=gradient)
 
 
-@contextmanager
-def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
+def _unscaled(layer: NMLayer, loss_scale: float) -> Any:
     """Within, the gradients are not multiplied by the loss scale; those that a method made are afterwards, too."""
-    if loss_scale != 1:
-        _for_gradients(layer, lambda grad: grad.div_(loss_scale))
+    return nullcontext() if loss_scale == 1 else _without_scale(layer, loss_scale)
+
+
+@contextmanager
+def _without_scale(layer: NMLayer, loss_scale: float) -> Iterator[None]:
+    _for_gradients(layer, lambda grad: grad.div_(loss_scale))
     yield
-    if loss_scale != 1:
-        _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
+    _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:

@@ -117,6 +117,19 @@ def test_detached_optimizers_get_no_decay():
     assert torch.equal(weight, before)
 
 
+def test_a_step_that_is_none_gets_no_decay():
+    """Distributed checkpoints make one at learning rate 0, with gradients of zeros, to allocate state."""
+    model = nn.Linear(8, 8)
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.3, decay_at="after-clipping"), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    sparsifier.register(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert not sparsifier.step()
+    assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())
+
+
 class Norms(pl.Callback):
     """The norm of the gradients that the optimizer used."""
 
