@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
@@ -46,7 +46,7 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
 
 
 @pytest.mark.parametrize(
-    ("method", "preset", "masked", "layout", "settings"),
+    ("method", "preset", "masked", "layout", "expected"),
     [
         ("sr-ste", "paper", ["0", "1", "3"], "plain", {"decay": 2e-4, "decay_scale": "world-size"}),
         (
@@ -67,11 +67,11 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
         ),
     ],
 )
-def test_what_a_preset_sets(method, preset, masked, layout, settings):
+def test_what_a_preset_sets(method, preset, masked, layout, expected):
     made = sparsifier(method, preset)
     assert list(made.layers) == masked
     assert made.layers["1"].spec.layout == layout
-    assert {name: getattr(made.layers["1"].method, name) for name in settings} == settings
+    assert {name: getattr(made.layers["1"].method, name) for name in expected} == expected
     assert (made.layers["1"].estimator is not None) == (preset == "fst")
 
 
@@ -214,6 +214,7 @@ def test_a_state_without_the_new_entries_goes_on():
 FLAGS = st.sampled_from([None, False, True])
 
 
+@settings(max_examples=40, deadline=None)
 @given(FLAGS, FLAGS, FLAGS, st.sampled_from([None, "paper"]), st.sampled_from(["sr-ste", "asp", "bi-mask"]))
 def test_an_end_is_skipped_by_its_own_option_else_by_that_of_both(first, last, both, preset, method):
     default = {"sr-ste": (False, True), "asp": (False, False), "bi-mask": (True, True)}[method]

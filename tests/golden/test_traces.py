@@ -135,7 +135,7 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
     [
         ("sr-ste", {"conv_layout": "flat"}),
         ("sr-ste", {"method": preset_method("sr-ste", decay_scale=2)}),
-        ("bi-mask", {"method": preset_method("bi-mask", first_search=100)}),
+        pytest.param("bi-mask", {"method": preset_method("bi-mask", first_search=100)}, marks=pytest.mark.slow),
         ("transposable", {"method": preset_method("transposable", first_update=40)}),
         ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
     ],
