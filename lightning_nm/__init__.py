@@ -8,6 +8,7 @@ from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, T
 from lightning_nm.one_shot import prune
 from lightning_nm.pattern import NMPattern
 from lightning_nm.plugins import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
+from lightning_nm.presets import preset_method
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
 
@@ -42,6 +43,7 @@ __all__ = [
     "metrics",
     "pack",
     "packed_summary",
+    "preset_method",
     "prune",
     "save_packed",
     "unpacked_state_dict",

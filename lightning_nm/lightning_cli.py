@@ -95,7 +95,7 @@ def _unknown_key(line: str, after: Sequence[str], places: Sequence[str]) -> str:
         path = next((place[6:] for place in reversed(places) if place.startswith("class:")), "")
         return f"there is no '{option[1]}'{_meant(option[1], _parameters(path))}"
     if keys := re.search(r"Unexpected keys: \{(.*?)\}", line):
-        from lightning_nm.callbacks.sparsity import RuleSpec
+        from lightning_nm.rules import RuleSpec
 
         first = keys[1].split(",")[0].strip(" '")
         known = list(RuleSpec.__annotations__) if places and places[-1] == "rules" else []

@@ -17,9 +17,11 @@ from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
+from lightning_nm.nn.ends import skipped_ends
 from lightning_nm.nn.expert_products import watching
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.selection import Rule, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
 
@@ -53,8 +55,10 @@ def prune(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    skip_first_last: bool = True,
-    conv_layout: Literal["channels", "flat"] = "channels",
+    skip_first: bool | None = None,
+    skip_last: bool | None = None,
+    skip_first_last: bool | None = None,
+    conv_layout: ConvLayout = "channels",
     damping: float = 0.01,
     call: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Pruned:
@@ -78,7 +82,9 @@ def prune(
         data: Calibration batches, read once for every layer: a DataLoader or a list. A few hundred examples are usual.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
-        skip_first_last: Keep the first convolution and the last linear layer dense.
+        skip_first: Keep the first convolution dense; by default as ``skip_first_last`` says, else yes.
+        skip_last: Keep the last linear layer dense; likewise.
+        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
         conv_layout: How the blocks of convolutions lie, see :class:`~lightning_nm.NMSparsityCallback`.
         damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
         call: ``call(model, batch)`` runs the model. By default a mapping gives the arguments by name, a list or tuple
@@ -101,9 +107,9 @@ def prune(
         raise ValueError(f"score={score!r} needs calibration batches: data=loader")
     if data is not None and iter(data) is data:
         raise TypeError("`data` can be read only once, but every layer reads it: pass a DataLoader or a list")
-    rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE())
-    options: dict[str, Any] = {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
-    selection = select(model, [rule], as_globs(exclude, "exclude") or (), **options)
+    rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
+    first, last = skipped_ends(skip_first, skip_last, skip_first_last, (True, True))
+    selection = select(model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last)
     for layer in selection.layers:
         if layer.sharded:
             raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")

@@ -1,26 +1,134 @@
-"""Rules for some layers, as users write them."""
+"""Which method, pattern, estimator and layout which layers get, as users write it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, get_args
 
-from lightning_nm.estimators import resolve_estimator
-from lightning_nm.methods import resolve_method
-from lightning_nm.nn.selection import Rule, as_globs
-from lightning_nm.pattern import NMPattern
+from torch import nn
+from typing_extensions import Required
+
+from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
+from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.nn.ends import skipped_ends
+from lightning_nm.nn.layout import ConvLayout
+from lightning_nm.nn.selection import Rule, Selection, as_globs, select
+from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.presets import Preset, PresetName, preset_of
+from lightning_nm.training.flow import FIRST, LAST
 
 
-def parse_rule(rule: Mapping[str, Any], general: Rule) -> Rule:
-    """Parse one of the ``rules``; keys that it lacks are taken from the general rule."""
-    unknown = set(rule) - {"include", "pattern", "method", "grad_estimator"}
+class RuleSpec(TypedDict, total=False):
+    """A rule of :class:`~lightning_nm.NMSparsityCallback`. Keys that are left out take the callback's arguments."""
+
+    include: Required[str | list[str]]
+    pattern: PatternLike
+    method: MethodName | Method
+    grad_estimator: EstimatorName | GradientEstimator | None
+    conv_layout: ConvLayout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which layers a training masks, and how.
+
+    Attributes:
+        rules: The first one that matches a layer decides; the last one is the general one.
+        exclude: Globs over names of modules to keep dense.
+        skip_first: Whether first convolutions are dense.
+        skip_last: Whether last linear layers are dense.
+        presets: The presets of the rules' methods, each once; empty without a preset.
+    """
+
+    rules: list[Rule]
+    exclude: tuple[str, ...]
+    skip_first: bool
+    skip_last: bool
+    presets: list[Preset]
+
+    @property
+    def skips_ends(self) -> bool:
+        """Whether layers at either end are dense."""
+        return self.skip_first or self.skip_last
+
+    def skipped(self, ends: Mapping[str, str]) -> dict[str, str]:
+        """Those of the first and last layers by data flow that are dense."""
+        unwanted = {FIRST: not self.skip_first, LAST: not self.skip_last}
+        return {name: reason for name, reason in ends.items() if not unwanted.get(reason)}
+
+    def select(self, model: nn.Module, **options: Any) -> Selection:
+        """:func:`~lightning_nm.nn.selection.select` by these settings."""
+        options |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
+        return select(model, self.rules, self.exclude, **options)
+
+
+def resolve_settings(
+    pattern: PatternLike,
+    method: MethodName | Method,
+    grad_estimator: EstimatorName | GradientEstimator | None,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    rules: Sequence[Mapping[str, Any]] | None,
+    preset: PresetName | None,
+    ends: tuple[bool | None, bool | None, bool | None],
+    conv_layout: ConvLayout | None,
+) -> Settings:
+    """Resolve the arguments of a sparsifier: what is given, else what the preset says, else the package's defaults.
+
+    ``ends`` are ``skip_first``, ``skip_last`` and ``skip_first_last``. A method that is an object is taken as it is.
+
+    Raises:
+        ValueError: For an impossible pattern, an unknown name or preset, or a bad rule.
+    """
+    _check_layout(conv_layout)
+    chosen = _preset(preset, method)
+    general = Rule(
+        as_globs(include, "include"),
+        NMPattern.parse(pattern),
+        _method(chosen, method),
+        resolve_estimator(chosen.grad_estimator if chosen and grad_estimator is None else grad_estimator),
+        conv_layout or (chosen.conv_layout if chosen else "channels"),
+    )
+    default = (chosen.skip_first, chosen.skip_last) if chosen else (True, True)
+    found = [_parse_rule(rule, general, preset, conv_layout) for rule in rules or ()]
+    used = [chosen, *(_preset(preset, rule["method"]) for rule in rules or () if "method" in rule)]
+    presets = list({id(each): each for each in used if each is not None and each.source}.values())
+    excluded = as_globs(exclude, "exclude") or ()
+    return Settings([*found, general], excluded, *skipped_ends(*ends, default), presets)
+
+
+def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
+    resolve_method(method)  # raises for what is no method
+    return None if preset is None else preset_of(preset, method)
+
+
+def _method(preset: Preset | None, method: MethodName | Method) -> Method:
+    return preset.made() if preset is not None and isinstance(method, str) else resolve_method(method)
+
+
+def _check_layout(conv_layout: Any) -> None:
+    if conv_layout is not None and conv_layout not in get_args(ConvLayout):
+        raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
+
+
+def _parse_rule(
+    rule: Mapping[str, Any], general: Rule, preset: PresetName | None, conv_layout: ConvLayout | None
+) -> Rule:
+    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset."""
+    known = list(RuleSpec.__annotations__)
+    unknown = set(rule) - set(known)
     if unknown or "include" not in rule:
         problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-        keys = "'include' and any of 'pattern', 'method', 'grad_estimator'"
-        raise ValueError(f"rule {dict(rule)!r} has {problem}: a rule has {keys}")
+        raise ValueError(
+            f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of {', '.join(map(repr, known[1:]))}"
+        )
+    own = _preset(preset, rule["method"]) if "method" in rule else None
+    _check_layout(rule.get("conv_layout"))
     return Rule(
         as_globs(rule["include"], "include"),
         NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
-        resolve_method(rule["method"]) if "method" in rule else general.method,
+        _method(own, rule["method"]) if "method" in rule else general.method,
         resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
+        rule.get("conv_layout") or conv_layout or (own.conv_layout if own else general.conv_layout),
     )

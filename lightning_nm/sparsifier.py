@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -14,31 +13,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
-from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
-from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.ends import Trained
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.low_rank import warn_of_adapters
-from lightning_nm.nn.selection import Rule, Selection, Trained, as_globs, refuse_masked, refuse_nan, select
-from lightning_nm.nn.sharding import is_sharded, reshard
+from lightning_nm.nn.selection import Rule, Selection
+from lightning_nm.nn.sharding import reshard
 from lightning_nm.nn.state import (
     SCHEMA,
     by_plain_name,
-    changed_settings,
     check_schema,
-    fits,
+    latent_loaded,
     layer_state,
     load_layer_state,
     refuse_others,
-    saved_layer,
-    state_difference,
 )
-from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.rules import parse_rule
+from lightning_nm.pattern import PatternLike
+from lightning_nm.presets import PresetName
+from lightning_nm.rules import resolve_settings
 from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
-from lightning_nm.training.phases import changed_schedules, plan_schedules
+from lightning_nm.training.phases import plan_schedules, warn_of_changes
+from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
 from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
 
@@ -92,26 +92,26 @@ class NMSparsifier(ModelStatistics):
         rules: Sequence[Mapping[str, Any]] | None = None,
         seed: int = 0,
         *,
-        skip_first_last: bool = True,
-        conv_layout: Literal["channels", "flat"] = "channels",
+        preset: PresetName | None = None,
+        skip_first: bool | None = None,
+        skip_last: bool | None = None,
+        skip_first_last: bool | None = None,
+        conv_layout: ConvLayout | None = None,
         frozen: Literal["dense", "mask"] = "dense",
         planned_steps: int | None = None,
         data_rank: int | None = None,
         grad_snr_every: int = 100,
     ) -> None:
-        if conv_layout not in ("channels", "flat"):
-            raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
         if frozen not in ("dense", "mask"):
             raise ValueError(f"frozen={frozen!r} is unknown: use 'dense' or 'mask'")
         if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
             raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
-        globs = as_globs(include, "include")
-        general = Rule(globs, NMPattern.parse(pattern), resolve_method(method), resolve_estimator(grad_estimator))
-        self.rules = [*(parse_rule(rule, general) for rule in rules or ()), general]
-        self.exclude = as_globs(exclude, "exclude") or ()
-        self.skip_first_last = skip_first_last
-        self.conv_layout = conv_layout
+        ends = (skip_first, skip_last, skip_first_last)
+        self.settings = resolve_settings(
+            pattern, method, grad_estimator, include, exclude, rules, preset, ends, conv_layout
+        )
+        self.preset = preset
         self.frozen = frozen
         self.seed = seed
         self.planned_steps = planned_steps
@@ -123,6 +123,16 @@ class NMSparsifier(ModelStatistics):
         self._counter: MacsCounter | None = None
         self._step = TrainingStep(())
         self._comparison = RankComparison(())
+
+    @property
+    def rules(self) -> list[Rule]:
+        """What the layers get: the first rule that matches one decides; the last rule is the general one."""
+        return self.settings.rules
+
+    @property
+    def exclude(self) -> tuple[str, ...]:
+        """Globs over names of modules to keep dense."""
+        return self.settings.exclude
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -157,18 +167,17 @@ class NMSparsifier(ModelStatistics):
             check_schema(state)
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         saved = by_plain_name(state["layers"]) if state else {}
-        options: dict[str, Any] = {"skip_first_last": self.skip_first_last, "conv_layout": self.conv_layout}
-        options |= {
+        options: dict[str, Any] = {
             "seed": self.seed,
             "is_trained": self._trained_by(optimizers),
             "continued": saved,
             "ends": (state or {}).get("ends"),
         }
-        self.selection = select(self.model, self.rules, self.exclude, **options)
-        if flow is not None and not state and self.skip_first_last:
+        self.selection = self.settings.select(self.model, **options)
+        if flow is not None and not state and self.settings.skips_ends:
             options["ends"] = self.ends_by(flow, optimizers)
             with suppress(ValueError):  # then no layer would be left to mask
-                self.selection = select(self.model, self.rules, self.exclude, **options)
+                self.selection = self.settings.select(self.model, **options)
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         plan_schedules(self.selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(self.selection.layers, saved)
@@ -185,8 +194,8 @@ class NMSparsifier(ModelStatistics):
         return None if self.frozen == "mask" else trained_by(optimizers)
 
     def ends_by(self, flow: ValueFlow, optimizers: Iterable[Optimizer] | None = None) -> dict[str, str]:
-        """The first and last layers by what was seen of the model, for :meth:`attach`."""
-        return flow.ends(self._trained_by(optimizers), self.selection.ends)
+        """The first and last layers that are to be skipped by what was seen of the model, for :meth:`attach`."""
+        return self.settings.skipped(flow.ends(self._trained_by(optimizers), self.selection.ends))
 
     def _attach_again(self, state: Mapping[str, Any]) -> None:
         """Select by the first and last layers of a saved state."""
@@ -197,17 +206,7 @@ class NMSparsifier(ModelStatistics):
             self.register(optimizer)
 
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
-        """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
-        plan_schedules(layers, saved, self.planned_steps, self.clock)
-        for layer in layers:
-            state_of_layer = saved.get(layer.name)
-            if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
-                layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
-            else:
-                with layer.full():
-                    layer.method.init_masks(layer)
-            layer.noise.follow_data(self.data_rank)
-            layer.draw_noise()
+        choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
 
     def wake(self) -> list[NMLayer]:
         """Mask the frozen layers that a registered optimizer trains by now, and return them; see :meth:`follow`, too.
@@ -226,13 +225,8 @@ class NMSparsifier(ModelStatistics):
 
     def _wake(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> list[NMLayer]:
         if layers:
+            refuse_to_wake(layers, [known.optimizer for known in self._step.optimizers.values()])
             for layer in layers:
-                refuse_nan(layer)
-                for holder in layer.spec.holders:
-                    refuse_masked(layer.name, *holder)
-                for known in self._step.optimizers.values():
-                    if trained_by([known.optimizer])(layer.optimizer_param):
-                        layer.method.check_optimizer(layer, known.optimizer)
                 layer.to_weight_device()
                 layer.costs.charge_dense(self.clock)
             self._choose_masks(layers, saved)
@@ -274,10 +268,7 @@ class NMSparsifier(ModelStatistics):
             RuntimeError: If the weights were sharded after :meth:`attach`.
         """
         self._require_attached("register")
-        for layer in self.selection.layers:
-            if is_sharded(layer.param) and not layer.sharded:
-                fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
-                raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")
+        refuse_late_sharding(self.selection.layers)
         optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
@@ -356,6 +347,7 @@ class NMSparsifier(ModelStatistics):
         return {
             "schema": SCHEMA,
             "seed": self.seed,
+            "preset": self.preset or "",
             "clock": self.clock,
             "stepped": self._step.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
@@ -381,23 +373,10 @@ class NMSparsifier(ModelStatistics):
         woken = [layer for layer in self.selection.waiting if layer.name in saved]
         layers |= {layer.name: layer for layer in woken}
         refuse_others(layers, saved)
-        latent = {}  # of layers whose latent values were loaded with the weights
-        for name, layer in layers.items():
-            if fits(layer, saved[name]):
-                continue
-            latent[name] = layer.forward_weight()
-            if layer.replaced_state is None or not fits(layer, saved[name], latent[name]):
-                fault = f"the masks in the checkpoint do not belong to the weights of layer '{name}'"
-                advice = "load its weights into the model first; if they are averages, resume with their callback, too"
-                raise ValueError(f"{fault}: {advice}")
+        latent = latent_loaded(layers, saved)
         self._wake(woken, saved)
         self.seed = state["seed"]
-        for name, then, now in changed_schedules(list(layers.values()), saved, self.planned_steps):
-            plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
-            warnings.warn(f"this training began with {plan}", stacklevel=2)
-        changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
-        if changes:
-            warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=2)
+        warn_of_changes(layers, saved, self.planned_steps)
         for layer in (*self.selection.layers, *self.selection.waiting):
             layer.noise.reseed(self.seed)
             if layer.name not in saved:  # it waited

@@ -15,7 +15,7 @@ ORDER = [
     {"nn"},
     {"training", "distributed"},
     {"methods", "estimators"},
-    {"rules"},
+    {"presets", "rules"},
     {"sparsifier", "one_shot"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"integrations"},

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Required
 
-from lightning_nm.callbacks.averages import check_averaging_order, mask_average, restore_average
+from lightning_nm.callbacks.averages import check_averaging_order
+from lightning_nm.callbacks.checkpoint import SavedSparsity
 from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
@@ -25,26 +24,18 @@ from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.export.files import check_archive
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import check_schema
+from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.pattern import PatternLike
+from lightning_nm.presets import PresetName
+from lightning_nm.rules import RuleSpec
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.flow import ValueFlow
 
 
-class RuleSpec(TypedDict, total=False):
-    """A rule of :class:`NMSparsityCallback`. Keys that are left out take the callback's arguments."""
-
-    include: Required[str | list[str]]
-    pattern: PatternLike
-    method: MethodName | Method
-    grad_estimator: EstimatorName | GradientEstimator | None
-
-
-class NMSparsityCallback(pl.Callback):
+class NMSparsityCallback(SavedSparsity):
     """Trains the weights of any LightningModule N:M sparse.
 
     Masks are installed when fit starts and are updated after each batch whose optimizer made a step. While they are
@@ -66,14 +57,22 @@ class NMSparsityCallback(pl.Callback):
             maskable.
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
-            ``grad_estimator``; the first match wins.
-        skip_first_last: Keep the first convolution and the last linear layer dense, as the papers do. If Lightning's
-            sanity validation runs, they are found by data flow: convolutions that read no other layer's result, and
-            linear layers whose result no other layer reads. With ``num_sanity_val_steps=0`` or without validation data
-            they are the first and the last one of the trained layers that the model registers. A resumed run keeps its
-            choice. The table of layers gives the reason.
-        conv_layout: ``channels``: convolution blocks along the input channels for a fixed kernel tap, as hardware reads
-            them. ``flat``: along the flattened filter, as in the papers' code.
+            ``grad_estimator``, ``conv_layout``; the first match wins.
+        preset: ``paper``: settings of the code of the method's paper, for ``sr-ste``, ``bi-mask``, ``asp`` and
+            ``transposable``, also those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
+            They fill in what is not given: of this callback's arguments ``conv_layout``, ``skip_first``, ``skip_last``
+            and ``grad_estimator``, and all arguments of a method that is given by its short name. A method that is an
+            object is taken as it is, see :func:`~lightning_nm.preset_method`. docs/papers.md has the settings.
+        skip_first: Keep the first convolution dense; by default as ``skip_first_last`` or the preset says, else yes.
+        skip_last: Keep the last linear layer dense; likewise.
+        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it. If Lightning's sanity validation
+            runs, the layers are found by data flow: convolutions that read no other layer's result, and linear layers
+            whose result no other layer reads. With ``num_sanity_val_steps=0`` or without validation data they are the
+            first and the last one of the trained layers that the model registers. A resumed run keeps its choice. The
+            table of layers gives the reason.
+        conv_layout: ``channels``, the default: convolution blocks along the input channels for a fixed kernel tap, as
+            hardware reads them, and as in the code of SR-STE and ASP. ``flat``: along the flattened filter, as in the
+            code of Bi-Mask and transposable masks.
         seed: Base of all random choices.
         frozen: ``dense``: layers that no optimizer trains when fit starts, such as a teacher, stay dense; a layer that
             is unfrozen later is masked from then on. Layers that ``include`` names are masked in any case. ``mask``:
@@ -108,8 +107,8 @@ class NMSparsityCallback(pl.Callback):
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         rules: list[RuleSpec] | None = None,
-        skip_first_last: bool = True,
-        conv_layout: Literal["channels", "flat"] = "channels",
+        skip_first_last: bool | None = None,
+        conv_layout: ConvLayout | None = None,
         seed: int = 0,
         frozen: Literal["dense", "mask"] = "dense",
         log_layers: bool = False,
@@ -119,9 +118,13 @@ class NMSparsityCallback(pl.Callback):
         show_tables: bool = True,
         name: str | None = None,
         monitor: bool | MaskMonitor | None = True,
+        preset: PresetName | None = None,
+        skip_first: bool | None = None,
+        skip_last: bool | None = None,
     ) -> None:
         self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
         self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed}
+        self.options |= {"preset": preset, "skip_first": skip_first, "skip_last": skip_last}
         self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
         self.options |= {"grad_snr_every": grad_snr_every, "frozen": frozen}
         if log_achieved_loss is not None:
@@ -149,11 +152,6 @@ class NMSparsityCallback(pl.Callback):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
 
-    @property
-    def state_key(self) -> str:
-        """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
-        return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
         self._lifecycle.steps_before = 0
@@ -171,7 +169,7 @@ class NMSparsityCallback(pl.Callback):
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         self._install(trainer, pl_module)
         log_hyperparameters(trainer, self._installed(), self.name)
-        if self._lifecycle.is_new and self.options["skip_first_last"]:
+        if self._lifecycle.is_new and self._installed().settings.skips_ends:
             self._flow = ValueFlow(pl_module)  # of the sanity validation
 
     def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None) -> None:
@@ -377,43 +375,3 @@ class NMSparsityCallback(pl.Callback):
         if self.sparsifier is None:
             raise RuntimeError("NMSparsityCallback is not installed: its on_fit_start was not called for this fit")
         return self.sparsifier
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sparsifier's state, during fit and after it."""
-        if self.sparsifier is not None:
-            history = {} if self._monitor is None else self._monitor.history(self.sparsifier)
-            state = {**self.sparsifier.state_dict(), "open": self._lifecycle.batch_open}
-            return {**state, "history": history} if history else state
-        return self._lifecycle.state or {}
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
-        layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
-        if "current_model_state" in checkpoint and layers:
-            dropped = mask_average(checkpoint["state_dict"], pl_module, layers)
-            states = checkpoint["callbacks"]
-            states[self.state_key] = {**states[self.state_key], "averages": dropped}
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Refuse a damaged file, and restore averaged weights when a fit resumes."""
-        if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
-            check_archive(trainer.ckpt_path)
-        resumes = trainer.state.fn == "fit"
-        self._lifecycle.read_checkpoint(resumes=resumes, global_step=checkpoint.get("global_step", 0))
-        if resumes:
-            restore_average(checkpoint, checkpoint.get("callbacks", {}).get(self.state_key, {}), trainer, pl_module)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""
-        if not state_dict:
-            return
-        check_schema(state_dict)
-        if self.sparsifier is not None:
-            self.sparsifier.load_state_dict(state_dict)
-            self._lifecycle.restored(state_dict)
-        else:
-            self._lifecycle.receive(state_dict)

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from lightning_nm.functional.masks import check_output_blocks, checked_permutation
 from lightning_nm.pattern import NMPattern, PatternLike
 
-Search: TypeAlias = Literal["swap", "random"]
+Search: TypeAlias = Literal["swap", "random", "redraw"]
 """How :func:`search_permutation` searches."""
 Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 """What :func:`search_permutation` maximises."""
@@ -76,18 +76,19 @@ def search_permutation(
     groups: int = 1,
     generator: Generator | None = None,
 ) -> Tensor:
-    r"""Permutation of the output rows under which the backward mask keeps most, never worse than the initial one.
+    r"""Permutation of the output rows under which the backward mask keeps most.
 
     ``argmax_p sum over blocks of min(nnz(V[p]), N)``, or another criterion of :func:`permutation_score`. ``"random"``
-    takes the best of random permutations. ``"swap"`` takes one row out of every block. Its cost in a block is then
-    linear in the row: its nonzeros in columns where the rest of the block has N already. So one GEMM tells the cost of
-    every row in every block, and rows change places if that lowers the sum.
+    takes the best of random permutations and the initial one, ``"redraw"`` of random ones alone: only it can be worse
+    than the initial one. Of equal ones the first is taken. ``"swap"`` takes one row out of every block. Its cost in a
+    block is then linear in the row: its nonzeros in columns where the rest of the block has N already. So one GEMM
+    tells the cost of every row in every block, and rows change places if that lowers the sum.
 
     Args:
         weight: ``[out, ...]``, real; read as ``[out, K]``.
         forward_mask: Boolean, the shape of ``weight``. None keeps every entry.
         pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
-        search: ``"swap"`` or ``"random"``.
+        search: ``"swap"``, ``"random"`` or ``"redraw"``.
         candidates: How many random permutations, or as many rounds of swaps as take about the same time on layers of
             512 rows and more. ``"swap"`` stops when rounds no longer help.
         criterion: ``"retained"`` (the authors' code), ``"eligible"`` (the paper's wording) or ``"l1"`` (magnitude).
@@ -108,7 +109,7 @@ def search_permutation(
         >>> [permutation_score(weight, None, "1:2", p) for p in (None, permutation)]
         [2.0, 4.0]
 
-    Source: ``"random"`` is Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
+    Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
     _choice("search", search, get_args(Search))
     if candidates < 1:
@@ -117,8 +118,8 @@ def search_permutation(
     start = checked_permutation(initial, weight, groups)
     if problem.table.numel() == 0 or len(start) == groups * problem.pattern.m:  # one block a group: all score the same
         return start
-    if search == "random":
-        return _best_of(problem, start, candidates, generator)
+    if search != "swap":
+        return _best_of(problem, start if search == "random" else None, candidates, generator)
     rounds = max(1, candidates * (problem.pattern.m + 4) // 260)  # measured
     with torch.autocast(start.device.type, enabled=False):
         found = _swap(problem, start, rounds, generator)
@@ -166,15 +167,16 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
     return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
 
 
-def _best_of(problem: _Problem, best: Tensor, candidates: int, generator: Generator | None) -> Tensor:
-    size = len(best) // problem.groups
+def _best_of(problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None) -> Tensor:
+    rows, size = problem.table, len(problem.table) // problem.groups
+    best = rows.new_empty(0, len(rows), dtype=torch.int64) if initial is None else initial[None]
     for done in range(0, candidates, 1000):  # bounds memory
         count = min(1000, candidates - done)
-        drawn = _shuffles(count * problem.groups, size, generator, best.device).view(count, -1, size)
-        drawn += _first_rows(best, problem.groups)
-        permutations = torch.cat([best[None], drawn.view(count, -1)])
-        best = permutations[_scores(problem, permutations).argmax()]
-    return best
+        drawn = _shuffles(count * problem.groups, size, generator, rows.device).view(count, -1, size)
+        drawn += _first_rows(rows, problem.groups)
+        permutations = torch.cat([best, drawn.view(count, -1)])
+        best = permutations[_scores(problem, permutations).argmax()][None]
+    return best[0]
 
 
 def _scores(problem: _Problem, permutations: Tensor) -> Tensor:

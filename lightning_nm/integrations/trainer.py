@@ -20,8 +20,10 @@ from lightning_nm.export.huggingface import holds_model, read_folder
 from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.sharding import is_sharded
 from lightning_nm.pattern import PatternLike
+from lightning_nm.presets import PresetName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.optimizers import unwrapped
 
@@ -70,7 +72,10 @@ class NMTrainerCallback(TrainerCallback):
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers.
         seed: Base of all random choices.
-        skip_first_last: Keep the first convolution and the last linear layer that the model registers dense.
+        preset: ``"paper"`` or ``"fst"``: the settings of the method's paper, where none are given.
+        skip_first: Keep the first convolution that the model registers dense.
+        skip_last: Keep the last linear layer that it registers dense.
+        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
         show_tables: Print the table of layers before training.
         log_layers: Log every statistic per layer, too, as ``nm/<statistic>/<layer>``.
         resume_from: The checkpoint folder that a training resumes from. By default ``args.resume_from_checkpoint`` if
@@ -98,8 +103,11 @@ class NMTrainerCallback(TrainerCallback):
         rules: Sequence[Mapping[str, Any]] | None = None,
         seed: int = 0,
         *,
-        skip_first_last: bool = True,
-        conv_layout: Literal["channels", "flat"] = "channels",
+        preset: PresetName | None = None,
+        skip_first: bool | None = None,
+        skip_last: bool | None = None,
+        skip_first_last: bool | None = None,
+        conv_layout: ConvLayout | None = None,
         frozen: Literal["dense", "mask"] = "dense",
         grad_snr_every: int = 100,
         show_tables: bool = True,
@@ -108,6 +116,7 @@ class NMTrainerCallback(TrainerCallback):
     ) -> None:
         self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
         self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed, "frozen": frozen}
+        self.options |= {"preset": preset, "skip_first": skip_first, "skip_last": skip_last}
         self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
         self.options |= {"grad_snr_every": grad_snr_every}
         NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any training

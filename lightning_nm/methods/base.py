@@ -24,6 +24,7 @@ _REPLACED_HOOKS = {
 _STEP_HOOKS = (
     "penalty",
     "before_step",
+    "after_clipping",
     "after_step",
     "update",
     "needs_dense_gradient",
@@ -55,11 +56,11 @@ class Method:
     :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
 
     The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once; then for each real
-    optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), the optimizer's step,
-    :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler skips has a
-    :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass, :meth:`backward_weight` and
-    :meth:`weight_gradient` in every backward pass; these three are traced by ``torch.compile`` and must be plain tensor
-    code.
+    optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), :meth:`after_clipping`,
+    the optimizer's step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler
+    skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass, :meth:`backward_weight`
+    and :meth:`weight_gradient` in every backward pass; these three are traced by ``torch.compile`` and must be plain
+    tensor code.
     """
 
     short_name: str = ""
@@ -187,6 +188,9 @@ class Method:
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient just before the optimizer uses it; the :meth:`penalty` is in it already."""
+
+    def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Shape the complete gradient when the optimizer's step begins: after clipping, if a loop clips."""
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Repair the weight right after an optimizer step, as methods without latent weights must.

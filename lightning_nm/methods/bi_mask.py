@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.methods.base import check_option
-from lightning_nm.methods.ste import SRSTE
+from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -31,16 +31,22 @@ class BiMask(SRSTE):
     Args:
         permute_every: Optimizer steps between two permutation searches (the paper's 100).
         candidates: Effort of one search (the paper's 100 candidates).
-        search: ``"swap"`` starts from the current permutation, exchanges rows and never gets worse. ``"random"`` is
-            the paper's best of ``candidates`` random permutations.
+        search: ``"swap"`` starts from the current permutation, exchanges rows and never gets worse. ``"random"`` takes
+            the best of the current and ``candidates`` random permutations. ``"redraw"`` leaves out the current one, as
+            the authors' code does, so that it may get worse.
         criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
         decay: The SR-STE decay of pruned weights.
         dense_start: As :class:`STE`'s.
         dense_end: As :class:`STE`'s: the trained model is dense then.
+        first_search: Optimizer steps before the first search, with the rows in their own order until then. The authors'
+            code counts forward passes from 1 and searches before the 100th, so its number is 99.
+        decay_scale: As :class:`SRSTE`'s.
+        decay_at: As :class:`SRSTE`'s.
 
     Raises:
-        ValueError: For an unknown ``search`` or ``criterion``, numbers below 1, and as :class:`STE`.
+        ValueError: For an unknown ``search`` or ``criterion``, ``permute_every`` or ``candidates`` below 1, a negative
+            ``first_search``, and as :class:`SRSTE`.
     """
 
     short_name = "bi-mask"
@@ -57,19 +63,26 @@ class BiMask(SRSTE):
         decay: float = 2e-4,
         dense_start: Moment = 0,
         dense_end: Moment = 0,
+        first_search: int = 0,
+        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_at: DecayAt = "before-clipping",
     ) -> None:
-        super().__init__(decay, dense_start, dense_end)
-        for name, value in (("permute_every", permute_every), ("candidates", candidates)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
+        for name, value, least in (
+            ("permute_every", permute_every, 1),
+            ("candidates", candidates, 1),
+            ("first_search", first_search, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
         check_option("search", search, *get_args(Search))
         check_option("criterion", criterion, *get_args(Criterion))
-        self.permute_every, self.candidates = permute_every, candidates
+        self.permute_every, self.candidates, self.first_search = permute_every, candidates, first_search
         self.search: Search = search
         self.criterion: Criterion = criterion
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Search the first permutation and select both masks, unless training starts dense."""
+        """Select both masks, with the first permutation, unless training starts dense."""
         layer.masks.set_permutation(None)
         super().init_masks(layer)
 
@@ -80,16 +93,21 @@ class BiMask(SRSTE):
         forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)
         backward = None
         if not layer.dgrad_reason:
-            backward = self.select_backward(layer, rows, forward, search=layer.crossed(self.permute_every))
+            due = layer.crossed(self.permute_every, self.first_search)
+            backward = self.select_backward(layer, rows, forward, search=due)
         forward = None if forward is None else layer.unrows(forward)
         layer.set_masks(forward, None if backward is None else layer.unrows(backward))
 
     def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
         """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.
 
-        A search, and a first selection always searches, replaces the layer's permutation in place.
+        A search replaces the layer's permutation in place. A first selection searches, too, unless it is too early.
         """
-        due = layer.permutation is None or search
+        if layer.permutation is None and layer.step < self.first_search:
+            layer.masks.set_permutation(torch.arange(len(rows), device=rows.device))
+            due = False
+        else:
+            due = layer.permutation is None or search
         if due:
             found = search_permutation(
                 rows,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.select import masked
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_window, resolve_window, within
 
@@ -68,32 +71,74 @@ class STE(MaskMethod):
             layer.set_masks(layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1)))
 
 
+DecayAt = Literal["before-clipping", "after-clipping"]
+
+
 class SRSTE(STE):
     r"""Sparse-refined STE (Zhou et al., 2021, arXiv 2102.04010): STE with a decay on pruned weights.
 
-    :math:`g \leftarrow g + \lambda (1 - m) \odot W`, once per real optimizer step, before clipping. The decay makes it
-    costly to revive an entry and so steadies the mask.
+    :math:`g \leftarrow g + s \lambda (1 - m) \odot W`, once per real optimizer step; :math:`s` is 1 unless it is set.
+    The decay makes it costly to revive an entry and so steadies the mask.
 
     Args:
-        decay: :math:`\lambda`, the paper's 2e-4 by default; useful values lie between 6e-5 and 6e-4.
+        decay: :math:`\lambda`, the paper's 2e-4 by default. Values in use begin at 6e-5 (FST under AdamW, arXiv
+            2404.01847). The authors' runs on G GPUs add up G decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs;
+            see ``decay_scale``.
         dense_start: As :class:`STE`'s.
         dense_end: As :class:`STE`'s: the trained model is dense then.
+        decay_scale: :math:`s`, a factor of the decay. ``"world-size"`` is the number of processes, as in the authors'
+            code: every process adds the decay to its own gradient, and the all-reduce takes the sum.
+        decay_at: ``"before-clipping"``: the decay is clipped with the gradient. ``"after-clipping"``: it is added when
+            the optimizer's step begins, as FST does; the gradient's norm does not count it.
 
     Raises:
-        ValueError: If ``decay`` is negative, and as :class:`STE`.
+        ValueError: If ``decay`` or ``decay_scale`` is negative, for an unknown ``decay_scale`` or ``decay_at``, and as
+            :class:`STE`.
     """
 
     short_name = "sr-ste"
 
-    def __init__(self, decay: float = 2e-4, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
+    def __init__(
+        self,
+        decay: float = 2e-4,
+        dense_start: Moment = 0,
+        dense_end: Moment = 0,
+        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_at: DecayAt = "before-clipping",
+    ) -> None:
         super().__init__(dense_start, dense_end)
         if decay < 0:
             raise ValueError(f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'")
+        if decay_scale != "world-size" and (not isinstance(decay_scale, (int, float)) or not decay_scale >= 0):
+            raise ValueError(f"decay_scale={decay_scale!r} must be a factor of the decay, 0 or more, or 'world-size'")
+        check_option("decay_at", decay_at, *get_args(DecayAt))
         self.decay = decay
+        self.decay_scale = decay_scale
+        self.decay_at: DecayAt = decay_at
+
+    def defined_hooks(self) -> frozenset[str]:
+        """The hooks of a step, without that of the other place of the decay."""
+        unused = "before_step" if self.decay_at == "after-clipping" else "after_clipping"
+        is_own = getattr(type(self), unused) is vars(SRSTE)[unused] and unused not in vars(self)
+        return super().defined_hooks() - ({unused} if is_own else set())
+
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Add the decay of the pruned entries to the gradient, if it is to be clipped, too."""
+        if self.decay_at == "before-clipping":
+            self._add_decay(layer)
+
+    def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Add it here if not."""
+        if self.decay_at == "after-clipping":
+            self._add_decay(layer)
 
     @torch.no_grad()
-    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Add the decay of the pruned entries to the gradient."""
+    def _add_decay(self, layer: NMLayer) -> None:
         mask, grad = layer.forward_mask_view, layer.local_grad
         if self.decay and mask is not None and grad is not None:
-            grad.add_(masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay)
+            scale = _world_size() if self.decay_scale == "world-size" else float(self.decay_scale)
+            grad.add_(masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay * scale)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

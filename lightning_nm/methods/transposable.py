@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from lightning_nm.functional import transposable_mask
-from lightning_nm.methods.ste import SRSTE
+from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -24,25 +26,37 @@ class TransposableMask(SRSTE):
         decay: The SR-STE decay of pruned weights; 0, the paper's, is none.
         dense_start: As :class:`STE`'s.
         dense_end: As :class:`STE`'s: the trained model is dense then.
+        first_update: Optimizer steps before the mask that was selected at the start is first replaced; ``None`` for
+            ``update_every``. The authors' code counts forward passes from 1, so its number is 39.
+        decay_scale: As :class:`SRSTE`'s.
+        decay_at: As :class:`SRSTE`'s.
 
     Raises:
-        ValueError: If ``update_every`` is below 1, ``decay`` is negative, and as :class:`STE`.
+        ValueError: If ``update_every`` or ``first_update`` is below 1, and as :class:`SRSTE`.
     """
 
     short_name = "transposable"
     transposable = True  # and not `sparse_dgrad`: without a forward mask there is none for dgrad
 
     def __init__(
-        self, update_every: int = 40, decay: float = 0.0, dense_start: Moment = 0, dense_end: Moment = 0
+        self,
+        update_every: int = 40,
+        decay: float = 0.0,
+        dense_start: Moment = 0,
+        dense_end: Moment = 0,
+        first_update: int | None = None,
+        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_at: DecayAt = "before-clipping",
     ) -> None:
-        super().__init__(decay, dense_start, dense_end)
-        if update_every < 1:
-            raise ValueError(f"update_every={update_every} must be at least 1")
-        self.update_every = update_every
+        super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
+        for name, value in (("update_every", update_every), ("first_update", first_update)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.update_every, self.first_update = update_every, first_update
 
     def due(self, layer: NMLayer) -> bool:
         """Every ``update_every`` steps."""
-        return layer.crossed(self.update_every)
+        return layer.crossed(self.update_every, self.first_update or self.update_every)
 
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:

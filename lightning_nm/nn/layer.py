@@ -278,9 +278,9 @@ class NMLayer(HasHandle):
         """Whether the estimator works in this window."""
         return self.progress.estimating
 
-    def crossed(self, every: int) -> bool:
-        """Whether a multiple of `every` steps lies in ``(updated_at, step]``."""
-        return self.step // every > self.updated_at // every
+    def crossed(self, every: int, first: int = 0) -> bool:
+        """Whether one of the steps ``first, first + every, ...`` after step 0 lies in ``(updated_at, step]``."""
+        return self.step >= first and (self.step - first) // every > (self.updated_at - first) // every
 
     def generator(self) -> torch.Generator:
         """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""

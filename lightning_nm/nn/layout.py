@@ -11,9 +11,12 @@ from torch import Tensor
 
 Layout = Literal["plain", "flat", "transposed", "experts", "experts-transposed"]
 """``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
-``flatten(1)`` (the papers' order for convolutions). ``"transposed"``: the same for the transposed weight.
+``flatten(1)`` (the order of some papers' convolutions). ``"transposed"``: the same for the transposed weight.
 ``"experts"``: ``[experts, out, in]``, each expert's matrix plain. ``"experts-transposed"``: ``[experts, in, out]``,
 each expert's matrix transposed."""
+
+ConvLayout = Literal["channels", "flat"]
+"""How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
 
 
 def rows_of(tensor: Tensor, layout: Layout) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from lightning_nm.nn.adapters import Adapter, adapter_of, adapters_by_parameters
+from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
+from lightning_nm.nn.ends import Trained, first_and_last
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layout import row_sizes
+from lightning_nm.nn.layout import ConvLayout, row_sizes
 from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, plain_name
 from lightning_nm.nn.sharding import cuts_in_forward, gather
@@ -38,6 +39,7 @@ class Rule:
     pattern: NMPattern
     method: Method
     estimator: GradientEstimator | None = None
+    conv_layout: ConvLayout = "channels"
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
@@ -83,8 +85,6 @@ class Selection:
         self.ends = dict(ends)
 
 
-Trained = Callable[[nn.Parameter], bool]
-"""Whether a weight is trained."""
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
 
 
@@ -93,8 +93,8 @@ def select(
     rules: Sequence[Rule],
     exclude: Sequence[str] = (),
     *,
-    skip_first_last: bool = True,
-    conv_layout: str = "channels",
+    skip_first: bool = True,
+    skip_last: bool = True,
     seed: int = 0,
     is_trained: Trained | None = None,
     continued: Collection[str] = (),
@@ -102,21 +102,20 @@ def select(
 ) -> Selection:
     """Choose the weights to mask; the first rule that matches a layer decides.
 
-    A glob without wildcards names a layer: it must be maskable, and neither ``skip_first_last`` nor ``is_trained``
-    holds it back. Embeddings and tied weights are masked by name alone.
+    A glob without wildcards names a layer: it must be maskable, and neither ``skip_first``, ``skip_last`` nor
+    ``is_trained`` holds it back. Embeddings and tied weights are masked by name alone.
 
     Args:
         model: Any module; it is not changed.
         rules: Tried in order.
         exclude: Globs over module names that stay dense.
-        skip_first_last: Leave the first convolution and the last linear layer dense.
-        conv_layout: ``"channels"``: convolution blocks along `in` for a fixed kernel tap. ``"flat"``: along the
-            flattened ``(in, *kernel)``.
+        skip_first: Leave the first convolution dense.
+        skip_last: Leave the last linear layer dense.
         seed: Base of the layers' random choices.
         is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
         continued: Names of layers that are masked all the same, because a saved state has masks for them.
         ends: The first and the last layers, by module name, with the reason; by default the first convolution and the
-            last linear layer that are trained, in the order of registration.
+            last linear layer that are trained, in the order of registration. Those that are not skipped do not count.
 
     Raises:
         ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
@@ -124,13 +123,12 @@ def select(
     """
     selection = Selection()
     named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
-    candidates = list(candidates_of(model, selection, conv_layout, named))
+    candidates = list(candidates_of(model, selection, "channels", named))
     ties = Ties(model, candidates, named)
     selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
     candidates = [c for c in candidates if c.name not in selection.skipped]
     _check_globs(model, rules, exclude, candidates, selection)
-    if skip_first_last:
-        selection.ends = dict(_first_and_last(candidates, is_trained) if ends is None else ends)
+    selection.ends = first_and_last(candidates, is_trained, ends, skip_first=skip_first, skip_last=skip_last)
 
     wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
@@ -140,6 +138,7 @@ def select(
         names = ties.names(candidate)
         rule = next((rule for rule in rules if rule.matches(*names)), None)
         is_named = ties.is_named(candidate)
+        spec = candidate.spec if rule is None else candidate.spec_in(rule.conv_layout)
         reason, reasons = "", ("", "")
         if rule is None:
             reason = "not in `include`"
@@ -160,7 +159,7 @@ def select(
                 "the module that fully_shard was given, not a part of it"
             )
         if not reason and rule is not None:
-            reasons = _eligibility(candidate, rule.pattern, cuts)
+            reasons = _eligibility(candidate, spec, rule.pattern, cuts)
             wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
             gains = (rule.method.sparse_forward and not reasons[0]) or (rule.method.sparse_dgrad and not reasons[1])
             # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
@@ -173,21 +172,21 @@ def select(
                 raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}")
             selection.skipped[candidate.name] = reason
             continue
-        spec = LayerSpec(
+        decided = LayerSpec(
             candidate.name,
             candidate.module,
-            candidate.spec.parameter,
+            spec.parameter,
             rule.pattern,
             rule.method,
             None if candidate.is_embedding else rule.estimator,
-            layout=candidate.spec.layout,
-            groups=candidate.spec.groups * cuts.get(0, 1),
+            layout=spec.layout,
+            groups=spec.groups * cuts.get(0, 1),
             forward_reason=reasons[0],
             dgrad_reason=reasons[1],
             tensor_parallel=bool(cuts),
             tied=tuple((other.module, other.spec.parameter) for other in ties.tied(candidate)),
         )
-        layer = NMLayer(spec, seed=seed, wrappers=around)
+        layer = NMLayer(decided, seed=seed, wrappers=around)
         if is_named or candidate.name in continued or is_trained is None or is_trained(candidate.weight):
             refuse_nan(layer)
             selection.layers.append(layer)
@@ -303,10 +302,11 @@ def _why_not(candidate: Candidate) -> str:
     return ""
 
 
-def _eligibility(candidate: Candidate, pattern: NMPattern, cuts: Mapping[int, int]) -> tuple[str, str]:
+def _eligibility(
+    candidate: Candidate, spec: WeightSpec, pattern: NMPattern, cuts: Mapping[int, int]
+) -> tuple[str, str]:
     """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
-    weight, spec = getattr(candidate.module, candidate.spec.parameter), candidate.spec
-    out, depth = row_sizes(weight.shape, spec.layout)
+    out, depth = row_sizes(candidate.weight.shape, spec.layout)
     part = "" if spec.groups == 1 or spec.layout.startswith("experts") else "/group"
     forward = _misfit(f"in{part}", depth, pattern, cuts.get(1, 1))
     if candidate.is_embedding:
@@ -320,23 +320,6 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
         return ""
     divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
     return f"{axis} {divided} % {pattern.m} != 0"
-
-
-def _first_and_last(candidates: Sequence[Candidate], is_trained: Trained | None) -> dict[str, str]:
-    """The ends of the part of the model that is trained, or of all of it if that part has none."""
-
-    def trained(found: list[Candidate]) -> list[Candidate]:
-        return [c for c in found if is_trained is None or is_trained(c.weight)] or found
-
-    convolutions = trained([c for c in candidates if c.adapter.role == "convolution"])
-    linears = [c for c in candidates if c.adapter.role == "linear" and not c.module_name.endswith(".out_proj")]
-    linears = trained(linears)
-    ends = {}
-    if convolutions:
-        ends[convolutions[0].module_name] = "first convolution"
-    if linears:
-        ends[linears[-1].module_name] = "last linear layer"
-    return ends
 
 
 def _check_globs(
@@ -381,7 +364,7 @@ def _advice(selection: Selection) -> str:
     # A shape that does not fit is the reason that a user can least guess.
     telling = sorted(selection.skipped.items(), key=lambda item: "%" not in item[1])
     reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
-    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
+    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern`, `skip_first` and `skip_last`."
 
 
 def _is_glob(text: str) -> bool:

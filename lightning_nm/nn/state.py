@@ -111,6 +111,24 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
     return _same(layer.method.forward_weight(saved, latent.to(weight.device, weight.dtype)), weight)
 
 
+def latent_loaded(layers: Mapping[str, NMLayer], saved: Mapping[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """W_F of the layers whose latent values were loaded with the weights, by name.
+
+    Raises:
+        ValueError: If a layer's saved masks do not belong to its weight.
+    """
+    found = {}
+    for name, layer in layers.items():
+        if fits(layer, saved[name]):
+            continue
+        found[name] = layer.forward_weight()
+        if layer.replaced_state is None or not fits(layer, saved[name], found[name]):
+            fault = f"the masks in the checkpoint do not belong to the weights of layer '{name}'"
+            advice = "load its weights into the model first; if they are averages, resume with their callback, too"
+            raise ValueError(f"{fault}: {advice}")
+    return found
+
+
 @torch.no_grad()
 def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec
+from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.names import layer_name, parameter_key, plain_name
 from lightning_nm.nn.sharding import is_sharded
 
@@ -26,6 +27,12 @@ class Candidate:
     def weight(self) -> nn.Parameter:
         """The parameter."""
         return getattr(self.module, self.spec.parameter)
+
+    def spec_in(self, conv_layout: ConvLayout) -> WeightSpec:
+        """:attr:`spec` with the blocks of convolutions in another order."""
+        return next(
+            spec for spec in self.adapter.specs(self.module, conv_layout) if spec.parameter == self.spec.parameter
+        )
 
     @property
     def is_embedding(self) -> bool:

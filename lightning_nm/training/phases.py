@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import same_estimator
+from lightning_nm.nn.state import changed_settings, same_estimator
 
 
 def plan_schedules(
@@ -59,6 +60,18 @@ def changed_schedules(
             if new != then:
                 changes.add((type(owner).__name__, then, new))
     return sorted(changes)
+
+
+def warn_of_changes(
+    layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
+) -> None:
+    """Warn if a training goes on with other settings or another plan than it began with."""
+    for name, then, now in changed_schedules(list(layers.values()), saved, planned_steps):
+        plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
+        warnings.warn(f"this training began with {plan}", stacklevel=3)
+    changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
+    if changes:
+        warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3)
 
 
 def finished_phases(layers: Sequence[NMLayer]) -> list[str]:

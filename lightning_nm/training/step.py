@@ -1,13 +1,14 @@
 """Everything that advances when an optimizer steps, in order.
 
 :class:`TrainingStep` is read from top to bottom: :meth:`~TrainingStep.before_optimizer`, with complete gradients;
-:meth:`~TrainingStep.after_optimizer`, right after each real step; :meth:`~TrainingStep.end_batch`.
+:meth:`~TrainingStep.after_clipping`, when the optimizer's step begins; :meth:`~TrainingStep.after_optimizer`, right
+after each real step; :meth:`~TrainingStep.end_batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -42,7 +43,7 @@ class TrainingStep:
         self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}
-        self._announced: set[int] = set()
+        self._announced: dict[int, float] = {}  # the loss scale of optimizers whose gradients were shaped, by id
 
     def add(self, layers: Sequence[NMLayer]) -> None:
         """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
@@ -55,19 +56,25 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
-        self._announced.add(id(optimizer))
+        self._announced[id(optimizer)] = loss_scale
         for layer in owned:
             method, hooks = layer.spec.method, self._hooks[layer.spec.method]
-            if loss_scale != 1:
-                _for_gradients(layer, lambda grad: grad.div_(loss_scale))
-            with _full(layer, gradient=True):
+            with _unscaled(layer, loss_scale), _full(layer, gradient=True):
                 if "penalty" in hooks:
                     _add_penalty(layer)
                 if "before_step" in hooks:
                     method.before_step(layer, optimizer)
             layer.progress.shaped = True
-            if loss_scale != 1:  # gradients that the method made, too
-                _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
+
+    def after_clipping(self, optimizer: Optimizer) -> None:
+        """Shape the gradients that the optimizer's step is about to use."""
+        loss_scale = self._announced.get(id(optimizer), 1.0)
+        if id(optimizer) not in self._announced and changes_nothing(optimizer):
+            return
+        for layer in self.owned(optimizer):
+            if "after_clipping" in self._hooks[layer.spec.method]:
+                with _unscaled(layer, loss_scale), _full(layer, gradient=True):
+                    layer.spec.method.after_clipping(layer, optimizer)
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
@@ -156,7 +163,7 @@ class TrainingStep:
                 handle.remove()
             del self.optimizers[key]
             self._depth.pop(key, None)
-            self._announced.discard(key)
+            self._announced.pop(key, None)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -186,15 +193,29 @@ class TrainingStep:
         for book in (self._handles, self.optimizers, self._depth, self._announced):
             book.clear()
 
-    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        if depth > 1 or not any("after_clipping" in self._hooks[layer.spec.method] for layer in self.owned(optimizer)):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.after_clipping(optimizer)
+            return None
+
+        def computes_gradients() -> Any:  # and clips them, with Lightning
+            result = closure()
+            self.after_clipping(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], computes_gradients, *args[2:]), kwargs
+        return args, {**kwargs, "closure": computes_gradients}
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
         if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
             return
-        announced = id(optimizer) in self._announced
-        self._announced.discard(id(optimizer))
+        announced = self._announced.pop(id(optimizer), None) is not None
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
@@ -204,6 +225,18 @@ class TrainingStep:
 
 def _full(layer: NMLayer, *, gradient: bool = False) -> Any:
     return nullcontext() if layer.shards is None else layer.shards.full(gradient=gradient)
+
+
+def _unscaled(layer: NMLayer, loss_scale: float) -> Any:
+    """Within, the gradients are not multiplied by the loss scale; those that a method made are afterwards, too."""
+    return nullcontext() if loss_scale == 1 else _without_scale(layer, loss_scale)
+
+
+@contextmanager
+def _without_scale(layer: NMLayer, loss_scale: float) -> Iterator[None]:
+    _for_gradients(layer, lambda grad: grad.div_(loss_scale))
+    yield
+    _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:

@@ -18,9 +18,12 @@ METHODS = {
     "sr-ste": lambda: SRSTE(DECAY),
     "bi-mask": lambda: BiMask(permute_every=2, decay=DECAY),
     "transposable": lambda: TransposableMask(update_every=2, decay=DECAY),
+    "after-clipping": lambda: SRSTE(DECAY, decay_at="after-clipping"),
+    "world-size": lambda: SRSTE(DECAY, decay_scale="world-size"),
 }
 PRECISIONS = ["32", "fp16", "fp16-fused"]
-GRID = list(itertools.product(METHODS, PRECISIONS, (1, 4), (1, 2)))
+GRID = list(itertools.product(("sr-ste", "bi-mask", "transposable"), PRECISIONS, (1, 4), (1, 2)))
+GRID += [("after-clipping", precision, 4, 1) for precision in PRECISIONS] + [("world-size", "32", 1, 1)]
 
 
 class Net(pl.LightningModule):
@@ -87,14 +90,14 @@ def weights_and_masks(method, precision, accumulate, calls, devices=1, strategy=
     return torch.stack(record.weights), torch.stack(record.masks)
 
 
-def check(weights, masks, method, accumulate):
+def check(weights, masks, method, accumulate, devices=1):
     """Every step against the formula in float64, to the rounding of float32."""
     assert weights.dtype == torch.float32
     assert len(masks) == len(weights) - 1 == STEPS
     x, coefficients = integers(accumulate).double()
     gradients = (coefficients.mT @ x / TOKENS).view(STEPS, accumulate, 16, 16).mean(1)
     before, after = weights[:-1].double(), weights[1:].double()
-    decayed = DECAY * torch.where(masks, 0, before)
+    decayed = DECAY * torch.where(masks, 0, before) * (devices if method == "world-size" else 1)
     error = (after - (before - RATE * (gradients + decayed))).abs()
     allowed = 2 * torch.finfo(torch.float32).eps * (before.abs() + RATE * (gradients.abs() + decayed.abs()))
     assert bool((error <= allowed).all()), f"off by up to {float((error / allowed).max()):.3g} x what rounding may do"
@@ -120,7 +123,7 @@ def test_two_processes(tmp_path):
     first, second = in_processes(2, tmp_path / "run", everything)
     for run, one, other in zip(RUNS, first, second, strict=True):
         try:
-            check(*one, run[0], run[2])
+            check(*one, run[0], run[2], devices=2)
         except AssertionError as error:
             raise AssertionError(f"{run}: {error}") from error
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), run

@@ -27,11 +27,14 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
         if rule.include is not None:
             found[f"{place}/include"] = ", ".join(rule.include)
         found[f"{place}/pattern"] = str(rule.pattern)
+        found[f"{place}/conv_layout"] = rule.conv_layout
         for key, part in (("method", rule.method), ("grad_estimator", rule.estimator)):
             found[f"{place}/{key}"] = "none" if part is None else getattr(part, "short_name", "") or type(part).__name__
             for name, value in vars(part).items() if part is not None else ():
                 if not name.startswith("_"):
                     found[f"{place}/{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
+    if sparsifier.preset is not None:
+        found[f"{prefix}/preset"] = sparsifier.preset
     if sparsifier.exclude:
         found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
     return found

@@ -162,8 +162,14 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
     for reason, number in layer_reasons(sparsifier).items():
         console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
+    settings = sparsifier.settings
     if sparsifier.selection.ends:
-        console.print("skip_first_last=False masks first and last layers, too", style="dim")
+        ends = [end for end, skips in (("first", settings.skip_first), ("last", settings.skip_last)) if skips]
+        option = f"skip_{ends[0]}" if len(ends) == 1 else "skip_first_last"
+        console.print(f"{option}=False masks {' and '.join(ends)} layers, too", style="dim")
+    for preset in settings.presets:
+        line = f"preset {sparsifier.preset}, {preset}"
+        console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)

@@ -1,0 +1,71 @@
+"""What NMSparsityCallback saves in a Trainer's checkpoints, and reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_nm.callbacks.averages import mask_average, restore_average
+from lightning_nm.callbacks.lifecycle import Lifecycle
+from lightning_nm.callbacks.monitor import MaskMonitor
+from lightning_nm.export.files import check_archive
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.state import check_schema
+from lightning_nm.sparsifier import NMSparsifier
+
+
+class SavedSparsity(pl.Callback):
+    """The part of :class:`~lightning_nm.NMSparsityCallback` that checkpoints hold."""
+
+    name: str | None
+    sparsifier: NMSparsifier | None
+    _lifecycle: Lifecycle
+    _monitor: MaskMonitor | None
+    _finished_layers: dict[str, NMLayer]
+
+    @property
+    def state_key(self) -> str:
+        """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
+        return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sparsifier's state, during fit and after it."""
+        if self.sparsifier is not None:
+            history = {} if self._monitor is None else self._monitor.history(self.sparsifier)
+            state = {**self.sparsifier.state_dict(), "open": self._lifecycle.batch_open}
+            return {**state, "history": history} if history else state
+        return self._lifecycle.state or {}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
+        layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
+        if "current_model_state" in checkpoint and layers:
+            dropped = mask_average(checkpoint["state_dict"], pl_module, layers)
+            states = checkpoint["callbacks"]
+            states[self.state_key] = {**states[self.state_key], "averages": dropped}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a damaged file, and restore averaged weights when a fit resumes."""
+        if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
+            check_archive(trainer.ckpt_path)
+        resumes = trainer.state.fn == "fit"
+        self._lifecycle.read_checkpoint(resumes=resumes, global_step=checkpoint.get("global_step", 0))
+        if resumes:
+            restore_average(checkpoint, checkpoint.get("callbacks", {}).get(self.state_key, {}), trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""
+        if not state_dict:
+            return
+        check_schema(state_dict)
+        if self.sparsifier is not None:
+            self.sparsifier.load_state_dict(state_dict)
+            self._lifecycle.restored(state_dict)
+        else:
+            self._lifecycle.receive(state_dict)

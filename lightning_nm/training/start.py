@@ -1,0 +1,54 @@
+"""How layers begin to be masked: their schedules, first masks and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.selection import refuse_masked, refuse_nan
+from lightning_nm.nn.sharding import is_sharded
+from lightning_nm.nn.state import saved_layer, state_difference
+from lightning_nm.training.optimizers import trained_by
+from lightning_nm.training.phases import plan_schedules
+
+
+def choose_masks(
+    layers: Sequence[NMLayer],
+    saved: Mapping[str, dict[str, Any]],
+    planned_steps: int | None,
+    clock: int,
+    data_rank: int | None,
+) -> None:
+    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
+    plan_schedules(layers, saved, planned_steps, clock)
+    for layer in layers:
+        state_of_layer = saved.get(layer.name)
+        if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
+            layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
+        else:
+            with layer.full():
+                layer.method.init_masks(layer)
+        layer.noise.follow_data(data_rank)
+        layer.draw_noise()
+
+
+def refuse_to_wake(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse layers that cannot be masked now by a ``ValueError``; nothing is changed."""
+    for layer in layers:
+        refuse_nan(layer)
+        for holder in layer.spec.holders:
+            refuse_masked(layer.name, *holder)
+        for optimizer in optimizers:
+            if trained_by([optimizer])(layer.optimizer_param):
+                layer.method.check_optimizer(layer, optimizer)
+
+
+def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
+    """Refuse weights that were sharded after their masks were installed, by a ``RuntimeError``."""
+    for layer in layers:
+        if is_sharded(layer.param) and not layer.sharded:
+            fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
+            raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")

@@ -1,0 +1,55 @@
+"""What docs/papers.md shows runs, and its table is that of the presets."""
+
+import re
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+
+from lightning_nm import BiMask
+from lightning_nm.cli import main
+from lightning_nm.presets import _PRESETS
+from tests.lightning_models import Data, Net
+from tests.test_readme import ShortTrainer, blocks
+
+PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
+
+
+def test_python(monkeypatch, capsys):
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    names = {"model": Net(), "data": Data()}
+    fitted, changed = blocks("python", PAGE)
+    exec(fitted, names)
+    assert "preset paper, arXiv 2302.06058" in capsys.readouterr().out
+    exec(changed, names)
+    assert isinstance(names["changed"], BiMask)
+    assert names["nm"].options["method"].permute_every == 50
+
+
+def test_yaml(tmp_path, monkeypatch, capsys):
+    (block,) = blocks("yaml", PAGE)
+    (tmp_path / "config.yaml").write_text(block)
+    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
+    with pytest.raises(SystemExit):
+        main(["fit", "--model=ResidualCNN", "-c", str(tmp_path / "config.yaml"), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
+    assert (printed["preset"], printed["pattern"]) == ("paper", "2:4")
+
+
+def value(text):
+    return eval(text, {})  # numbers, a quotient and strings
+
+
+def test_the_table():
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(name != "dense" for known in _PRESETS.values() for name in known)
+    for method, preset, source, layout, first, last, settings in rows:
+        known = _PRESETS[preset.strip("`")][method.strip("`")]
+        assert source[1:].split("]")[0] in known.source
+        assert layout == f"`{known.conv_layout}`" or preset == "`fst`"
+        assert (first, last) == tuple("dense" if skips else "sparse" for skips in (known.skip_first, known.skip_last))
+        found = {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]*)`", settings)}
+        assert found.pop("grad_estimator", None) == known.grad_estimator
+        assert found == dict(known.settings)

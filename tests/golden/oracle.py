@@ -1,0 +1,260 @@
+"""The papers' training steps, restated in numpy: formulas and explicit sums, and nothing of the package.
+
+A network has convolutions of kernel (1, taps), each followed by tanh, then the mean over positions and a linear head.
+A linear layer is a convolution of one tap. Weights are ``[out, in, taps]``, values ``[batch, channels, positions]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+N, M = 2, 4
+TILES = [
+    np.array(rows)
+    for rows in itertools.product([r for r in itertools.product((0, 1), repeat=M) if sum(r) == N], repeat=M)
+    if (np.array(rows).sum(0) == N).all()
+]  # the 90 transposable 2:4 masks of a tile
+
+
+def values(shape, seed, scale=1.0):
+    """Numbers without a pattern that are the same everywhere."""
+    count = int(np.prod(shape))
+    return (scale * np.sin(12.9898 * np.arange(1, count + 1) + 78.233 * (seed + 1))).reshape(shape)
+
+
+def candidates(rows, count, search):
+    """The random permutations of the rows that a search is given."""
+    return np.stack([np.argsort(values((rows,), 1000 * search + k)) for k in range(count)])
+
+
+@dataclass
+class Case:
+    """A method and its setting, as the paper's code has it."""
+
+    method: str
+    sizes: tuple[tuple[int, int, int], ...]  # (out, in, taps) of the convolutions, or linear layers
+    masked: tuple[bool, ...]  # of these and of the head
+    steps: int
+    recorded: tuple[int, ...]
+    flat: bool = False
+    decay: float = 0.0
+    refresh: tuple[int, ...] = ()  # forward passes, from 1, before which a transposable mask is selected
+    searches: tuple[int, ...] = ()  # the same of permutation searches
+    candidates: int = 0
+    dense_from: int = 10**9  # the forward pass, from 1, from which training is dense
+    adamw: bool = False
+
+
+CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
+CASES = {
+    # arXiv 2102.04010: blocks along the input channels of a tap, stem sparse, head dense, decay in the gradient
+    "sr-ste": Case("sr-ste", CONVOLUTIONS, (True, True, True, False), 20, tuple(range(1, 21)), decay=2e-4),
+    # arXiv 2302.06058: flat blocks, stem and head dense, the identity until the 100th forward pass
+    "bi-mask": Case(
+        "bi-mask",
+        CONVOLUTIONS,
+        (False, True, True, False),
+        105,
+        (*range(1, 11), *range(96, 106)),
+        flat=True,
+        decay=2e-4,
+        searches=(100,),
+        candidates=100,
+    ),
+    # arXiv 2104.08378: pruned once before training
+    "asp": Case("asp", CONVOLUTIONS, (True, True, True, True), 20, tuple(range(1, 21))),
+    # arXiv 2102.08124: flat, stem sparse, head dense, no decay, a new mask before the 40th forward pass
+    "transposable": Case(
+        "transposable",
+        CONVOLUTIONS,
+        (True, True, True, False),
+        45,
+        (*range(1, 11), *range(36, 46)),
+        flat=True,
+        refresh=(1, 40),
+    ),
+    # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
+    "fst": Case(
+        "transposable",
+        ((8, 8, 1), (8, 8, 1)),
+        (True, True, False),
+        60,
+        (*range(1, 9), *range(38, 44), *range(48, 54)),
+        decay=6e-5,
+        refresh=(1, 41),
+        dense_from=51,
+        adamw=True,
+    ),
+}
+
+
+def start(case):
+    """The first weights, the head's weight and its bias last."""
+    shapes = [*case.sizes, (4, case.sizes[-1][0])]
+    weights = [values(shape, k, (3 / np.prod(shape[1:])) ** 0.5) for k, shape in enumerate(shapes)]
+    return [*weights, values((4,), 50, 0.1)]
+
+
+def batch(case, step):
+    """Inputs and targets of a step."""
+    channels, positions = case.sizes[0][1], 1 + sum(taps - 1 for _, _, taps in case.sizes) + 1
+    return values((6, channels, positions), 100 + step), values((6, 4), 5000 + step)
+
+
+@dataclass
+class Trace:
+    """What a training did at the recorded steps: lists of one array for each masked layer."""
+
+    forward: list = field(default_factory=list)  # bool masks
+    backward: list = field(default_factory=list)
+    dx: list = field(default_factory=list)  # gradients of the layers' inputs, but of the first one's
+    dw: list = field(default_factory=list)  # of the weights, as the optimizer gets them
+    weights: list = field(default_factory=list)  # after the step
+    margin: float = np.inf  # the smallest relative distance from another choice of a mask
+
+
+def train(case):
+    """The trace of a case."""
+    weights, trace = start(case), Trace()
+    masked = [k for k, use in enumerate(case.masked) if use]
+    masks, permutations, state = {}, {}, {}
+    for step in range(1, case.steps + 1):
+        for k in masked:
+            masks[k] = select(case, k, weights[k], masks.get(k), permutations, step, trace)
+        forward = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
+        backward = [w * masks[k][1] if k in masks else w for k, w in enumerate(weights)]
+        gradients, inputs = differentiate(case, forward, backward, *batch(case, step))
+        if case.adamw:
+            clip(gradients)
+        for k in masked:
+            pruned = 1 - masks[k][0]
+            gradients[k] = gradients[k] * masks[k][0] if case.method == "asp" else gradients[k]
+            gradients[k] = gradients[k] + case.decay * pruned * weights[k]
+        weights = (adamw if case.adamw else sgd)(weights, gradients, state)
+        if case.method == "asp":
+            weights = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
+        if step in case.recorded:
+            trace.forward.append([masks[k][0].astype(bool) for k in masked])
+            trace.backward.append([masks[k][1].astype(bool) for k in masked])
+            trace.dx.append([inputs[k] for k in masked if k])
+            trace.dw.append([gradients[k] for k in masked])
+            trace.weights.append([weights[k] for k in masked])
+    return trace
+
+
+def select(case, k, weight, known, permutations, step, trace):
+    """The forward and the backward mask of layer k in the forward pass of a step."""
+    matrix = weight.reshape(len(weight), -1) if case.flat else np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
+
+    def shaped(mask):
+        if case.flat or weight.ndim == 2:
+            return mask.reshape(weight.shape)
+        return np.moveaxis(mask.reshape(len(weight), weight.shape[2], weight.shape[1]), -1, 1)
+
+    if step >= case.dense_from:
+        return np.ones_like(weight), np.ones_like(weight)
+    if case.method == "asp" and known is not None:
+        return known
+    if case.method == "transposable":
+        if step not in case.refresh:
+            return known
+        mask = shaped(best_tiles(matrix, trace))
+        return mask, mask
+    mask = largest(np.abs(matrix), trace)
+    if case.method != "bi-mask":
+        return shaped(mask), shaped(mask)
+    kept = matrix * mask
+    if step in case.searches:
+        permutations[k] = best_permutation(case, kept, case.searches.index(step))
+    order = permutations.get(k, np.arange(len(kept)))
+    back = np.zeros_like(mask)
+    back[order] = largest(np.abs(kept[order]).T, trace).T
+    return shaped(mask), shaped(back * mask)
+
+
+def largest(scores, trace):
+    """1 at the N largest of each M consecutive scores of a row."""
+    blocks = scores.reshape(-1, M)
+    order = np.argsort(-blocks, axis=1)
+    ranked = np.take_along_axis(blocks, order, 1)
+    distinct = ranked[:, N - 1] > 0  # zeros are pruned in any case
+    if distinct.any():
+        trace.margin = min(trace.margin, ((ranked[:, N - 1] - ranked[:, N]) / ranked[:, 0].max())[distinct].min())
+    mask = np.zeros_like(blocks)
+    np.put_along_axis(mask, order[:, :N], 1, 1)
+    return mask.reshape(scores.shape)
+
+
+def best_tiles(matrix, trace):
+    """Of each M x M tile, the transposable mask that keeps most."""
+    mask = np.zeros_like(matrix)
+    for i, j in itertools.product(range(0, matrix.shape[0], M), range(0, matrix.shape[1], M)):
+        tile = np.abs(matrix[i : i + M, j : j + M])
+        kept = np.array([(tile * each).sum() for each in TILES])
+        first, second = np.argsort(-kept)[:2]
+        trace.margin = min(trace.margin, (kept[first] - kept[second]) / kept[first])
+        mask[i : i + M, j : j + M] = TILES[first]
+    return mask
+
+
+def best_permutation(case, kept, search):
+    """The first of the candidates with the most nonzeros that blocks of M rows can keep."""
+    found = candidates(len(kept), case.candidates, search)
+    scores = [np.minimum((kept[p] != 0).reshape(-1, M, kept.shape[1]).sum(1), N).sum() for p in found]
+    return found[int(np.argmax(scores))]
+
+
+def differentiate(case, forward, backward, x, target):
+    """Gradients of ``mean((head(mean(h)) - target)**2)`` for every weight and for every layer's input."""
+    hidden = [x]
+    for w, (_, _, taps) in zip(forward, case.sizes, strict=False):
+        positions = hidden[-1].shape[2] - taps + 1
+        y = sum(np.einsum("oc,bcp->bop", w[:, :, t], hidden[-1][:, :, t : t + positions]) for t in range(taps))
+        hidden.append(np.tanh(y))
+    pooled = hidden[-1].mean(2)
+    error = pooled @ forward[-2].T + forward[-1] - target
+    d_out = 2 * error / error.size
+    gradients = [None] * len(forward)
+    gradients[-2:] = [d_out.T @ pooled, d_out.sum(0)]
+    d_pooled = d_out @ backward[-2]
+    inputs = {len(case.sizes): d_pooled}
+    grad = np.repeat(d_pooled[:, :, None] / hidden[-1].shape[2], hidden[-1].shape[2], 2)
+    for k in reversed(range(len(case.sizes))):
+        taps, x = case.sizes[k][2], hidden[k]
+        dy = grad * (1 - hidden[k + 1] ** 2)
+        positions = dy.shape[2]
+        gradients[k] = np.stack([np.einsum("bop,bcp->oc", dy, x[:, :, t : t + positions]) for t in range(taps)], axis=2)
+        grad = np.zeros_like(x)
+        for t in range(taps):
+            grad[:, :, t : t + positions] += np.einsum("bop,oc->bcp", dy, backward[k][:, :, t])
+        inputs[k] = grad
+    return gradients, inputs
+
+
+def clip(gradients, most=0.05):
+    """Scale the gradients to a norm of at most ``most``."""
+    norm = np.sqrt(sum((g**2).sum() for g in gradients))
+    for k, g in enumerate(gradients):
+        gradients[k] = g * min(1.0, most / (norm + 1e-6))
+
+
+def sgd(weights, gradients, state, rate=0.2, momentum=0.9, weight_decay=1e-4):
+    """A step of SGD with momentum."""
+    step = [g + weight_decay * w for w, g in zip(weights, gradients, strict=True)]
+    state["momentum"] = [momentum * m + g for m, g in zip(state["momentum"], step, strict=True)] if state else step
+    return [w - rate * m for w, m in zip(weights, state["momentum"], strict=True)]
+
+
+def adamw(weights, gradients, state, rate=0.02, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8):
+    """A step of AdamW."""
+    t = state["t"] = state.get("t", 0) + 1
+    new = []
+    for k, (w, g) in enumerate(zip(weights, gradients, strict=True)):
+        m, v = state.get(k, (np.zeros_like(w), np.zeros_like(w)))
+        m, v = state[k] = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g**2
+        mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        new.append(w * (1 - rate * weight_decay) - rate * mean / (np.sqrt(square) + eps))
+    return new

@@ -1,0 +1,147 @@
+"""The presets do what the papers' code does, step by step: masks, input and weight gradients, weights."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import NMSparsifier, preset_method
+from lightning_nm.functional import permutation
+from tests.golden.files import arrays, load
+from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
+
+PRESETS = {name: "fst" if name == "fst" else "paper" for name in CASES}
+
+
+class Network(nn.Module):
+    """The oracle's network in torch; ``inputs`` holds those of the layers in the last forward pass."""
+
+    def __init__(self, case, linear):
+        super().__init__()
+        layers = [
+            nn.Linear(depth, out, bias=False) if linear else nn.Conv2d(depth, out, (1, taps), bias=False)
+            for out, depth, taps in case.sizes
+        ]
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(case.sizes[-1][0], 4)
+        self.linear = linear
+        self.double()
+        for parameter, value in zip(self.parameters(), start(case), strict=True):
+            parameter.data = torch.tensor(value).view(parameter.shape)
+
+    def forward(self, x):
+        self.inputs = []
+        x = x.transpose(1, 2) if self.linear else x.unsqueeze(2)
+        for layer in self.layers:
+            self.inputs.append(x)
+            x = torch.tanh(layer(x))
+            x.retain_grad()
+        pooled = x.mean(1) if self.linear else x.mean((2, 3))
+        pooled.retain_grad()
+        self.inputs.append(pooled)
+        return self.head(pooled)
+
+    def input_gradients(self):
+        """In the oracle's order of axes."""
+        *hidden, pooled = [x.grad for x in self.inputs[1:]]
+        return [(x.transpose(1, 2) if self.linear else x.squeeze(2)).numpy() for x in hidden] + [pooled.numpy()]
+
+
+def run(name, monkeypatch, **options):
+    """The trace of the package."""
+    case, trace = CASES[name], Trace()
+    monkeypatch.setattr(
+        permutation,
+        "_shuffles",
+        lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
+    )
+    model = Network(case, linear=name == "fst")
+    settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
+    sparsifier = NMSparsifier(model, "2:4", **settings | options).attach()
+    if name == "fst":
+        optimizer = torch.optim.AdamW(model.parameters(), 0.02, betas=(0.9, 0.95), weight_decay=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9, weight_decay=1e-4)
+    sparsifier.register(optimizer)
+    weights = [*(layer.weight for layer in model.layers), model.head.weight]
+    masked = [k for k, use in enumerate(case.masked) if use]
+    names = [f"layers.{k}" if k < len(model.layers) else "head" for k in masked]
+    assert list(sparsifier.layers) == names
+    for step in range(1, case.steps + 1):
+        x, target = map(torch.tensor, batch(case, step))
+        optimizer.zero_grad()
+        forward = [masks_of(sparsifier.layers[each])[0] for each in names]
+        backward = [masks_of(sparsifier.layers[each])[1] for each in names]
+        (model(x) - target).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        if name == "fst":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        if step in case.recorded:
+            gradients = dict(enumerate(model.input_gradients(), 1))
+            trace.forward.append(forward)
+            trace.backward.append(backward)
+            trace.dx.append([gradients[k] for k in masked if k])
+            trace.dw.append([weights[k].grad.numpy().copy() for k in masked])
+            trace.weights.append([weights[k].detach().numpy().copy() for k in masked])
+        sparsifier.step()
+    return trace
+
+
+def masks_of(layer):
+    ones = torch.ones(layer.param.shape, dtype=torch.bool)
+    forward = ones if layer.forward_mask is None else layer.forward_mask
+    return forward.numpy(), (forward if layer.backward_mask is None else layer.backward_mask).numpy()
+
+
+def assert_equal_traces(found, expected):
+    """Entry by entry, at all recorded steps."""
+    for name in ("forward", "backward", "dx", "dw", "weights"):
+        for step, (got, wanted) in enumerate(zip(getattr(found, name), getattr(expected, name), strict=True)):
+            for layer, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                message = f"{name} of layer {layer} at recorded step {step}"
+                np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-8, atol=1e-12, err_msg=message)
+
+
+def options_of(name):
+    # FST's estimator draws random numbers, which no formula restates
+    return {"rules": [{"include": "*", "grad_estimator": None}]} if name == "fst" else {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formulas_give_the_committed_trace(name):
+    trace, known = train(CASES[name]), load(name)
+    assert trace.margin > 1e-6, "a mask is nearly another one: choose other data"
+    found = arrays(trace)
+    assert found.keys() == known.keys()
+    assert len(known["weights"]) == len(CASES[name].recorded) == 20
+    for key, value in known.items():
+        if value.dtype == np.uint8:
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+        else:
+            np.testing.assert_allclose(found[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_preset_gives_the_committed_trace(name, monkeypatch):
+    trace, known = run(name, monkeypatch, **options_of(name)), load(name)
+    assert_equal_traces(trace, train(CASES[name]))
+    found = arrays(trace)
+    for key, value in known.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sr-ste", {"conv_layout": "flat"}),
+        ("sr-ste", {"method": preset_method("sr-ste", decay_scale=2)}),
+        pytest.param("bi-mask", {"method": preset_method("bi-mask", first_search=100)}, marks=pytest.mark.slow),
+        ("transposable", {"method": preset_method("transposable", first_update=40)}),
+        ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
+    ],
+    ids=["layout", "scale", "search", "update", "place"],
+)
+def test_another_setting_gives_another_trace(name, options, monkeypatch):
+    trace = run(name, monkeypatch, **options_of(name), **options)
+    with pytest.raises(AssertionError):
+        assert_equal_traces(trace, train(CASES[name]))

@@ -1,0 +1,253 @@
+"""`preset`: what it sets, what precedes it, and where it is seen. The settings at work are in tests/golden."""
+
+import io
+import itertools
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from lightning_nm import (
+    ASP,
+    SRSTE,
+    BiMask,
+    NMSparsifier,
+    NMSparsityCallback,
+    TopN,
+    TransposableMask,
+    preset_method,
+    prune,
+)
+from lightning_nm.callbacks.report.settings import hyperparameters
+from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.cli import main
+from lightning_nm.presets import _PRESETS
+from tests.lightning_models import Data, SaveAt, make_trainer, new_model
+from tests.test_cli import config
+
+ALL = [(preset, method) for preset, known in _PRESETS.items() for method in known if method != "dense"]
+
+
+@pytest.fixture(autouse=True)
+def _no_words_of_pytest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lightning-nm"])
+
+
+def model():
+    return nn.Sequential(nn.Conv2d(4, 8, 2), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
+    return NMSparsifier(model(), pattern, method, preset=preset, planned_steps=100, **options).attach()
+
+
+@pytest.mark.parametrize(
+    ("method", "preset", "masked", "layout", "expected"),
+    [
+        ("sr-ste", "paper", ["0", "1", "3"], "plain", {"decay": 2e-4, "decay_scale": "world-size"}),
+        (
+            "bi-mask",
+            "paper",
+            ["1", "3"],
+            "flat",
+            {"permute_every": 100, "candidates": 100, "search": "redraw", "criterion": "retained", "first_search": 99},
+        ),
+        ("asp", "paper", ["0", "1", "3", "4"], "plain", {"start": 0, "init": "magnitude"}),
+        ("transposable", "paper", ["0", "1", "3"], "flat", {"update_every": 40, "first_update": 39, "decay": 0}),
+        (
+            "transposable",
+            "fst",
+            ["1", "3"],
+            "plain",
+            {"update_every": 40, "first_update": None, "decay": 6e-5, "decay_at": "after-clipping", "dense_end": 1 / 6},
+        ),
+    ],
+)
+def test_what_a_preset_sets(method, preset, masked, layout, expected):
+    made = sparsifier(method, preset)
+    assert list(made.layers) == masked
+    assert made.layers["1"].spec.layout == layout
+    assert {name: getattr(made.layers["1"].method, name) for name in expected} == expected
+    assert (made.layers["1"].estimator is not None) == (preset == "fst")
+
+
+@pytest.mark.parametrize(("preset", "method"), ALL)
+def test_what_is_given_precedes_the_preset(preset, method):
+    for layout, first, last in itertools.product(("channels", "flat"), (False, True), (False, True)):
+        made = sparsifier(method, preset, conv_layout=layout, skip_first=first, skip_last=last)
+        assert {layer.spec.layout for name, layer in made.layers.items() if name in "01"} == {
+            "flat" if layout == "flat" else "plain"
+        }
+        assert list(made.layers) == ["0"] * (not first) + ["1", "3"] + ["4"] * (not last)
+    assert isinstance(sparsifier(method, preset, grad_estimator="top-n").layers["1"].estimator, TopN)
+
+
+def test_a_method_that_is_an_object_is_taken_as_it_is():
+    own = BiMask(permute_every=7)
+    made = sparsifier(own)
+    assert made.layers["1"].method is own
+    assert list(made.layers) == ["1", "3"]
+    assert made.layers["1"].spec.layout == "flat"
+
+
+def test_a_method_of_the_paper_with_changes():
+    method = preset_method("bi-mask", permute_every=7, decay=0.5)
+    assert (method.permute_every, method.decay, method.search, method.first_search) == (7, 0.5, "redraw", 99)
+    assert preset_method("transposable", "fst", decay=2e-4).decay_at == "after-clipping"
+    with pytest.raises(TypeError, match="permute_evry"):
+        preset_method("bi-mask", permute_evry=7)
+
+
+def test_rules_take_their_own_methods_preset():
+    rules = [
+        {"include": "0", "method": "sr-ste"},
+        {"include": "1", "method": "dense"},
+        {"include": "3", "pattern": "1:4"},
+    ]
+    made = sparsifier(rules=rules)
+    first, second = made.layers["0"], made.layers["3"]
+    assert isinstance(first.method, SRSTE)
+    assert not isinstance(first.method, BiMask)
+    assert first.method.decay_scale == "world-size"
+    assert first.spec.layout == "plain"
+    assert (type(second.method), str(second.pattern), second.method.search) == (BiMask, "1:4", "redraw")
+    assert len(made.settings.presets) == 2
+    rules[0]["conv_layout"] = "flat"
+    assert sparsifier(rules=rules).layers["0"].spec.layout == "flat"
+    assert sparsifier(rules=rules[1:], include="0", conv_layout="channels").layers["0"].spec.layout == "plain"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"preset": "papers"}, "preset='papers' is unknown: use 'paper' or 'fst'"),
+        ({"preset": "fst"}, "preset='fst' has no settings for method 'bi-mask': it has them for 'transposable'"),
+        ({"preset": "paper", "method": "bame"}, "preset='paper' has no settings for method 'bame': it has them for 's"),
+        ({"preset": "fst", "method": ASP()}, "preset='fst' has no settings for method ASP objects"),
+        ({"preset": "paper", "rules": [{"include": "a", "method": "ste"}]}, "no settings for method 'ste'"),
+        ({"preset": "paper", "method": "bi-msak"}, "method 'bi-msak' does not exist"),
+        ({"rules": [{"include": "a", "conv_layout": "hwc"}]}, "conv_layout='hwc' is unknown: use 'channels' or 'flat'"),
+    ],
+)
+def test_what_no_preset_has_is_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        NMSparsityCallback(**options)
+
+
+def test_it_is_seen_in_the_table_the_log_and_the_state():
+    made, out = sparsifier(rules=[{"include": "0", "method": "sr-ste"}]), io.StringIO()
+    print_layers(made, Console(file=out, width=300))
+    text = out.getvalue()
+    assert "preset paper, arXiv 2302.06058: permute_every=100, first_search=99, candidates=100, search=redraw" in text
+    assert "conv_layout=flat, skip_first=True, skip_last=True" in text
+    assert "preset paper, arXiv 2102.04010: decay=0.0002, decay_scale=world-size, conv_layout=channels" in text
+    found = hyperparameters(made)
+    assert found["nm/preset"] == "paper"
+    assert (found["nm/conv_layout"], found["nm/rules/0/conv_layout"]) == ("flat", "channels")
+    assert made.state_dict()["preset"] == "paper"
+    assert NMSparsifier(model()).attach().state_dict()["preset"] == ""
+    assert "preset='paper'" in repr(NMSparsityCallback(preset="paper"))
+
+
+LINES = ["pattern: 2:4", "method: sr-ste", "preset: paper", "skip_last: false"]
+
+
+def test_yaml(tmp_path, capsys):
+    rule = "rules: [{include: 'stages.*', conv_layout: flat}]"
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, *LINES, rule), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
+    names = ("preset", "skip_first", "skip_last", "skip_first_last", "conv_layout")
+    assert [printed[name] for name in names] == ["paper", None, False, None, None]
+    assert printed["rules"] == [{"include": "stages.*", "conv_layout": "flat"}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["preset: papers"], "preset: 'papers' is none of paper, fst; did you mean 'paper'?"),
+        (["rules: [{include: a, conv_layot: flat}]"], "rules: there is no 'conv_layot'; did you mean 'conv_layout'?"),
+        (["method: bame", "preset: paper"], "preset='paper' has no settings for method 'bame'"),
+    ],
+)
+def test_typos_in_yaml(tmp_path, capsys, lines, words):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", config(tmp_path, *lines)])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_trainer_trains_and_resumes_with_a_preset(tmp_path):
+    def fit(path=None, callbacks=()):
+        trained = new_model(dropout=0.0)
+        masks = NMSparsityCallback("2:4", "bi-mask", preset="paper", show_tables=False)
+        make_trainer(tmp_path, [masks, *callbacks]).fit(trained, Data(), ckpt_path=path)
+        return trained
+
+    whole = fit(callbacks=[SaveAt(tmp_path / "saved.ckpt", 8)])
+    state = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    assert state["preset"] == "paper"
+    assert set(state["layers"]) == {"net.3", "net.6"}
+    resumed = fit(tmp_path / "saved.ckpt")
+    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_state_without_the_new_entries_goes_on():
+    """As 0.1.0 saved it: no preset, and no settings that came later; warnings are errors here."""
+    first = NMSparsifier(model(), "2:4", "bi-mask").attach()
+    state = first.state_dict()
+    del state["preset"]
+    for layer in state["layers"].values():
+        for name in ("decay_scale", "decay_at", "first_search"):
+            del layer["settings"][name]
+    other = model()
+    other.load_state_dict(first.model.state_dict())
+    second = NMSparsifier(other, "2:4", "bi-mask").attach(state)
+    second.load_state_dict(state)
+    assert torch.equal(other[1].weight, first.model[1].weight)
+
+
+FLAGS = st.sampled_from([None, False, True])
+
+
+@settings(max_examples=40, deadline=None)
+@given(FLAGS, FLAGS, FLAGS, st.sampled_from([None, "paper"]), st.sampled_from(["sr-ste", "asp", "bi-mask"]))
+def test_an_end_is_skipped_by_its_own_option_else_by_that_of_both(first, last, both, preset, method):
+    default = {"sr-ste": (False, True), "asp": (False, False), "bi-mask": (True, True)}[method]
+    expected = []
+    for own, by_default in zip((first, last), default if preset else (True, True), strict=True):
+        expected.append(own if own is not None else both if both is not None else by_default)
+    options = {"skip_first": first, "skip_last": last, "skip_first_last": both}
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))
+    masked = list(NMSparsifier(net, "2:4", method, preset=preset, **options).attach().layers)
+    assert masked == ["0"] * (not expected[0]) + ["1"] + ["2"] * (not expected[1])
+    if preset is None:
+        net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))
+        assert prune(net, **options).layers == masked
+
+
+def test_the_callback_of_hugging_face_takes_presets():
+    pytest.importorskip("transformers")
+    callbacks = pytest.importorskip("lightning_nm.integrations")
+    made = callbacks.NMTrainerCallback("2:4", "sr-ste", preset="paper", skip_last=False)
+    assert NMSparsifier(model(), **made.options).attach().layers.keys() == {"0", "1", "3", "4"}
+    with pytest.raises(ValueError, match="no settings for method 'bame'"):
+        callbacks.NMTrainerCallback("2:4", "bame", preset="paper")
+
+
+def test_a_stem_whose_channels_do_not_divide_is_skipped_with_the_reason():
+    net = nn.Sequential(nn.Conv2d(3, 64, 7), nn.Conv2d(64, 64, 1), nn.Linear(64, 8))
+    for method, reason in (("sr-ste", "in 3 % 4 != 0"), ("transposable", "in 147 % 4 != 0")):
+        made = NMSparsifier(net, "2:4", method, preset="paper").attach()
+        assert made.skipped["0"] == reason
+        made.detach()
+
+
+def test_one_period_ends_before_a_multiple_of_steps():
+    method = preset_method("transposable")
+    assert isinstance(method, TransposableMask)
+    assert (method.first_update, method.update_every) == (39, 40)
