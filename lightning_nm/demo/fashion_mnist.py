@@ -30,6 +30,8 @@ class FashionMNIST(ResumableDataModule):
         augment: Shift training images by up to 2 pixels and flip half of them left to right.
         seed: Seed of the training order and of the augmentation.
         num_workers: Worker processes of each loader.
+        tuning: Leave the test file alone and test on the validation images, to choose settings by images that a later
+            test does not use.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -45,23 +47,25 @@ class FashionMNIST(ResumableDataModule):
         augment: bool = False,
         seed: int = 0,
         num_workers: int = 0,
+        tuning: bool = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers)
         self.data_dir = data_dir
         self.train_size = train_size
         self.val_size = val_size
         self.augment = augment
+        self.tuning = tuning
         self._resolve_train_size(_TRAINING_IMAGES)
 
     def setup(self, stage: str) -> None:
         """Read the files that the stage needs."""
-        if stage in ("fit", "validate") and self.val_set is None:
+        if (stage in ("fit", "validate") or self.tuning) and self.val_set is None:
             images, labels = self._read("train")
             train_size = self._resolve_train_size(len(images))
             self.train_set = self._dataset(images[:train_size], labels[:train_size], augment=self.augment)
             self.val_set = self._dataset(images[-self.val_size :], labels[-self.val_size :])
         if stage == "test" and self.test_set is None:
-            self.test_set = self._dataset(*self._read("t10k"))
+            self.test_set = self.val_set if self.tuning else self._dataset(*self._read("t10k"))
 
     def _resolve_train_size(self, available: int) -> int:
         check_positive(train_size=self.train_size, val_size=self.val_size)

@@ -42,6 +42,8 @@ class HelpTopics(ResumableDataModule):
         train_size: Number of training windows; by default all.
         seed: Seed of the training order.
         num_workers: Worker processes of each loader.
+        tuning: Leave the held-out text alone and hold out the last `val_fraction` of the training text in its place, to
+            choose settings by a text that a later test does not use.
 
     Raises:
         ValueError: If an argument is out of range; in `setup` if the text has fewer windows than `train_size`.
@@ -55,6 +57,7 @@ class HelpTopics(ResumableDataModule):
         train_size: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        tuning: bool = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers)
         check_fraction("val_fraction", val_fraction)
@@ -62,6 +65,7 @@ class HelpTopics(ResumableDataModule):
         self.context = context
         self.val_fraction = val_fraction
         self.train_size = train_size
+        self.tuning = tuning
 
     def setup(self, stage: str) -> None:
         """Cut the text into windows."""
@@ -70,6 +74,8 @@ class HelpTopics(ResumableDataModule):
         pages = "\n".join(topics[name] for name in sorted(topics))
         text = torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
         cut = round(len(text) * (1 - self.val_fraction))
+        if self.tuning:
+            text, cut = text[:cut], round(cut * (1 - self.val_fraction))
         train = Windows(text[:cut], self.context)
         if self.train_size is not None and self.train_size > len(train):
             raise ValueError(f"train_size={self.train_size}, but the text has {len(train)} training windows")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 
 
 class ResidualBlock(nn.Module):
@@ -34,7 +34,7 @@ class ResidualBlock(nn.Module):
 class ResidualCNN(LightningModule):
     """A convolutional stem, three stages of residual blocks at 1x, 2x and 4x the width, average pooling, a linear head.
 
-    Trained by SGD with momentum; the learning rate warms up for 5 % of the steps and falls to zero on a half cosine.
+    Trained by SGD with momentum; the learning rate warms up and falls to zero on a half cosine.
     All inner channel counts are multiples of 16, so 2:4 up to 1:16 fit everywhere but in the stem. Logs `train_loss`,
     `val_loss`, `val_acc`, `test_loss` and `test_acc`.
 
@@ -46,9 +46,10 @@ class ResidualCNN(LightningModule):
         lr: Peak learning rate.
         weight_decay: L2 penalty of SGD, on all parameters.
         momentum: Momentum of SGD.
+        warmup: Share of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
-        ValueError: If `width` is not a multiple of 16 or `depth` is below 1.
+        ValueError: If `width` is not a multiple of 16, `depth` is below 1 or `warmup` is out of range.
 
     Example:
         >>> ResidualCNN(width=16)(torch.zeros(2, 1, 28, 28)).shape
@@ -64,13 +65,16 @@ class ResidualCNN(LightningModule):
         lr: float = 0.1,
         weight_decay: float = 5e-4,
         momentum: float = 0.9,
+        warmup: float = 0.05,
     ) -> None:
         super().__init__()
         if width < 16 or width % 16:
             raise ValueError(f"width must be a multiple of 16, so that N:M blocks fit, got {width}")
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
+        check_warmup(warmup)
         self.save_hyperparameters()
+        self.warmup = warmup
         self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
@@ -115,5 +119,5 @@ class ResidualCNN(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD with momentum under a warm-up and a half cosine."""
         optimizer = torch.optim.SGD(self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
-        schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches)
+        schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -6,6 +6,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
+def check_warmup(warmup: float) -> None:
+    """Raise a `ValueError` for a share of the steps that leaves none after the warm-up."""
+    if not 0 <= warmup < 1:
+        raise ValueError(f"warmup={warmup} must be a share of the steps, from 0 to below 1; 0 is no warm-up")
+
+
 def warmup_cosine(
     optimizer: Optimizer, total_steps: float, warmup: float = 0.05, warmup_steps: int | None = None
 ) -> LambdaLR:

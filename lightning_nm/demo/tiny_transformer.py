@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 
 
 class DecoderBlock(nn.Module):
@@ -37,7 +37,7 @@ class DecoderBlock(nn.Module):
 class TinyTransformer(LightningModule):
     """Token and position embeddings, decoder blocks, a layer norm and a linear head.
 
-    Trained by AdamW; the learning rate warms up for 5 % of the steps and falls to zero on a half cosine. Logs
+    Trained by AdamW; the learning rate warms up and falls to zero on a half cosine. Logs
     `train_loss`, `val_loss`, `val_bits_per_byte`, `test_loss` and `test_bits_per_byte`; losses are in nats per token,
     and bits per byte assume that a token is a byte.
 
@@ -50,9 +50,10 @@ class TinyTransformer(LightningModule):
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay, on all parameters.
         dropout: Dropout after attention and after the MLP of each block.
+        warmup: Share of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
-        ValueError: If `dim` is not a multiple of 16 and of `heads`.
+        ValueError: If `dim` is not a multiple of 16 and of `heads`, or `warmup` is out of range.
 
     Example:
         >>> TinyTransformer()(torch.zeros(2, 64, dtype=torch.long)).shape
@@ -69,11 +70,14 @@ class TinyTransformer(LightningModule):
         lr: float = 3e-3,
         weight_decay: float = 0.1,
         dropout: float = 0.0,
+        warmup: float = 0.05,
     ) -> None:
         super().__init__()
         if dim < 16 or dim % 16 or dim % heads:
             raise ValueError(f"dim must be a multiple of 16 (so that N:M blocks fit) and of heads={heads}, got {dim}")
+        check_warmup(warmup)
         self.save_hyperparameters()
+        self.warmup = warmup
         self.lr, self.weight_decay, self.context = lr, weight_decay, context
         self.embed = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(context, dim)
@@ -119,5 +123,5 @@ class TinyTransformer(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW under a warm-up and a half cosine."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=(0.9, 0.95))
-        schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches)
+        schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

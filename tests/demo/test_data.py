@@ -95,6 +95,16 @@ def test_fashion_mnist_subsets(tiny_folder):
     assert len(data.train_set) == 15
 
 
+def test_fashion_mnist_tunes_without_the_test_file(tiny_folder, tmp_path):
+    for part in ("images-idx3", "labels-idx1"):
+        (tmp_path / f"train-{part}-ubyte.gz").symlink_to(tiny_folder / f"train-{part}-ubyte.gz")
+    data = FashionMNIST(str(tmp_path), train_size=12, val_size=5, tuning=True)
+    data.setup("test")
+    assert data.test_set.images[:, 0, 0, 0].tolist() == list(range(15, 20))
+    data.setup("fit")
+    assert data.train_set.images[:, 0, 0, 0].tolist() == list(range(12))
+
+
 def test_fashion_mnist_says_what_is_wrong(tiny_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path}.*apt-get install dataset-fashion-mnist"):
         FashionMNIST(str(tmp_path)).setup("fit")
@@ -162,6 +172,18 @@ def test_help_topics():
     limited = HelpTopics(context=16, batch_size=8, train_size=24)
     assert len(limited.train_dataloader()) == 3
     assert torch.equal(limited.train_set[5][0], train[5])
+
+
+def test_help_topics_tunes_on_training_text():
+    data, tuning = (HelpTopics(context=16, val_fraction=0.2, tuning=tuning) for tuning in (False, True))
+    for module in (data, tuning):
+        module.setup("fit")
+    whole = bytes(data.train_set.windows[:, :-1].flatten().tolist())  # what the held-out text follows
+    train, test = (bytes(part.windows[:, :-1].flatten().tolist()) for part in (tuning.train_set, tuning.test_set))
+    assert whole.startswith(train)
+    assert whole.find(test[:400]) >= len(train)
+    assert 0 <= len(whole) - len(train) - len(test) < 2 * 16  # ends of the texts that fill no window
+    assert len(test) == pytest.approx(0.2 * len(whole), abs=32)
 
 
 @pytest.mark.parametrize(

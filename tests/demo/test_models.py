@@ -99,6 +99,8 @@ def test_transformer_is_built_of_plain_linear_layers():
         (lambda: ResidualCNN(depth=0), "depth must be at least 1"),
         (lambda: TinyTransformer(dim=40), "dim must be a multiple of 16"),
         (lambda: TinyTransformer(dim=64, heads=5), "of heads=5"),
+        (lambda: TinyTransformer(warmup=1.0), r"warmup=1\.0 must be a share of the steps"),
+        (lambda: ResidualCNN(width=16, warmup=-0.1), r"warmup=-0\.1 must be a share of the steps"),
         (lambda: TinyTransformer(context=8)(torch.zeros(1, 9, dtype=torch.long)), "9 tokens, but context=8"),
     ],
 )
@@ -139,6 +141,16 @@ def test_command_line_reads_the_signatures(model, data, monkeypatch):
     )
     assert cli.model.lr == 0.01
     assert cli.datamodule.batch_size == 16
+
+
+@pytest.mark.parametrize("model", [ResidualCNN(width=16, warmup=0.5), TinyTransformer(dim=16, heads=2, warmup=0.5)])
+def test_the_warmup_is_a_share_of_the_steps(model):
+    model.trainer = Trainer(accelerator="cpu", logger=False, max_steps=20, enable_checkpointing=False)
+    model.trainer.fit_loop.setup_data = lambda: None  # the plan is max_steps; there is no data
+    schedule = model.configure_optimizers()["lr_scheduler"]["scheduler"]
+    (rate,) = schedule.base_lrs
+    assert [schedule.lr_lambdas[0](step) for step in range(11)] == pytest.approx([*(n / 10 for n in range(1, 11)), 1.0])
+    assert rate == model.lr
 
 
 def test_nothing_depends_on_the_rest_of_the_package():

@@ -1,0 +1,94 @@
+"""The recipes of configs/recipes: they parse, they are what the studies compare, and shortened they run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_nm import NMPattern
+from lightning_nm import functional as nmf
+from lightning_nm.cli import main
+from lightning_nm.study.config import last_part, read_yaml
+from lightning_nm.study.spec import Cell, read
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+STUDIES = {task: read(ROOT / "studies" / f"recipes-{task}.yaml") for task in ("fashion-mnist", "help-topics")}
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+@pytest.fixture(autouse=True)
+def _no_words_of_pytest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lightning-nm"])
+
+
+def task_of(path):
+    (task,) = [task for task in STUDIES if path.stem.startswith(task)]
+    return task
+
+
+def masks_of(config):
+    (masks,) = [one for one in config["trainer"]["callbacks"] if last_part(one) == "NMSparsityCallback"]
+    return {key: masks["init_args"].get(key) for key in ("method", "grad_estimator")}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_parses(path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", str(path), "--print_config"])
+    assert stop.value.code in (0, None)
+    assert masks_of(yaml.safe_load(capsys.readouterr().out))["method"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_what_the_study_compares(path):
+    task = task_of(path)
+    study, recipe = STUDIES[task], read_yaml(path)
+    compared = study.trial_config(Cell(path.stem.removeprefix(f"{task}-"), {}), {})
+    written, meant = masks_of(recipe), masks_of(compared)
+    for masks in (written, meant):  # unquoted, 2:4 is a number in YAML
+        if masks["grad_estimator"]:
+            pattern = masks["grad_estimator"]["init_args"]["pattern"]
+            masks["grad_estimator"]["init_args"]["pattern"] = str(NMPattern.parse(pattern))
+    assert written == meant
+    for part in ("model", "data"):
+        assert recipe[part]["class_path"] == compared[part]["class_path"]
+        assert recipe[part].get("init_args") == compared[part].get("init_args")
+    for length in ("max_steps", "max_epochs"):
+        assert recipe["trainer"].get(length) == compared["trainer"].get(length)
+
+
+def test_every_compared_recipe_has_a_file():
+    compared = {f"{task}-{name}" for task, study in STUDIES.items() for name in study.variants}
+    others = {name for name in compared if name.endswith("-default") or name.removesuffix("-dense") in STUDIES}
+    assert {path.stem for path in RECIPES} == compared - others
+
+
+def test_no_setting_was_chosen_by_the_seeds_of_the_comparison():
+    for task, study in STUDIES.items():
+        searches = sorted(ROOT.glob(f"studies/search-{task}-*.yaml"))
+        assert searches
+        for path in searches:
+            search = read(path)
+            assert not set(search.seeds) & set(study.seeds), path.name
+            assert search.overrides["data.init_args.tuning"] is True, path.name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_runs_shortened(path, tmp_path, monkeypatch, capsys):
+    if task_of(path) == "fashion-mnist" and not FASHION_MNIST.is_dir():
+        pytest.skip("Fashion-MNIST is not installed")
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.max_steps=6", "--trainer.max_epochs=1", "--trainer.val_check_interval=3"]
+    quiet = ["--trainer.limit_val_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    assert main(["fit", "-c", str(path), *short, *quiet]) == 0
+    assert "N:M summary" in capsys.readouterr().out
+    (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    inner = [w for name, w in weights.items() if name.endswith(("conv1.weight", "fc1.weight"))]
+    assert inner
+    for weight in inner:
+        assert nmf.is_nm(weight, "2:4", dim=1) != path.stem.endswith("-ends-dense")
