@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers", exc_type=ImportError)
+pytest.importorskip("transformers")
 
 from lightning_nm import load_packed
 from lightning_nm.cli import main

@@ -1,6 +1,7 @@
 """Sharded checkpoints are read as they were saved, and nothing in them is run."""
 
 import os
+import pathlib
 import pickle
 
 import pytest
@@ -13,7 +14,10 @@ from lightning_nm.export import verify
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.command import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.6's own writer
+]
 
 
 class Runs:
@@ -90,3 +94,45 @@ def test_metadata_that_is_none_is_refused(tmp_path, content):
     (tmp_path / "saved" / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="cannot read the sharded checkpoint"):
         read_checkpoint(tmp_path / "saved")
+
+
+def test_another_process_metadata_are_not_read(tmp_path):
+    """torch reads that file without a check if reading the first one fails."""
+    save(tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    found.storage_meta = torch.Size([])
+    path.write_bytes(pickle.dumps(found))
+    (tmp_path / "saved" / "__0.metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    assert verify(tmp_path / "saved", "2:4").ok
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_changes_no_class(tmp_path):
+    save(tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    change = b"cpathlib\nPosixPath\n(N}X\x04\x00\x00\x00evilI1\nstb0"
+    path.write_bytes(change + pickle.dumps(pickle.loads(path.read_bytes()), protocol=0))
+    with pytest.raises(ValueError, match="cannot read the sharded checkpoint"):
+        verify(tmp_path / "saved", "2:4")
+    assert not hasattr(pathlib.PosixPath, "evil")
+
+
+@pytest.mark.parametrize("change", ["larger", "none", "twice", "outside"])
+def test_chunks_that_do_not_make_up_the_tensor_are_refused(tmp_path, change):
+    save(tmp_path / "saved")
+    path = tmp_path / "saved" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    weight = found.state_dict_metadata["state_dict.weight"]
+    if change == "larger":
+        weight.size = torch.Size([8, 8])
+    elif change == "none":
+        weight.chunks = []
+    elif change == "twice":
+        weight.size, weight.chunks = torch.Size([8, 8]), weight.chunks * 2
+    else:
+        for info in found.storage_data.values():
+            info.relative_path = f"../saved/{info.relative_path}"
+    path.write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=r"do not make up a tensor|is not read: outside the folder"):
+        verify(tmp_path / "saved", "2:4")

@@ -5,8 +5,10 @@ import re
 import sys
 
 import pytest
+from torch import nn
 
 from lightning_nm.cli import main
+from lightning_nm.training.forwards import can_watch
 
 SMALL = """
 seed_everything: 0
@@ -80,7 +82,7 @@ def test_the_first_batch_and_the_whole_schedule(capsys, write):
         assert fc1[kind] == pytest.approx({**expected, "all": sum(expected.values()) / 3})
         assert report["masked_ratios"][kind] == pytest.approx(fc1[kind])
         assert fc1[kind]["all"] < report["ratios"][kind]["all"] < 1
-    assert layers["head"]["why"] == "last linear layer, by data flow"
+    assert layers["head"]["why"].startswith("last linear layer")
     assert sum(layer["macs"] for layer in report["layers"]) == report["macs"]
 
     assert main(["flops", "-c", write(SMALL)]) == 0
@@ -112,6 +114,7 @@ def test_a_config_without_masks(capsys, write):
     assert "--pattern 1:4: the config has no NMSparsityCallback" in refused(capsys, path, "--pattern", "1:4")
 
 
+@pytest.mark.skipif(not can_watch(nn.Identity()), reason="modes prevent compilation in this torch")
 def test_experts(capsys, write):
     """Each token counts for the expert that it reaches, and experts are masked."""
     (report,) = reports(capsys, write(MIXTURE))
