@@ -69,7 +69,13 @@ class SafetensorsFile:
         self.path = Path(path)
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
+            if first.startswith(b"PK"):  # a zip file, which torch.save writes
+                raise ValueError(
+                    f"'{self.path}' is a checkpoint of torch, not a safetensors file: "
+                    f"`lightning-nm export {self.path} -o model.safetensors` packs it"
+                )
             if size < 10 or not 2 <= length <= min(size - 8, _MOST_HEADER):
                 self._refuse(f"its header claims {length} bytes, and the file has {size}")
             self._start = 8 + length

@@ -164,3 +164,9 @@ def test_mutated_files(saved, monkeypatch):
     assert 0 < loaded < 1500
     assert all(str(path) in message for message in refused)
     assert max(most) <= math.prod(dense[4].weight.shape) * 4
+
+
+def test_a_checkpoint_is_named(tmp_path):
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a.ckpt' is a checkpoint of torch.*`lightning-nm export .*a.ckpt -o"):
+        load_packed(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
