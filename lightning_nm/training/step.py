@@ -195,16 +195,20 @@ class TrainingStep:
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
-        if depth > 1 or not any("after_clipping" in self._hooks[layer.spec.method] for layer in self.owned(optimizer)):
+        if depth > 1:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):
             self.after_clipping(optimizer)
             return None
 
         def computes_gradients() -> Any:  # and clips them, with Lightning
-            result = closure()
-            self.after_clipping(optimizer)
+            try:
+                result = closure()
+                self.after_clipping(optimizer)
+            except BaseException:  # the step ends without its post hook
+                self._depth.pop(id(optimizer), None)
+                raise
             return result
 
         if len(args) > 1:

@@ -243,3 +243,26 @@ def test_a_gradient_scaler_does_not_scale_the_decay(decay_at, order, fused):
     scaler.update()
     assert sparsifier.step()
     torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+@pytest.mark.parametrize("decay_at", ["before-clipping", "after-clipping"])
+def test_the_step_after_a_closure_that_raised_counts(decay_at, positional):
+    model = nn.Linear(16, 16, bias=False)
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    before, mask = layer.param.detach().clone(), layer.forward_mask
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(interrupted) if positional else optimizer.step(closure=interrupted)
+    (model(torch.randn(4, 16)).sum() * 0).backward()
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    assert sparsifier.step()
+    assert layer.step == 1
+    torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))
