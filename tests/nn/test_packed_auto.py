@@ -273,3 +273,17 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     for _ in range(2):
         assert torch.allclose(compiled(x), dense(x), atol=1e-5)
         assert model.weight.form == "dense"
+
+
+@needs_kernel
+def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    clock[5] = 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(choice.Path, "expanduser", homeless)
+        model = pack(linear())
+        model(torch.randn(5, 64))
+        assert model.weight.form == "dense"
+    assert not list(tmp_path.iterdir())
