@@ -43,7 +43,7 @@ class TrainingStep:
         self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}
-        self._announced: dict[int, float] = {}  # the loss scale of optimizers whose gradients were shaped, by id
+        self._announced: set[int] = set()  # the ids of optimizers whose gradients were shaped
 
     def add(self, layers: Sequence[NMLayer]) -> None:
         """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
@@ -56,7 +56,7 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
-        self._announced[id(optimizer)] = loss_scale
+        self._announced.add(id(optimizer))
         for layer in owned:
             method, hooks = layer.spec.method, self._hooks[layer.spec.method]
             with _unscaled(layer, loss_scale), _full(layer, gradient=True):
@@ -68,13 +68,13 @@ class TrainingStep:
 
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
-        loss_scale = self._announced.get(id(optimizer), 1.0)
-        if id(optimizer) not in self._announced and changes_nothing(optimizer):
+        shaping = [layer for layer in self.owned(optimizer) if "after_clipping" in self._hooks[layer.spec.method]]
+        if not shaping or (id(optimizer) not in self._announced and changes_nothing(optimizer)):
             return
-        for layer in self.owned(optimizer):
-            if "after_clipping" in self._hooks[layer.spec.method]:
-                with _unscaled(layer, loss_scale), _full(layer, gradient=True):
-                    layer.spec.method.after_clipping(layer, optimizer)
+        loss_scale = _scale_within_step(optimizer)
+        for layer in shaping:
+            with _unscaled(layer, loss_scale), _full(layer, gradient=True):
+                layer.spec.method.after_clipping(layer, optimizer)
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
@@ -163,7 +163,7 @@ class TrainingStep:
                 handle.remove()
             del self.optimizers[key]
             self._depth.pop(key, None)
-            self._announced.pop(key, None)
+            self._announced.discard(key)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -195,16 +195,20 @@ class TrainingStep:
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
-        if depth > 1 or not any("after_clipping" in self._hooks[layer.spec.method] for layer in self.owned(optimizer)):
+        if depth > 1:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):
             self.after_clipping(optimizer)
             return None
 
         def computes_gradients() -> Any:  # and clips them, with Lightning
-            result = closure()
-            self.after_clipping(optimizer)
+            try:
+                result = closure()
+                self.after_clipping(optimizer)
+            except BaseException:  # the step ends without its post hook
+                self._depth.pop(id(optimizer), None)
+                raise
             return result
 
         if len(args) > 1:
@@ -215,7 +219,8 @@ class TrainingStep:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
         if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
             return
-        announced = self._announced.pop(id(optimizer), None) is not None
+        announced = id(optimizer) in self._announced
+        self._announced.discard(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
@@ -225,6 +230,15 @@ class TrainingStep:
 
 def _full(layer: NMLayer, *, gradient: bool = False) -> Any:
     return nullcontext() if layer.shards is None else layer.shards.full(gradient=gradient)
+
+
+def _scale_within_step(optimizer: Optimizer) -> float:
+    """The factor of the gradients when the step begins.
+
+    A gradient scaler unscales them before, or tells optimizers that do so themselves, as fused ones, by `grad_scale`.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 
 def _unscaled(layer: NMLayer, loss_scale: float) -> Any:

@@ -1,5 +1,7 @@
 """Where the decay of pruned weights enters, and its factor; tests/strategies/test_decay.py has the precisions."""
 
+from itertools import product
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -211,3 +213,56 @@ def test_the_first_search_shifts_the_others(first, expected):
             searched.append(layer.step)
             known = layer.permutation.clone()
     assert searched == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("decay_at", "order"),
+    [
+        *product(("before-clipping", "after-clipping"), ("scaled", "unscaled before", "unscaled after")),
+        ("after-clipping", "not announced"),
+    ],
+)
+def test_a_gradient_scaler_does_not_scale_the_decay(decay_at, order, fused):
+    """The gradients may be unscaled between ``before_step`` and the step, or within a fused optimizer's step."""
+    model = nn.Linear(16, 16, bias=False)
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    before, mask = layer.param.detach().clone(), layer.forward_mask
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.randn(4, 16)).sum() * 0).backward()
+    if order == "unscaled before":
+        scaler.unscale_(optimizer)
+    if order != "not announced":
+        sparsifier.before_step(optimizer, 1.0 if order == "unscaled before" else scaler.get_scale())
+    if order == "unscaled after":
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert sparsifier.step()
+    torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+@pytest.mark.parametrize("decay_at", ["before-clipping", "after-clipping"])
+def test_the_step_after_a_closure_that_raised_counts(decay_at, positional):
+    model = nn.Linear(16, 16, bias=False)
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    before, mask = layer.param.detach().clone(), layer.forward_mask
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(interrupted) if positional else optimizer.step(closure=interrupted)
+    (model(torch.randn(4, 16)).sum() * 0).backward()
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    assert sparsifier.step()
+    assert layer.step == 1
+    torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))

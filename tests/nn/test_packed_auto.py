@@ -273,3 +273,48 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     for _ in range(2):
         assert torch.allclose(compiled(x), dense(x), atol=1e-5)
         assert model.weight.form == "dense"
+
+
+@needs_kernel
+def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    clock[5] = 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(choice.Path, "expanduser", homeless)
+        model = pack(linear())
+        model(torch.randn(5, 64))
+        assert model.weight.form == "dense"
+    assert not list(tmp_path.iterdir())
+
+
+@needs_kernel
+def test_a_layer_that_becomes_dense_while_its_weight_is_read(monkeypatch):
+    """As another thread does: here, between the two reads of one call."""
+    dense = linear()
+    weight = pack(copy.deepcopy(dense)).weight
+    monkeypatch.setattr(type(weight), "values", property(lambda self: self.hold_dense()), raising=False)
+    assert torch.equal(weight.product_matrix(), dense.weight)
+    assert weight.form == "dense"
+
+
+@needs_kernel
+def test_a_part_that_is_added_while_its_whole_becomes_dense(monkeypatch):
+    module, _ = make("cross-attention", torch.float32)
+    model = pack(prune(module, "1:16"))
+    weight = model.mha.in_proj_weight
+    operand = weight.operand
+    part, become_dense = operand.part(0, 32), type(operand).become_dense
+
+    def adds_another(self, matrix):
+        if self is part:
+            operand.part(32, 64)
+        become_dense(self, matrix)
+
+    monkeypatch.setattr(type(operand), "become_dense", adds_another)
+    weight.hold_dense()
+    assert [each.matrix.data_ptr() for each in operand._parts.values()] == [
+        weight.matrix[first:].data_ptr() for first in (0, 32)
+    ]
+    assert not any(each.tensors for each in operand._parts.values())

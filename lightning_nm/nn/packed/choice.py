@@ -53,7 +53,8 @@ class _PackedTuner(Tuner):
 @functools.cache
 def _tuner(name: str, threads: int) -> _PackedTuner:
     """One for each kernel and number of threads, on which the environment of decisions depends."""
-    decisions = Decisions.load(Path(DECISIONS).expanduser(), environment_of(torch.device("cpu")))
+    environment, file = environment_of(torch.device("cpu")), _file()
+    decisions = Decisions(environment) if file is None else Decisions.load(file, environment)
     return _PackedTuner("auto", registry_of(name), decisions, DeviceTimer(), reuse=_MANY)
 
 
@@ -62,7 +63,15 @@ def decide(name: str, key: GemmKey) -> Decision:
     tuner = _tuner(name, torch.get_num_threads())
     known = tuner.decisions.get(bucketed(key))
     decision = tuner.decide(key)
-    if decision is not known:
+    file = _file()
+    if decision is not known and file is not None:
         with suppress(OSError, ValueError):  # a file that cannot be written: it is measured again next time
-            tuner.decisions.save(Path(DECISIONS).expanduser())
+            tuner.decisions.save(file)
     return decision
+
+
+def _file() -> Path | None:
+    """Of :data:`DECISIONS`; ``None`` if the user has no home directory: choices are not kept then."""
+    with suppress(RuntimeError):
+        return Path(DECISIONS).expanduser()
+    return None

@@ -80,9 +80,9 @@ class Operand(HasHandle):
 
     def become_dense(self, matrix: Tensor) -> None:
         """Keep the dense matrix instead of the layout, and use it for all products from now on."""
-        for (first, end), part in self._parts.items():
+        self.matrix = matrix  # first: a part that another thread adds after the copy finds it
+        for (first, end), part in self._parts.copy().items():
             part.become_dense(matrix[first:end])
-        self.matrix = matrix
         self._held = None
 
     def part(self, first: int, end: int) -> Operand | None:
@@ -100,7 +100,9 @@ class Operand(HasHandle):
             own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
             part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels)
             part.hold = self.hold
-            self._parts[first, end] = part
+            part = self._parts.setdefault((first, end), part)
+            if self.matrix is not None:  # another thread let this operand become dense meanwhile
+                part.become_dense(self.matrix[first:end])
         return self._parts[first, end]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,13 +153,14 @@ class Operand(HasHandle):
     def _takes_it(self, key: GemmKey) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         name = key.columns, key.conv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        if name not in self._takes:
+        found = self._takes.get(name)
+        if found is None:
             if len(self._takes) >= _MOST_SIZES:
                 self._takes.clear()
             can = not registry_of(self.kernel).reason(kernel_of(self.kernel), key)
             fast = self.kernels == "sparse" or decide(self.kernel, key).kernel == self.kernel
-            self._takes[name] = can and fast
-        return self._takes[name]
+            found = self._takes[name] = can and fast
+        return found
 
 
 def _tensors(layout: PermuteLayout | CsrLayout, values: Tensor) -> list[Tensor]:

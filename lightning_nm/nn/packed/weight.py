@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,6 +18,8 @@ Role = Literal["linear", "transposed", "convolution"]
 """Of the module: its weight is ``[out, in]``, ``[in, out]`` or ``[out, in / groups, *taps]``."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
+
+_BECOMING_DENSE = threading.Lock()  # one weight at a time, so that a weight has one dense matrix
 
 
 class PackedWeight(nn.Module):
@@ -83,14 +86,19 @@ class PackedWeight(nn.Module):
 
     def hold_dense(self) -> None:
         """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
-        operand = self.operand
-        if operand is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():  # later products may need gradients of inputs
-            matrix = operand.dense()
-        operand.become_dense(matrix)
-        self.operand, self._former, self.matrix = None, operand, matrix
-        self._drop_layout()
+        with _BECOMING_DENSE:
+            operand = self.operand
+            if operand is None:
+                return
+            with torch.inference_mode(False), torch.no_grad():  # later products may need gradients of inputs
+                matrix = operand.dense()
+            operand.become_dense(matrix)
+            # A new dict: threads that read the former one find the whole layout there.
+            kept = {name: buffer for name, buffer in self._buffers.items() if name not in _IN_LAYOUT}
+            self._buffers = {**kept, "matrix": matrix}
+            self._former = operand
+            self.operand = None
+            self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
 
     @property
     def _convolves(self) -> bool:
@@ -139,9 +147,10 @@ class PackedWeight(nn.Module):
     @property
     def form(self) -> str:
         """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name."""
+        operand = self.operand  # first: another thread sets the matrix before it takes the operand away
         if self.matrix is not None:
             return "dense"
-        return "packed" if self.operand is None else self.operand.kernel
+        return "packed" if operand is None else operand.kernel
 
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
@@ -160,12 +169,14 @@ class PackedWeight(nn.Module):
 
     def product_matrix(self) -> Tensor:
         """The dense weight as products take it: the one that is held, or a new tensor."""
-        if self.matrix is not None:
-            return self.matrix
+        buffers = self._buffers  # once: another thread may let the weight become dense
+        matrix = buffers["matrix"]
+        if matrix is not None:
+            return matrix
         if self.values is not None:
             weight = self.packed().unpack()
             return weight.t() if self.role == "transposed" else weight.flatten(1)
-        tensors = [self._buffers[name] for name in _IN_LAYOUT if name in self._buffers]
+        tensors = [buffers[name] for name in _IN_LAYOUT if name in buffers]
         return dense_matrix(tensors, self._rows, self.numel() // self._rows, self.dtype)  # type: ignore[arg-type]
 
     @property
