@@ -10,7 +10,7 @@ from lightning_nm import pack, save_packed
 from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.functional import nm_prune
 
-WIDTH, LAYERS = 1536, 14
+WIDTH, LAYERS = 1536, 48  # 453 MB dense: beside it the memory of code that is used first here, about 20 MB, is small
 
 CHILD = f"""
 import sys, torch
@@ -60,6 +60,6 @@ def test_resident_memory(tmp_path):
     *packed, (by_dense,) = [[int(word) for word in line.split()] for line in said.splitlines()]
     assert by_dense > 0.9 * dense
     for now, most in packed:
-        # The packed weights are 0.07 of the dense ones; the rest is the allocator's, and code that is used first here.
+        # The packed weights are 0.08 of the dense ones.
         assert now < 0.25 * dense, said
         assert most < 0.4 * dense, said
