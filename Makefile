@@ -77,9 +77,9 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy
 
-## Execute the notebooks, but for the one that fine-tunes a pretrained model, which takes minutes: notebooks-outputs does.
+## Execute the notebooks; the one that fine-tunes a pretrained model trains on a few batches alone.
 notebooks: .venv/.dev .venv/.others
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=300 --ignore notebooks/04_fine_tune_and_export.ipynb notebooks
+	TRAIN_BATCHES=4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks
 
 ## Execute every notebook and save it with its outputs.
 notebooks-outputs: .venv/.dev .venv/.others

@@ -1,5 +1,6 @@
 """The recipes of configs/recipes: they parse, they are what the studies compare, and shortened they run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,18 +62,29 @@ def test_a_recipe_is_what_the_study_compares(path):
 
 def test_every_compared_recipe_has_a_file():
     compared = {f"{task}-{name}" for task, study in STUDIES.items() for name in study.variants}
-    others = {name for name in compared if name.endswith("-default") or name.removesuffix("-dense") in STUDIES}
+    others = {name for name in compared if name.endswith("-default") or name.split("-dense")[0] in STUDIES}
     assert {path.stem for path in RECIPES} == compared - others
 
 
 def test_no_setting_was_chosen_by_the_seeds_of_the_comparison():
     for task, study in STUDIES.items():
-        searches = sorted(ROOT.glob(f"studies/search-{task}-*.yaml"))
+        searches = sorted(ROOT.glob(f"studies/search/*/{task}-*.yaml"))
         assert searches
         for path in searches:
             search = read(path)
             assert not set(search.seeds) & set(study.seeds), path.name
             assert search.overrides["data.init_args.tuning"] is True, path.name
+
+
+@pytest.mark.parametrize(("step", "tasks"), [("2-learning-rate", list(STUDIES)), ("3-decay", ["help-topics"])])
+def test_every_method_was_searched_as_much(step, tasks):
+    for task in tasks:
+        searches = [read(path) for path in (ROOT / "studies" / "search" / step).glob(f"{task}-*.yaml")]
+        assert len({(search.trials, *search.seeds) for search in searches}) == 1
+        suffixes = re.compile("-default|-ends-dense|(?<=dense)-0.*")
+        assert {name for search in searches for name in search.variants} == {
+            suffixes.sub("", name) for name in STUDIES[task].variants
+        }
 
 
 @pytest.mark.slow

@@ -11,11 +11,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.tables import accuracy, cpu, inference, overhead, peers, studies
+from benchmarks.tables import accuracy, cpu, inference, overhead, peers, recipes, studies
 from benchmarks.tables.markdown import ROOT, Tables
 from benchmarks.tables.regions import filled, pages
 
-TABLES: Tables = cpu.TABLES | studies.TABLES | accuracy.TABLES | overhead.TABLES | inference.TABLES | peers.TABLES
+TABLES: Tables = {
+    name: make
+    for module in (cpu, studies, accuracy, overhead, inference, recipes, peers)
+    for name, make in module.TABLES.items()
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def callback(name):
     method, estimator = {
         "bi-mask": (BiMask(permute_every=3), None),
         "bame": (BAME(stop=8, every=2, budget=1.0, evidence="batch"), None),
-        "three-gemms": (TransposableMask(update_every=3), MVUE("1:2")),
+        "three-gemms": (TransposableMask(update_every=3, decay=0), MVUE("1:2")),
     }[name]
     return NMSparsityCallback("2:4", method, estimator, skip_first_last=False, show_tables=False)
 
