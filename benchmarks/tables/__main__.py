@@ -11,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.tables import accuracy, cpu, inference, overhead, peers, studies
+from benchmarks.tables import accuracy, cpu, inference, matrices, overhead, peers, studies
 from benchmarks.tables.markdown import ROOT, Tables
 from benchmarks.tables.regions import filled, pages
 
-TABLES: Tables = cpu.TABLES | studies.TABLES | accuracy.TABLES | overhead.TABLES | inference.TABLES | peers.TABLES
+TABLES: Tables = cpu.TABLES | studies.TABLES | accuracy.TABLES | inference.TABLES | peers.TABLES
+TABLES |= matrices.TABLES | overhead.TABLES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
