@@ -11,11 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import begin, interleaved, matrix_parser
+from benchmarks.tables.markdown import line, table
+from benchmarks.tables.matrices import ESTIMATORS, estimators
+from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional import approx_mvue, counter_uniform, fold_seed, mvue
 from lightning_nm.pattern import NMPattern
 
@@ -47,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     full = begin(args)
     mode = "compiled" if args.compile else "eager"
     print(f"{args.size} x {args.size} {args.dtype}, {mode}, medians of {args.repeats}\n")
-    print("| pattern | estimator | dim | ms | copy ms | times the copy | random numbers ms | first call s | load |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(table([*ESTIMATORS, "first call s", "load"], []))
+    rows: list[dict[str, Any]] = []
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         x = full[:size, :size].contiguous()
@@ -60,21 +63,23 @@ def main(argv: Sequence[str] | None = None) -> None:
                 pairs = uniform(x, pattern, dim, (2,))
                 cases.append(("approx_mvue", dim, partial(approx_mvue, dim=dim, uniform=pairs), (2,)))
         first = [0.0] * len(cases)
-        estimators = [function for _, _, function, _ in cases]
+        functions = [function for _, _, function, _ in cases]
         if args.compile:
-            made = [compiled(function, x) for function in estimators]
-            for (fast, _), function in zip(made, estimators, strict=True):
+            made = [compiled(function, x) for function in functions]
+            for (fast, _), function in zip(made, functions, strict=True):
                 assert torch.equal(fast(x), function(x)), f"{pattern}: the compiled estimator differs"
-            estimators, first = [fast for fast, _ in made], [seconds for _, seconds in made]
+            functions, first = [fast for fast, _ in made], [seconds for _, seconds in made]
         draws = [partial(uniform, x, pattern, dim, rows) for _, dim, _, rows in cases]
-        runs: list[Callable[[], object]] = [x.clone, *(partial(function, x) for function in estimators), *draws]
+        runs: list[Callable[[], object]] = [x.clone, *(partial(function, x) for function in functions), *draws]
         copy, *times = map(statistics.median, interleaved(runs, args.repeats))
         own, drawn = times[: len(cases)], times[len(cases) :]
         for (name, dim, _, _), seconds, draw, start in zip(cases, own, drawn, first, strict=True):
-            columns = (f"{1e3 * seconds:.1f}", f"{1e3 * copy:.1f}", f"{seconds / copy:.1f}", f"{1e3 * draw:.1f}")
+            row: dict[str, Any] = {"pattern": str(pattern), "estimator": name, "dim": dim}
+            row["seconds"] = {"estimator": seconds, "copy": copy, "random numbers": draw}
+            rows.append(row | {"first call s": start, "load": os.getloadavg()[0]})
             waited = f"{start:.1f}" if args.compile else "-"
-            load = f"{os.getloadavg()[0]:.1f}"
-            print(f"| {pattern} | {name} | {dim} | {' | '.join(columns)} | {waited} | {load} |", flush=True)
+            print(line([*estimators(row), waited, f"{rows[-1]['load']:.1f}"]), flush=True)
+    write(args, rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ import os
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import begin, interleaved, matrix_parser
+from benchmarks.tables.markdown import line, table
+from benchmarks.tables.matrices import MASKS, masks
+from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional.masks import magnitude_mask, nm_mask
 from lightning_nm.pattern import NMPattern
 
@@ -40,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     full = begin(args)
     print(f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n")
-    print("| pattern | topk ms | nm_mask ms | magnitude_mask ms | nm_mask / topk | magnitude_mask / topk | load |")
-    print("|---|---|---|---|---|---|---|")
+    print(table([*MASKS, "load"], []))
+    rows: list[dict[str, Any]] = []
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full.narrow(args.dim, 0, size).contiguous()
@@ -49,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Which of several equal entries topk keeps is open; what it keeps of the magnitude is not.
         kept = torch.stack([torch.where(make(), weight.abs(), 0).double().sum() for make in makers])
         assert torch.allclose(kept, kept[0], rtol=1e-12, atol=0), f"{pattern}: the masks keep {kept} of the magnitude"
-        base, *own = map(statistics.median, interleaved(makers, args.repeats))
-        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in (base, *own))
-        ratios = " | ".join(f"{seconds / base:.2f} ({base / seconds:.1f}x faster)" for seconds in own)
-        print(f"| {pattern} | {times} | {ratios} | {os.getloadavg()[0]:.1f} |", flush=True)
+        names, times = ("topk", "nm_mask", "magnitude_mask"), interleaved(makers, args.repeats)
+        seconds = dict(zip(names, map(statistics.median, times), strict=True))
+        rows.append({"pattern": str(pattern), "seconds": seconds, "load": os.getloadavg()[0]})
+        print(line([*masks(rows[-1]), f"{rows[-1]['load']:.1f}"]), flush=True)
+    write(args, rows)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from lightning_nm.kernels.cpu.library import cpu_name
 
 
 def matrix_parser(description: str | None, repeats: int, patterns: Sequence[str]) -> argparse.ArgumentParser:
@@ -18,6 +23,7 @@ def matrix_parser(description: str | None, repeats: int, patterns: Sequence[str]
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument("--threads", type=int, default=None, help="instead of torch's default")
     parser.add_argument("--patterns", nargs="+", default=patterns)
+    parser.add_argument("--json", type=Path, help="also write the rows, with the settings and the machine")
     return parser
 
 
@@ -29,6 +35,15 @@ def begin(args: argparse.Namespace) -> torch.Tensor:
         print(f"run with {args.threads} threads")
     torch.manual_seed(0)
     return torch.randn(args.size, args.size).to(getattr(torch, args.dtype))
+
+
+def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows where ``--json`` says, for ``python -m benchmarks.tables``."""
+    if args.json is None:
+        return
+    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    where = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    args.json.write_text(json.dumps({"settings": settings, "machine": where, "rows": rows}, indent=1) + "\n")
 
 
 def interleaved(functions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:

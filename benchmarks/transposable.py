@@ -10,6 +10,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from benchmarks.masks import score_mask
-from benchmarks.timing import begin, interleaved, matrix_parser
+from benchmarks.tables.markdown import line, table
+from benchmarks.tables.matrices import TRANSPOSABLE, transposable
+from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional import transposable_mask
 from lightning_nm.pattern import NMPattern
 
@@ -48,17 +51,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     full = begin(args)
     print(f"{args.size} x {args.size} {args.dtype}, normal, medians of {args.repeats}, {args.sample} tiles sampled\n")
-    print("| pattern | nm_mask s | transposable_mask s | kept / rows alone | kept / optimum, mean (min) | load |")
-    print("|---|---|---|---|---|---|")
+    print(table([*TRANSPOSABLE, "load"], []))
+    found: list[dict[str, Any]] = []
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full[:size, :size].contiguous()
         makers = [partial(score_mask, weight, pattern, -1), partial(transposable_mask, weight, pattern)]
         rows, both = (torch.where(maker(), weight.abs(), 0).double().sum() for maker in makers)
-        seconds = " | ".join(f"{statistics.median(times):.3f}" for times in interleaved(makers, args.repeats))
+        names, times = ("nm_mask", "transposable_mask"), interleaved(makers, args.repeats)
         ratios = ratios_to_optimum(weight, transposable_mask(weight, pattern), pattern, args.sample)
-        quality = f"{statistics.mean(ratios):.9f} ({min(ratios):.9f})"
-        print(f"| {pattern} | {seconds} | {both / rows:.4f} | {quality} | {os.getloadavg()[0]:.1f} |", flush=True)
+        row: dict[str, Any] = {"pattern": str(pattern)}
+        row["seconds"] = dict(zip(names, map(statistics.median, times), strict=True))
+        row |= {"kept / rows": (both / rows).item(), "kept / optimum": [statistics.mean(ratios), min(ratios)]}
+        found.append(row | {"load": os.getloadavg()[0]})
+        print(line([*transposable(found[-1]), f"{found[-1]['load']:.1f}"]), flush=True)
+    write(args, found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from lightning_nm.export.export_command import main as export
 from lightning_nm.flops.command import main as flops
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
 from lightning_nm.report.command import main as report
+from lightning_nm.spelling import did_you_mean
 from lightning_nm.study.command import main as study
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -40,8 +40,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if words and not words[0].startswith("-") and words[0] not in _LIGHTNING:
         known = [*_LIGHTNING, *_OWN]
-        close = difflib.get_close_matches(words[0], known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(words[0], known)
         print(f"lightning-nm: there is no subcommand '{words[0]}', only {', '.join(known)}{hint}", file=sys.stderr)
         return 2
     if not words or words[0] in ("-h", "--help"):
@@ -49,7 +48,8 @@ def main(args: Sequence[str] | None = None) -> int:
         for name, (_, text) in _OWN.items():
             print(f"    {name:10} {text}")
         print()
-        args = words = ["--help"]
+        if not words:
+            args = words = ["--help"]
     try:
         cli = lightning_cli()
     except ImportError as error:

@@ -7,13 +7,14 @@ which key is wrong, and what was probably meant.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import re
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_nm.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -145,6 +146,4 @@ def _parameters(path: str) -> list[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    if close := difflib.get_close_matches(word, known, n=1):
-        return f"; did you mean '{close[0]}'?"
-    return f"; there are {', '.join(known)}" if 0 < len(known) < 12 else ""
+    return did_you_mean(word, known) or (f"; there are {', '.join(known)}" if 0 < len(known) < 12 else "")

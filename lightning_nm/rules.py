@@ -18,6 +18,10 @@ from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.presets import Preset, PresetName, preset_of
 from lightning_nm.training.flow import FIRST, LAST
 
+SHORT_NAMES: dict[str, str] = {type(resolve_method(name)).__name__: name for name in get_args(MethodName)}
+SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName)}
+"""The short names of methods and estimators by the names of their classes, which saved states hold."""
+
 
 class RuleSpec(TypedDict, total=False):
     """A rule of :class:`~lightning_nm.NMSparsityCallback`. Keys that are left out take the callback's arguments."""

@@ -33,7 +33,7 @@ from lightning_nm.nn.state import (
 )
 from lightning_nm.pattern import PatternLike
 from lightning_nm.presets import PresetName
-from lightning_nm.rules import resolve_settings
+from lightning_nm.rules import SHORT_NAMES, resolve_settings
 from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
@@ -372,7 +372,7 @@ class NMSparsifier(ModelStatistics):
         layers = {name: layer for name, layer in self.layers.items() if name in saved or name not in waited}
         woken = [layer for layer in self.selection.waiting if layer.name in saved]
         layers |= {layer.name: layer for layer in woken}
-        refuse_others(layers, saved)
+        refuse_others(layers, saved, SHORT_NAMES)
         latent = latent_loaded(layers, saved)
         self._wake(woken, saved)
         self.seed = state["seed"]

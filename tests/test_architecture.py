@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 ORDER = [
-    {"pattern", "schedule"},
+    {"pattern", "schedule", "spelling"},
     {"functional"},
     {"kernels"},
     {"nn"},

@@ -85,6 +85,7 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         (["pattern: 2:0"], ["2:0"]),
         (["pattern: 2-4"], ["2-4"]),
         (["method: bi-msak"], ["method: 'bi-msak' is none of dense, ste, sr-ste", "did you mean 'bi-mask'?"]),
+        (["method: SR_STE"], ["method: 'SR_STE' is none of dense, ste, sr-ste", "did you mean 'sr-ste'?"]),
         (["method: {class_path: lightning_nm.BiMsk}"], ["lightning_nm has no BiMsk; did you mean 'BiMask'?"]),
         (["patern: 2:4"], ["NMSparsityCallback: there is no 'patern'; did you mean 'pattern'?"]),
         (
@@ -165,8 +166,14 @@ def test_help_is_complete(capsys):
         assert f".{option}" in text
     assert "sr-ste" in text
     assert "Globs over names of modules to mask" in text
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], []])
+def test_help_lists_the_subcommands(capsys, monkeypatch, words):
+    """Without a warning of LightningCLI, which are errors here."""
+    monkeypatch.setattr(sys, "argv", ["lightning-nm", *words])
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main()
     text = capsys.readouterr().out
     assert "verify" in text
     assert "study" in text

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.pictures import evidence, gemms, inference, permutation, speed_up
+from benchmarks.pictures import evidence, gemms, inference, permutation, speed, speed_up
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables.markdown import ROOT
 
@@ -18,6 +18,7 @@ PICTURES: dict[str, Picture] = {
     "three-gemms": gemms.PICTURE,
     "bi-mask-permutation": permutation.PICTURE,
     "bame-evidence": evidence.PICTURE,
+    "speed": speed.PICTURE,
     **inference.pictures(),
 }
 
@@ -33,11 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"there is no picture {name!r}; pictures: {', '.join(PICTURES)}")
     stale = []
     for name in options.names or PICTURES:
-        path = ROOT / "docs" / f"{name}.png"
-        if not options.check:
-            PICTURES[name].save(path)
+        path, picture = ROOT / "docs" / f"{name}.png", PICTURES[name]
+        if not picture.can_be_drawn():
+            print(f"skipped: docs/{name}.png, because benchmarks/results/{picture.results} is not there")
+        elif not options.check:
+            picture.save(path)
             print(f"drawn: docs/{name}.png")
-        elif not path.exists() or stamp_of(path) != PICTURES[name].stamp():
+        elif not path.exists() or stamp_of(path) != picture.stamp():
             stale.append(name)
     if stale:
         print(f"Drawn from other data: {', '.join(stale)}. Run `python -m benchmarks.pictures`", file=sys.stderr)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.tables.markdown import RESULTS
+
 # On white, which pages in both colour schemes show as a card; the colours differ in lightness, not in hue alone.
 INK, QUIET, LINE = "#1f2328", "#57606a", "#d0d7de"
 KEPT, LOST, PRUNED = "#1a7f37", "#bc4c00", "#f0f2f4"
@@ -25,11 +27,17 @@ class Picture(NamedTuple):
         data: What it shows, as numbers and text.
         draw: Draws that into a figure of this size.
         size: Width and height in inches; text of 10 points is readable at a width of 800 pixels up to 9 inches.
+        results: The file of ``benchmarks/results`` that the data are from; without it there is nothing to draw.
     """
 
     data: Callable[[], Any]
     draw: Callable[[Figure, Any], None]
     size: tuple[float, float]
+    results: str = ""
+
+    def can_be_drawn(self) -> bool:
+        """Whether the results are there."""
+        return not self.results or (RESULTS / self.results).exists()
 
     def stamp(self) -> str:
         """A hash of the data."""

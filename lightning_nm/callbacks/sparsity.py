@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
-from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
+from lightning_nm.callbacks.report.warnings import each_once, warn_after_first_batch, warn_at_start, warn_of_replaced
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -148,6 +147,7 @@ class NMSparsityCallback(SavedSparsity):
         self._finished_layers: dict[str, NMLayer] = {}
         self._flow: ValueFlow | None = None  # until training starts
         self._masked = 0  # layers, in the last batch
+        self._warned: set[str] = set()  # warnings of this fit's first selection
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -167,7 +167,9 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.begin_fit()
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
-        self._install(trainer, pl_module)
+        self._warned.clear()
+        with each_once(self._warned):
+            self._install(trainer, pl_module)
         log_hyperparameters(trainer, self._installed(), self.name)
         if self._lifecycle.is_new and self._installed().settings.skips_ends:
             self._flow = ValueFlow(pl_module)  # of the sanity validation
@@ -201,8 +203,7 @@ class NMSparsityCallback(SavedSparsity):
             return
         self._remove(sparsifier)
         sparsifier.detach()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say of the settings was said at the first selection
+        with each_once(self._warned):
             self._install(trainer, pl_module, flow)
 
     def _attach(

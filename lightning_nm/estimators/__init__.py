@@ -8,6 +8,7 @@ from lightning_nm.estimators.base import GradientEstimator
 from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
 from lightning_nm.estimators.top_n import TopN
+from lightning_nm.spelling import did_you_mean
 
 __all__ = ["MVUE", "ApproxMVUE", "BlockEstimator", "EstimatorName", "GradientEstimator", "TopN", "resolve_estimator"]
 
@@ -29,6 +30,7 @@ def resolve_estimator(estimator: EstimatorName | GradientEstimator | Any | None)
     if isinstance(estimator, str):
         if estimator not in _BY_NAME:
             names = ", ".join(map(repr, _BY_NAME))
-            raise ValueError(f"grad_estimator {estimator!r} does not exist: use one of {names}, an object or None")
+            advice = f"use one of {names}, an object or None{did_you_mean(estimator, _BY_NAME)}"
+            raise ValueError(f"grad_estimator {estimator!r} does not exist: {advice}")
         return _BY_NAME[estimator]()
     raise TypeError(f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}")

@@ -13,6 +13,7 @@ from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.transposable import TransposableMask
+from lightning_nm.spelling import did_you_mean
 
 __all__ = [
     "ASP",
@@ -57,6 +58,7 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
     if isinstance(method, str):
         if method not in _BY_NAME:
             names = ", ".join(map(repr, get_args(MethodName)))
-            raise ValueError(f"method {method!r} does not exist: use one of {names} or an object")
+            meant = did_you_mean(method, _BY_NAME)
+            raise ValueError(f"method {method!r} does not exist: use one of {names} or an object{meant}")
         return _BY_NAME[method]()
     raise TypeError(f"method must be a short name or a Method, not {method!r}")

@@ -174,8 +174,8 @@ def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
     return layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__
 
 
-def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
-    """What keeps a saved state from fitting a layer; empty when it fits."""
+def state_difference(layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None) -> str:
+    """What keeps a saved state from fitting a layer, with classes by their short names; empty when it fits."""
     own = {
         "shape": list(layer.param.shape),
         "pattern": str(layer.pattern),
@@ -183,7 +183,7 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
         "layout": layer.spec.layout,
         "estimator": type(layer.estimator).__name__,
     }
-    differences = _differences(own, state)
+    differences = _differences(own, state, {"NoneType": "none", **(short_names or {})})
     if state["method"] == own["method"]:
         fixed = {key: value for key, value in _settings(layer.method).items() if key in layer.method.fixed}
         differences += _differences(fixed, state.get("settings", {}))
@@ -193,14 +193,19 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any]) -> str:
     return ", ".join(differences)
 
 
-def refuse_others(layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse saved states that are not of these layers by a ``ValueError`` that names them and what differs."""
+def refuse_others(
+    layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]], short_names: Mapping[str, str]
+) -> None:
+    """Refuse saved states that are not of these layers by a ``ValueError`` that names them and what differs.
+
+    ``short_names`` are what users call the classes of methods and estimators.
+    """
     differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
     differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
     differences += [
         f"layer '{name}': {difference}"
         for name in layers
-        if name in saved and (difference := state_difference(layers[name], saved[name]))
+        if name in saved and (difference := state_difference(layers[name], saved[name], short_names))
     ]
     if differences:
         shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
@@ -225,17 +230,16 @@ def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
     return changes
 
 
-def _differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What both have and is not equal: a checkpoint of another version may lack entries."""
+def _differences(
+    here: Mapping[str, Any], saved: Mapping[str, Any], shown: Mapping[str, str] | None = None
+) -> list[str]:
+    """What both have and is not equal, each as it is shown: a checkpoint of another version may lack entries."""
+    known = shown or {}
     return [
-        f"{key} {_shown(saved[key])} in the checkpoint, {_shown(value)} here"
+        f"{key} {known.get(str(saved[key]), saved[key])} in the checkpoint, {known.get(str(value), value)} here"
         for key, value in here.items()
         if key in saved and saved[key] != value
     ]
-
-
-def _shown(value: Any) -> Any:
-    return "none" if value == "NoneType" else value
 
 
 def _settings(part: Any) -> dict[str, Any]:

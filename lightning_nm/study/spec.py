@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_nm.pattern import NMPattern
+from lightning_nm.spelling import did_you_mean
 from lightning_nm.study.config import flat, override, quiet, read_yaml
 
 Direction = Literal["minimize", "maximize"]
@@ -100,9 +100,8 @@ def read(path: Path) -> Spec:
     keys = list(Spec.__dataclass_fields__)
     for key in given:
         if key not in keys:
-            close = get_close_matches(str(key), keys, 1)
-            meant = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{path}: unknown key {key!r}{meant} Keys: {', '.join(keys)}")
+            meant = did_you_mean(str(key), keys)
+            raise ValueError(f"{path}: unknown key {key!r}, the keys are {', '.join(keys)}{meant}")
     for key in ("config", "metric", "variants"):
         _require(given.get(key), f"{path}: the key {key!r} is missing")
     try:

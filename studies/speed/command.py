@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,7 +150,8 @@ def main(argv: Sequence[str] | None = None, begin: float | None = None) -> int:
     if interrupted:
         console.print("Interrupted: these are the results so far.", style="yellow")
     print_table(sparse, dense, label, console)
-    facts |= {"machine": where, "setting": setting._asdict(), "interrupted": interrupted}
+    command = shlex.join(["python", "-m", "studies.speed", *(sys.argv[1:] if argv is None else argv)])
+    facts |= {"command": command, "machine": where, "setting": setting._asdict(), "interrupted": interrupted}
     write_json(options.out / "speed.json", sparse, dense, facts)
     write_tensorboard(options.out, sparse, dense)
     draw(options.out / "curves.png", sparse, dense, f"{label} against dense. {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import mean, median, quantiles
@@ -94,6 +95,16 @@ class Curve:
         end = seconds * (1 + 1e-9)
         losses = [loss for when, loss in zip(self.ends, self.losses, strict=True) if seconds - window <= when <= end]
         return mean(losses) if losses else self.losses[max(sum(when <= end for when in self.ends) - 1, 0)]
+
+
+def means(curves: Sequence[Curve]) -> tuple[list[list[float]], list[list[float]]]:
+    """Of each curve its mean losses at every step, over seconds and over steps, with windows that all share."""
+    trained = [curve for curve in curves if curve.seconds]
+    seconds = WINDOW * min((curve.total_s for curve in trained), default=0.0)
+    steps = max(1, round(WINDOW * min((len(curve.losses) for curve in trained), default=0)))
+    timed = [[curve.loss_after(end, seconds) for end in curve.ends] for curve in curves]
+    counted = [[curve.loss_at(step, steps) for step in range(1, len(curve.losses) + 1)] for curve in curves]
+    return timed, counted
 
 
 @dataclass(frozen=True)

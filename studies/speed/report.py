@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import lightning_nm
 from lightning_nm.kernels.cpu import library
-from studies.speed.curves import WINDOW, Comparison, Curve, findings
+from studies.speed.curves import WINDOW, Comparison, Curve, findings, means
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads or torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "lightning_nm": lightning_nm.__version__,
     }
 
 
@@ -90,19 +92,15 @@ def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    both = [curve for curve in (sparse, dense) if curve.seconds]
-    window_s = WINDOW * min((curve.total_s for curve in both), default=0.0)
-    window = max(1, round(WINDOW * min((len(curve.losses) for curve in both), default=0)))
-    for curve, colour in ((sparse, "tab:green"), (dense, "tab:blue")):
+    both = (sparse, dense)
+    for curve, colour, timed, counted in zip(both, ("tab:green", "tab:blue"), *means(both), strict=True):
         if not curve.seconds:
             continue
         steps = list(range(1, len(curve.losses) + 1))
         label = f"{curve.name}, {curve.precision}, {curve.tokens_per_s:,.0f} tokens/s"
-        timed = [curve.loss_after(end, window_s) for end in curve.ends]
-        counted = [curve.loss_at(step, window) for step in steps]
-        for axes, x, means in ((left, curve.ends, timed), (right, steps, counted)):
+        for axes, x, smooth in ((left, curve.ends, timed), (right, steps, counted)):
             axes.plot(x, curve.losses, color=colour, alpha=0.3, linewidth=1)
-            axes.plot(x, means, color=colour, linewidth=2, label=label)
+            axes.plot(x, smooth, color=colour, linewidth=2, label=label)
     left.set(xlabel="seconds of training", ylabel="training loss, nats per byte")
     right.set(xlabel="steps")
     for axes in (left, right):

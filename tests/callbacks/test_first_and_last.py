@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import ASP, NMSparsifier
 from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.forwards import can_watch
 from tests.callbacks.test_frozen_layers import Distilled, seeded
@@ -133,6 +133,16 @@ def test_values_decide(tmp_path, model, masked):
         layer = name.removesuffix(".weight")
         kept = before[0][name] != 0 if layer in masked else torch.ones_like(value, dtype=torch.bool)
         assert torch.equal(before[0][name][kept], value[kept])
+
+
+@pytest.mark.parametrize("layer", ["body.3", "body.1"], ids=["masked only then", "masked before, too"])
+def test_a_warning_of_a_layer_comes_once(tmp_path, layer):
+    """Whether the first selection or the second one is the first that masks the layer."""
+    never = {"include": f"*{layer}", "method": ASP(start=10**6)}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, [callback("asp", rules=[never])], max_epochs=1).fit(seeded(HeadFirst), Data())
+    assert [str(each.message).partition(":")[0] for each in found if "ASP" in str(each.message)] == ["ASP never prunes"]
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,17 @@ RULE = {"include": "net.6", "pattern": "1:4"}
     [
         ({}, {"pattern": "1:4"}, r"layer 'net\.3': pattern 2:4 in the checkpoint, 1:4 here; layer 'net\.6': pattern"),
         ({}, {"rules": [RULE]}, r"another sparse model: layer 'net\.6': pattern 2:4 in the checkpoint, 1:4 here\. C"),
-        ({"method": BiMask()}, {}, "method BiMask in the checkpoint, SRSTE here"),
-        ({}, {"method": BAME(stop=4, every=2)}, "method SRSTE in the checkpoint, BAME here"),
+        ({"method": BiMask()}, {}, "method bi-mask in the checkpoint, sr-ste here"),
+        ({}, {"method": BAME(stop=4, every=2)}, "method sr-ste in the checkpoint, bame here"),
         (SAVED, {**SAVED, "method": BAME(stop=4, every=2, dgrad="bi-mask")}, "dgrad masked in the checkpoint, bi-mask"),
-        ({}, {"grad_estimator": "mvue"}, "estimator none in the checkpoint, MVUE here"),
-        (SAVED, {**SAVED, "grad_estimator": None}, "estimator MVUE in the checkpoint, none here"),
-        (SAVED, {**SAVED, "grad_estimator": TopN("1:2")}, "estimator MVUE in the checkpoint, TopN here"),
+        ({}, {"grad_estimator": "mvue"}, "estimator none in the checkpoint, mvue here"),
+        (SAVED, {**SAVED, "grad_estimator": None}, "estimator mvue in the checkpoint, none here"),
+        (SAVED, {**SAVED, "grad_estimator": TopN("1:2")}, "estimator mvue in the checkpoint, top-n here"),
         (SAVED, {**SAVED, "grad_estimator": MVUE()}, "estimator pattern 1:2 in the checkpoint, 2:4 here"),
         ({}, {"conv_layout": "flat"}, r"layer 'net\.3': layout plain in the checkpoint, flat here"),
         ({}, {"exclude": "net.6"}, r"layer 'net\.6' is masked only in the checkpoint"),
         ({"exclude": "net.6"}, {}, r"layer 'net\.6' is masked only here"),
-        (SAVED, {}, r"(?s)'net\.3' is masked only here.*method BAME .* SRSTE here, estimator MVUE .* none here"),
+        (SAVED, {}, r"(?s)'net\.3' is masked only here.*method bame .* sr-ste here, estimator mvue .* none here"),
     ],
 )
 def test_a_checkpoint_of_another_sparse_model_is_refused(tmp_path, saved, change, message):

@@ -7,10 +7,13 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.pictures import __main__ as program
-from benchmarks.pictures import evidence, inference, permutation
+from benchmarks.pictures import evidence, inference, permutation, speed, style
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables import markdown
 from benchmarks.tables.regions import pages
+from studies.speed.curves import Curve
+from studies.speed.report import machine, write_json
+from studies.speed.side import Setting
 
 
 def test_pictures_show_the_present_data(capsys):
@@ -54,11 +57,38 @@ def test_inference(tmp_path, monkeypatch):
     sizes = {name: [int(1e6 * value), None] for name, value in ms.items() if "openvino" not in name and "," not in name}
     (tmp_path / "inference-minilm.json").write_text(json.dumps({"ms": {"1x1": ms}, "bytes": sizes}))
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
-    monkeypatch.setattr(inference, "RESULTS", tmp_path)
+    monkeypatch.setattr(style, "RESULTS", tmp_path)
     pictures = inference.pictures()
-    assert list(pictures) == ["inference-minilm"]
+    assert [name for name, picture in pictures.items() if picture.can_be_drawn()] == ["inference-minilm"]
     points = pictures["inference-minilm"].data()["1x1"]
     assert ["openvino bf16", 6.0, 4.0] in points
     assert [point for point in points if "1:16 fp32" in point[0]] == [["packed 1:16 fp32", 2.0, 1.5]]
     pictures["inference-minilm"].save(tmp_path / "a.png")
     assert stamp_of(tmp_path / "a.png") == pictures["inference-minilm"].stamp()
+
+
+def test_speed(tmp_path, monkeypatch, capsys):
+    """Of the file that studies.speed writes; without it the committed picture stays."""
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    monkeypatch.setattr(style, "RESULTS", tmp_path)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    assert program.main(["speed"]) == program.main(["speed", "--check"]) == 0
+    assert capsys.readouterr().out.count("skipped: docs/speed.png, because benchmarks/results/speed.json is not") == 2
+    assert not list(tmp_path.iterdir())
+
+    sparse = Curve("sparse", "32-true", 100, 1.0, [0.5] * 20, [float(k) for k in range(20, 0, -1)], 1.2)
+    dense = Curve("dense", "32-true", 100, 1.0, [1.0] * 10, [float(k) for k in range(10, 0, -1)], 1.4)
+    facts = {"machine": machine(1), "setting": Setting()._asdict()}
+    write_json(tmp_path / "speed.json", sparse, dense, facts)
+    shown = speed.data()["sides"]
+    assert shown["sparse"]["label"] == "sparse, 1:16 asp: 200 tokens/s"
+    assert shown["sparse"]["ends"][:2] == [0.5, 1.0]
+    assert shown["sparse"]["over seconds"][-1] == 2.5  # of those that end from 8.5 s to 10 s
+    assert shown["dense"]["over steps"][-1] == 1.5  # the last 15 % of 10 steps are 2
+    (tmp_path / "docs").mkdir()
+    assert program.main(["speed"]) == 0
+    assert stamp_of(tmp_path / "docs" / "speed.png") == speed.PICTURE.stamp()
+    assert program.main(["speed", "--check"]) == 0
+    dense.losses[3] += 1
+    write_json(tmp_path / "speed.json", sparse, dense, facts)
+    assert program.main(["speed", "--check"]) == 1

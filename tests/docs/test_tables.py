@@ -4,7 +4,9 @@ import doctest
 import json
 
 import pytest
+import torch
 
+from benchmarks import estimators, masks, transposable
 from benchmarks.tables import __main__ as program
 from benchmarks.tables import inference, markdown, regions, studies
 from benchmarks.tables.regions import filled, names
@@ -88,3 +90,25 @@ def test_inference(tmp_path, monkeypatch):
         "| dense fp32 | 8.0 | 1.00 | 9.0 |",
         "| packed 1:16 fp32 | 1.0 | 0.12 | - |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "benchmark", "words"),
+    [
+        ("masks-columns", masks, ["--dim", "0"]),
+        ("transposable", transposable, ["--sample", "3"]),
+        ("estimators", estimators, []),
+    ],
+)
+def test_the_costs_of_a_matrix(tmp_path, monkeypatch, capsys, name, benchmark, words):
+    """The table of the file is what the benchmark printed beside the load, which is last."""
+    path = tmp_path / f"{name}.json"
+    benchmark.main(["--size", "32", "--repeats", "1", "--patterns", "2:4", "1:2", "--json", str(path), *words])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    made = program.TABLES[name]().splitlines()
+    assert len(made) == len(printed)
+    assert all(line.startswith(own.removesuffix("|")) for line, own in zip(printed, made, strict=True))
+    content = json.loads(path.read_text())
+    assert content["settings"]["size"] == 32
+    assert content["machine"]["torch"] == torch.__version__

@@ -66,17 +66,29 @@ def prose():
     return re.sub(r"\[\d{4}\.\d{5}\]\([^)]*\)|\]\([^)]*\)", "", text)
 
 
+def as_shares(points):
+    """Figures in points of accuracy as the shares that some tables have."""
+    return re.sub(r"[+-]?\d+\.\d+", lambda figure: f"{float(figure[0]) / 100:+.4f}", points)
+
+
 def test_every_figure_is_one_of_the_benchmarks():
-    figures = re.findall(r"(?<![\d.])[+-]?\d+\.\d+", prose())
+    in_points = re.findall(r"[+-]\d+\.\d+ points \[[^\]]*\]", prose())
+    rest = re.sub(r"[+-]\d+\.\d+ points \[[^\]]*\]", "", prose())
+    figures = re.findall(r"(?<![\d.])[+-]?\d+\.\d+", rest)
     assert len(figures) > 60
     for figure in figures:
         assert any(re.search(rf"(?<![\d.]){re.escape(figure.lstrip('+-'))}(?!\d)", text) for text in SOURCES), figure
+    assert len(in_points) >= 5  # the next test finds them
 
 
 def test_every_interval_stands_beside_its_mean():
     """A mean and its interval are in one row, bullet or paragraph of the benchmarks, with these signs."""
     lines = [" ".join(block.split()) for text in SOURCES for block in re.split(r"\n\n|\n(?=[-|])", text)]
-    pairs = re.findall(r"([+-]?\d+\.\d+)(?: points| bits)? (\[[^\]]*\d\.\d[^\]]*\])", prose())
+    pairs = re.findall(r"([+-]?\d+\.\d+) (points|bits) (\[[^\]]*\d\.\d[^\]]*\])", prose())
     assert len(pairs) >= 18
-    for mean, interval in pairs:
-        assert any(interval in line and mean in line for line in lines), (mean, interval)
+    assert len(pairs) == len(re.findall(r"\[[+-]?\d", prose())), "an interval has no unit"
+    for mean, unit, interval in pairs:
+        forms = [(mean, interval)]
+        if unit == "points":
+            forms.append((as_shares(mean), as_shares(interval)))
+        assert any(interval in line and mean in line for line in lines for mean, interval in forms), (mean, interval)

@@ -30,7 +30,11 @@ def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
     commands, code = blocks("", EXPORT)[0].splitlines(), blocks("python", EXPORT)[0]
     assert len(commands) + sum(map(bool, code.splitlines())) == 6
     for line in commands:
-        words = [found for word in shlex.split(line)[1:] for found in (glob.glob(word) if "*" in word else [word])]
+        words = [
+            found
+            for word in shlex.split(line, comments=True)[1:]
+            for found in (glob.glob(word) if "*" in word else [word])
+        ]
         assert main([*words, *(SHORT if words[0] == "fit" else [])]) == 0
     names = {}
     exec(code, names)

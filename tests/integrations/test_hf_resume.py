@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"there is no '.*elsewhere/checkpoint-2/nm_sparsifier.pt'.*resume_from="):
         resume(folder, sparse(), tmp_path / "elsewhere")
     resume(folder, sparse(resume_from=folder), tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="method SRSTE in the checkpoint, BiMask here"):
+    with pytest.raises(ValueError, match="method sr-ste in the checkpoint, bi-mask here"):
         resume(folder, sparse("bi-mask"))
     with pytest.raises(ValueError, match="is masked only in the checkpoint"):
         resume(folder, sparse(exclude="*c_attn*"))

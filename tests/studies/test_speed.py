@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import lightning_nm
 from lightning_nm.demo import GPT
 from studies.speed import command
 from studies.speed.curves import Comparison, Curve, findings
@@ -159,6 +160,8 @@ def test_files_are_written_also_after_ctrl_c(monkeypatch, tmp_path, capsys, dies
     assert content["interrupted"] == bool(status)
     assert content["setting"]["pattern"] == "1:16"
     assert content["machine"]["torch"] == torch.__version__
+    assert content["machine"]["lightning_nm"] == lightning_nm.__version__
+    assert content["command"].startswith("python -m studies.speed --seconds 1e-9 --precision 32-true")
     sparse = content["sides"]["sparse"]
     assert set(sparse["seconds"]) == {0.5}
     events = Events(tmp_path / "out" / "sparse")

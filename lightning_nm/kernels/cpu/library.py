@@ -6,7 +6,9 @@ import ctypes
 import functools
 import os
 import platform
+import sys
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
+PLACE = Path(__file__).resolve().parents[3]
+"""The folder that Python imports this package from: a checkout, or that of the installed packages."""
 ABI = 5
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
@@ -131,6 +135,11 @@ def load() -> Any:
         "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
     )
     if not LIBRARY.exists():
+        if other := _other_copy():
+            advice = (
+                f"Python imports lightning_nm from {PLACE}. Run `python lightning_nm/kernels/cpu/build.py` or `make "
+                f"library` there, or start Python in another folder, for the copy in {other}, which has the library"
+            )
         raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
         if _is_cut_off():
@@ -150,6 +159,13 @@ def load() -> Any:
             f"it{_build_failure()}: {advice}"
         )
     return library
+
+
+def _other_copy() -> Path | None:
+    """The folder of another copy of this package that Python could import, and that has a library."""
+    inside = Path(__file__).resolve().relative_to(PLACE).with_name(LIBRARY.name)
+    folders = (Path(folder or os.curdir).resolve() for folder in sys.path)
+    return next((folder for folder in folders if folder != PLACE and (folder / inside).exists()), None)
 
 
 def _is_cut_off() -> bool:

@@ -18,6 +18,7 @@ from tests.routed import attach, gradients, ran
 
 CPU = torch.device("cpu")
 LANES = {"baseline": 0, "avx2": 8, "avx512": 16, "avx512-bf16": 16}
+other_copy = library._other_copy
 needs_compiler = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
 
 
@@ -25,6 +26,7 @@ needs_compiler = pytest.mark.skipif(not build.compiler(), reason="there is no C 
 def elsewhere(tmp_path, monkeypatch):
     """The library is looked for in another folder, which is empty."""
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "libnm.so")
+    monkeypatch.setattr(library, "_other_copy", lambda: None)
     library.load.cache_clear()
     library.level.cache_clear()
     yield tmp_path / "libnm.so"
@@ -50,6 +52,20 @@ def test_a_missing_library_says_why_and_what_to_do(elsewhere):
         library.load()
     elsewhere.with_name("libnm.txt").write_text("there was no C compiler\n")
     with refused(r"was not built \(there was no C compiler\): install"):
+        library.load()
+
+
+def test_a_copy_that_was_built_is_named(elsewhere, tmp_path, monkeypatch):
+    """As after `pip install .`, when Python runs in the checkout."""
+    other = tmp_path / "site-packages"
+    (other / "lightning_nm" / "kernels" / "cpu").mkdir(parents=True)
+    monkeypatch.setattr(library, "_other_copy", other_copy)
+    monkeypatch.setattr(sys, "path", [str(library.PLACE), str(other)])
+    with refused(r"was not built: install lightning-nm again"):
+        library.load()
+    (other / "lightning_nm" / "kernels" / "cpu" / "libnm.so").touch()
+    library.load.cache_clear()
+    with refused(rf"imports lightning_nm from {library.PLACE}\. Run `.*build\.py` or `make library`.* in {other}, "):
         library.load()
 
 

@@ -1,0 +1,28 @@
+"""What was meant by a name that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message, ``"; did you mean '...'?"`` with the closest of the known names; empty if none is close.
+
+    Case and signs do not count.
+
+    Example:
+        >>> did_you_mean("SRSTE", ["ste", "sr-ste", "bi-mask"])
+        "; did you mean 'sr-ste'?"
+        >>> did_you_mean("adam", ["ste", "sr-ste", "bi-mask"])
+        ''
+    """
+    by_letters: dict[str, str] = {}
+    for name in known:
+        by_letters.setdefault(_letters(name), name)
+    close = get_close_matches(_letters(word), by_letters, n=1)
+    return f"; did you mean '{by_letters[close[0]]}'?" if close else ""
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
