@@ -57,6 +57,12 @@ class Settings:
         unwanted = {FIRST: not self.skip_first, LAST: not self.skip_last}
         return {name: reason for name, reason in ends.items() if not unwanted.get(reason)}
 
+    def ends_kept(self, state: Mapping[str, Any]) -> list[str]:
+        """The ends that a training with a saved state masks, though they would be dense if it began now."""
+        return [
+            f"{name}=False" for name in ("skip_first", "skip_last") if getattr(self, name) and not state.get(name, True)
+        ]
+
     def select(self, model: nn.Module, **options: Any) -> Selection:
         """:func:`~lightning_nm.nn.selection.select` by these settings."""
         options |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
