@@ -284,7 +284,7 @@ class _Calibration:
             yield groups, total
 
     def _run(self, layer: NMLayer, calls: int | None, add: Callable[[int, Tensor], None]) -> None:
-        """Run all batches, up to the layer's last call if `calls` is known, and add what each group is multiplied by."""
+        """Run all batches, up to the layer's last call if `calls` is known, and add the inputs of each group."""
         found = adapter_of(layer.name, layer.module, [layer.name])
         assert found is not None
         seen = 0

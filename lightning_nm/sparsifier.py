@@ -46,7 +46,8 @@ class NMSparsifier(ModelStatistics):
             that gather the weights must be in it.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
+        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``"dense"`` keeps dY, and so does
+            ``None`` unless the preset has an estimator.
         seed: Base of all random choices; equal on all ranks.
         frozen: ``"dense"``: weights that are not trained stay dense, and are masked when they are, see :meth:`wake`;
             unless ``include`` names them. ``"mask"``: they are masked as others.
