@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -79,7 +80,8 @@ def prune(
         score: ``"magnitude"``: keep the largest entries. ``"wanda"``: keep the largest products with the norm of the
             input feature (arXiv 2306.11695). ``"sparsegpt"``: also change the kept entries so that the output changes
             least (arXiv 2301.00774). Magnitudes need no data.
-        data: Calibration batches, read once for every layer: a DataLoader or a list. A few hundred examples are usual.
+        data: Calibration batches, read once for the order of the layers, then once for every layer: a DataLoader or a
+            list. A few hundred examples are usual.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
         skip_first: Keep the first convolution dense; by default as ``skip_first_last`` says, else yes.
@@ -226,29 +228,40 @@ class _Calibration:
         for batch in self.data:
             yield tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
 
-    def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int]]:
-        """The layers in the order in which the first batch calls them, and how often it does."""
-        batch = next(self.batches(), None)
-        if batch is None:
-            raise ValueError("`data` holds no batch")
-        calls: dict[nn.Module, int] = {}
+    def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int | None]]:
+        """The layers in the order in which they are called, and how often a batch does; ``None`` if that varies.
+
+        A layer that the first batches do not call, as some experts, stands before the one that follows it in its batch.
+        """
         modules = list({id(layer.module): layer.module for layer in layers}.values())
-        handles = [
-            module.register_forward_pre_hook(lambda module, _: calls.update({module: calls.get(module, 0) + 1}))
-            for module in modules
-        ]
+        called: list[nn.Module] = []
+        handles = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in modules]
+        places: list[nn.Module] = []
+        counts: dict[nn.Module, set[int]] = {module: set() for module in modules}
         try:
-            self.call(self.model, batch)
+            for batch in self.batches():
+                called.clear()
+                self.call(self.model, batch)
+                place = len(places)
+                for module in reversed(list(dict.fromkeys(called))):
+                    if module not in places:
+                        places.insert(place, module)
+                    place = places.index(module)
+                times = Counter(called)
+                for module, seen in counts.items():
+                    seen.add(times[module])
         finally:
             for handle in handles:
                 handle.remove()
-        never = [layer.name for layer in layers if layer.module not in calls]
+        if not all(counts.values()):
+            raise ValueError("`data` holds no batch")
+        never = [layer.name for layer in layers if layer.module not in places]
         if never:
             raise ValueError(f"the calibration data do not call the layers {never}: name them in `exclude`")
-        places = {module: place for place, module in enumerate(calls)}
-        return [(layer, calls[layer.module]) for layer in sorted(layers, key=lambda layer: places[layer.module])]
+        found = sorted(layers, key=lambda layer: places.index(layer.module))
+        return [(layer, next(iter(seen)) if len(seen := counts[layer.module]) == 1 else None) for layer in found]
 
-    def moments(self, layer: NMLayer, calls: int) -> Iterator[tuple[range, Tensor]]:
+    def moments(self, layer: NMLayer, calls: int | None) -> Iterator[tuple[range, Tensor]]:
         """``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts.
 
         The matrices of as many experts as take no more memory than the weight, at least one, are summed at a time.
@@ -270,8 +283,8 @@ class _Calibration:
             self._run(layer, calls, add)
             yield groups, total
 
-    def _run(self, layer: NMLayer, calls: int, add: Callable[[int, Tensor], None]) -> None:
-        """Run all batches up to the layer, and add what it multiplies by each group of its weight."""
+    def _run(self, layer: NMLayer, calls: int | None, add: Callable[[int, Tensor], None]) -> None:
+        """Run all batches, up to the layer's last call if `calls` is known, and add the inputs of each group."""
         found = adapter_of(layer.name, layer.module, [layer.name])
         assert found is not None
         seen = 0

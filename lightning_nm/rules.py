@@ -19,7 +19,7 @@ from lightning_nm.presets import Preset, PresetName, preset_of
 from lightning_nm.training.flow import FIRST, LAST
 
 SHORT_NAMES: dict[str, str] = {type(resolve_method(name)).__name__: name for name in get_args(MethodName)}
-SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName)}
+SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName) if name != "dense"}
 """The short names of methods and estimators by the names of their classes, which saved states hold."""
 
 
@@ -61,6 +61,12 @@ class Settings:
         unwanted = {FIRST: not self.skip_first, LAST: not self.skip_last}
         return {name: reason for name, reason in ends.items() if not unwanted.get(reason)}
 
+    def ends_kept(self, state: Mapping[str, Any]) -> list[str]:
+        """The ends that a training with a saved state masks, though they would be dense if it began now."""
+        return [
+            f"{name}=False" for name in ("skip_first", "skip_last") if getattr(self, name) and not state.get(name, True)
+        ]
+
     def select(self, model: nn.Module, **options: Any) -> Selection:
         """:func:`~lightning_nm.nn.selection.select` by these settings."""
         options |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
@@ -94,10 +100,14 @@ def resolve_settings(
         resolve_estimator(chosen.grad_estimator if chosen and grad_estimator is None else grad_estimator),
         conv_layout or (chosen.conv_layout if chosen else "channels"),
     )
-    default = (chosen.skip_first, chosen.skip_last) if chosen else (True, True)
-    found = [_parse_rule(rule, general, preset, conv_layout) for rule in rules or ()]
+    masks = chosen is None or bool(chosen.source)  # a general method that is dense has no preset: those of rules count
+    own_estimator = not masks and grad_estimator is None
+    found = [_parse_rule(rule, general, preset, conv_layout, own_estimator) for rule in rules or ()]
     used = [chosen, *(_preset(preset, rule["method"]) for rule in rules or () if "method" in rule)]
     presets = list({id(each): each for each in used if each is not None and each.source}.values())
+    deciding = [chosen] if chosen and masks else presets
+    first, last = any(each.skip_first for each in deciding), any(each.skip_last for each in deciding)
+    default = (first, last) if deciding else (True, True)
     excluded = as_globs(exclude, "exclude") or ()
     return Settings([*found, general], excluded, *skipped_ends(*ends, default), presets)
 
@@ -117,9 +127,16 @@ def _check_layout(conv_layout: Any) -> None:
 
 
 def _parse_rule(
-    rule: Mapping[str, Any], general: Rule, preset: PresetName | None, conv_layout: ConvLayout | None
+    rule: Mapping[str, Any],
+    general: Rule,
+    preset: PresetName | None,
+    conv_layout: ConvLayout | None,
+    own_estimator: bool,
 ) -> Rule:
-    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset."""
+    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset.
+
+    The preset's estimator is taken with ``own_estimator`` alone.
+    """
     known = list(RuleSpec.__annotations__)
     unknown = set(rule) - set(known)
     if unknown or "include" not in rule:
@@ -129,10 +146,11 @@ def _parse_rule(
         )
     own = _preset(preset, rule["method"]) if "method" in rule else None
     _check_layout(rule.get("conv_layout"))
+    estimator = resolve_estimator(own.grad_estimator) if own and own_estimator else general.estimator
     return Rule(
         as_globs(rule["include"], "include"),
         NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
         _method(own, rule["method"]) if "method" in rule else general.method,
-        resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else general.estimator,
+        resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else estimator,
         rule.get("conv_layout") or conv_layout or (own.conv_layout if own else general.conv_layout),
     )

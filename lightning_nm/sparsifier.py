@@ -22,21 +22,14 @@ from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.low_rank import warn_of_adapters
 from lightning_nm.nn.selection import Rule, Selection
 from lightning_nm.nn.sharding import reshard
-from lightning_nm.nn.state import (
-    SCHEMA,
-    by_plain_name,
-    check_schema,
-    latent_loaded,
-    layer_state,
-    load_layer_state,
-    refuse_others,
-)
+from lightning_nm.nn.state import SCHEMA, by_plain_name, check_schema, layer_state
 from lightning_nm.pattern import PatternLike
 from lightning_nm.presets import PresetName
 from lightning_nm.rules import SHORT_NAMES, resolve_settings
+from lightning_nm.training.fitting import FittingState
 from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import trained_by, unwrapped
+from lightning_nm.training.optimizers import check_owned, trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules, warn_of_changes
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
 from lightning_nm.training.statistics import ModelStatistics
@@ -53,7 +46,8 @@ class NMSparsifier(ModelStatistics):
             that gather the weights must be in it.
         pattern: The N:M pattern, see :meth:`NMPattern.parse`.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
+        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``"dense"`` keeps dY, and so does
+            ``None`` unless the preset has an estimator.
         seed: Base of all random choices; equal on all ranks.
         frozen: ``"dense"``: weights that are not trained stay dense, and are masked when they are, see :meth:`wake`;
             unless ``include`` names them. ``"mask"``: they are masked as others.
@@ -161,34 +155,39 @@ class NMSparsifier(ModelStatistics):
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
                 fit ``planned_steps``.
         """
-        if self.attached:
-            return self
-        if state:
-            check_schema(state)
+        if not self.attached:
+            if state:
+                check_schema(state)
+            self._install(self._select(state or {}, optimizers, flow))
+        return self
+
+    def _select(
+        self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None = None, flow: ValueFlow | None = None
+    ) -> Selection:
+        """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         saved = by_plain_name(state["layers"]) if state else {}
-        options: dict[str, Any] = {
-            "seed": self.seed,
-            "is_trained": self._trained_by(optimizers),
-            "continued": saved,
-            "ends": (state or {}).get("ends"),
-        }
-        self.selection = self.settings.select(self.model, **options)
+        trained = self._trained_by(optimizers)
+        options = {"seed": self.seed, "is_trained": trained, "continued": saved, "ends": state.get("ends")}
+        selection = self.settings.select(self.model, **options)
         if flow is not None and not state and self.settings.skips_ends:
-            options["ends"] = self.ends_by(flow, optimizers)
+            options["ends"] = self.settings.skipped(flow.ends(trained, selection.ends))
             with suppress(ValueError):  # then no layer would be left to mask
-                self.selection = self.settings.select(self.model, **options)
+                selection = self.settings.select(self.model, **options)
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
-        plan_schedules(self.selection.waiting, saved, self.planned_steps, self.clock)
-        self._choose_masks(self.selection.layers, saved)
-        self._step = TrainingStep(self.selection.layers, self.grad_snr_every, self.clock)
+        plan_schedules(selection.waiting, saved, self.planned_steps, self.clock)
+        self._choose_masks(selection.layers, saved)
+        return selection
+
+    def _install(self, selection: Selection) -> None:
+        self.selection = selection
+        self._step = TrainingStep(selection.layers, self.grad_snr_every, self.clock)
         self._step.begin_window()
-        install(self.model, self.selection.layers)
-        self._comparison = RankComparison(self.selection.layers)
+        install(self.model, selection.layers)
+        self._comparison = RankComparison(selection.layers)
         self._counter = MacsCounter(self.model)
         self.macs = self._counter.macs
         self.attached = True
-        return self
 
     def _trained_by(self, optimizers: Iterable[Optimizer] | None) -> Trained | None:
         return None if self.frozen == "mask" else trained_by(optimizers)
@@ -197,11 +196,25 @@ class NMSparsifier(ModelStatistics):
         """The first and last layers that are to be skipped by what was seen of the model, for :meth:`attach`."""
         return self.settings.skipped(flow.ends(self._trained_by(optimizers), self.selection.ends))
 
-    def _attach_again(self, state: Mapping[str, Any]) -> None:
-        """Select by the first and last layers of a saved state."""
+    def _select_by(self, state: Mapping[str, Any]) -> Selection:
+        """The selection with the first and last layers of a saved state; its masks are not installed."""
+        if state.get("ends", self.selection.ends) == self.selection.ends:
+            return self.selection
+        optimizers = [known.optimizer for known in self._step.optimizers.values()]
+        uninstall(self.model, self.selection.layers)  # masked layers cannot be selected
+        try:
+            selection = self._select(state, optimizers)
+            for optimizer in optimizers:
+                check_owned(optimizer, selection.layers)
+        finally:
+            install(self.model, self.selection.layers)
+        return selection
+
+    def _replace(self, selection: Selection) -> None:
+        """Install another selection."""
         optimizers = [known.optimizer for known in self._step.optimizers.values()]
         self.detach()
-        self.attach(state, optimizers)
+        self._install(selection)
         for optimizer in optimizers:
             self.register(optimizer)
 
@@ -354,6 +367,8 @@ class NMSparsifier(ModelStatistics):
             "macs": dict(self.macs),
             "waiting": [layer.name for layer in self.selection.waiting],
             "ends": dict(self.selection.ends),
+            "skip_first": self.settings.skip_first,
+            "skip_last": self.settings.skip_last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -365,28 +380,14 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        if state.get("ends", self.selection.ends) != self.selection.ends:
-            self._attach_again(state)
-        saved = by_plain_name(state["layers"])
-        waited = set(state.get("waiting", ()))  # masked here since then
-        layers = {name: layer for name, layer in self.layers.items() if name in saved or name not in waited}
-        woken = [layer for layer in self.selection.waiting if layer.name in saved]
-        layers |= {layer.name: layer for layer in woken}
-        refuse_others(layers, saved, SHORT_NAMES)
-        latent = latent_loaded(layers, saved)
-        self._wake(woken, saved)
+        selection = self._select_by(state)
+        fitting = FittingState.of(selection, state, SHORT_NAMES)
+        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.ends_kept(state))
+        if selection is not self.selection:
+            self._replace(selection)
+        self._wake(fitting.waiting, fitting.saved)
         self.seed = state["seed"]
-        warn_of_changes(layers, saved, self.planned_steps)
-        for layer in (*self.selection.layers, *self.selection.waiting):
-            layer.noise.reseed(self.seed)
-            if layer.name not in saved:  # it waited
-                layer.progress.load(0, 0, False, layer.schedule)
-                layer.costs.charge_dense(state["clock"])
-        for name, layer in layers.items():
-            if name in latent:
-                layer.local_weight.copy_(layer.local_shard(latent[name]))
-            load_layer_state(layer, saved[name])
-            layer.forget_replaced_state()
+        fitting.load()
         self._step.load(state["clock"], state["stepped"])
         if state["macs"]:
             self.macs.clear()

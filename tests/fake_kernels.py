@@ -1,5 +1,7 @@
 """Kernels and a timer whose times are written down."""
 
+import pwd
+
 import torch
 
 from lightning_nm import NMPattern
@@ -71,3 +73,13 @@ class FakeTimer:
         self.timed.append((name, call))
         product, pack = self.times[name]
         return (pack if call == "pack" else product) / 1e3
+
+
+def without_home(monkeypatch):
+    """A user who has no home directory, as those of some containers."""
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)

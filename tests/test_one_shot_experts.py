@@ -91,7 +91,7 @@ def test_statistics_take_no_more_memory_than_the_weight(monkeypatch):
     assert (up.shape, down.shape) == ((4, 32, 16), (4, 16, 32))
     assert sizes == [4 * 16 * 16 * 8, *[32 * 32 * 8] * 4]  # down: one expert's matrix takes as much as the weight
     assert sizes[0] <= up.nbytes
-    assert model.calls == 1 + 2 * (1 + 4)
+    assert model.calls == 2 + 2 * (1 + 4)
     monkeypatch.undo()
     whole = copy.deepcopy(twin)
     monkeypatch.setattr("lightning_nm.one_shot.max", lambda *_: EXPERTS, raising=False)
@@ -148,3 +148,48 @@ def test_mixtral():
     names = [name for name in results["sparsegpt"].layers if ".experts." in name]
     assert len(names) == 4
     assert all(results["sparsegpt"].errors[name] < results["magnitude"].errors[name] for name in names)
+
+
+class ByBatch(nn.Module):
+    """Modules of which a batch calls one or two, one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 8)
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x):
+        for k in x[0, :3].nonzero().flatten().tolist():
+            x = x + self.experts[k](x)
+            if k == 1 and x[0, 1] > 2:
+                x = x + self.experts[k](x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
+def test_each_of_a_list_of_experts_is_calibrated_by_all_batches_that_call_it(score):
+    torch.manual_seed(0)
+    model, data = ByBatch(), [torch.randn(24, 16) for _ in range(4)]
+    for x, first in zip(data, ([1, 0, 0], [0, 1, 0], [0, 3, 1], [1, 0, 1]), strict=True):
+        x[0, :3] = torch.tensor(first)
+    twin = copy.deepcopy(model)
+    result = prune(model, "2:4", score, data, skip_first_last=False)
+    assert result.layers == ["experts.0", "experts.1", "experts.2", "out"]
+    for name in result.layers:
+        inputs = []
+        linear = twin.get_submodule(name)
+        handle = linear.register_forward_pre_hook(lambda module, args, inputs=inputs: inputs.append(args[0]))
+        with torch.no_grad():
+            for x in data:
+                twin(x)
+        handle.remove()
+        alone = nn.Sequential(copy.deepcopy(linear))
+        (error,) = prune(alone, "2:4", score, [torch.cat(inputs)], skip_first_last=False).errors.values()
+        assert result.errors[name] == pytest.approx(error, rel=1e-4)
+        assert torch.allclose(model.get_submodule(name).weight, alone[0].weight, atol=1e-5)
+        linear.load_state_dict(alone[0].state_dict())  # the layers after it see what it gives them now
+
+
+def test_an_expert_that_no_batch_calls_is_named():
+    with pytest.raises(ValueError, match=r"do not call the layers \['experts.2'\]: name them in `exclude`"):
+        prune(ByBatch(), "2:4", "wanda", [torch.tensor([[1.0, 1.0] + [0.0] * 14])], skip_first_last=False)

@@ -121,6 +121,36 @@ def test_rules_take_their_own_methods_preset():
     assert sparsifier(rules=rules[1:], include="0", conv_layout="channels").layers["0"].spec.layout == "plain"
 
 
+def test_a_preset_is_trained_without_its_estimator():
+    assert sparsifier("transposable", "fst").layers["1"].estimator is not None
+    assert sparsifier("transposable", "fst", grad_estimator="dense").layers["1"].estimator is None
+    rules = [{"include": "1", "grad_estimator": "dense"}, {"include": "3", "grad_estimator": None}]
+    made = sparsifier("transposable", "fst", rules=rules, skip_last=False)
+    assert [made.layers[name].estimator is None for name in "134"] == [True, True, False]
+    assert NMSparsifier(model(), "2:4", "sr-ste", "dense").attach().layers["1"].estimator is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "rules", "masked"),
+    [
+        ("paper", [("*", "sr-ste")], "013"),
+        ("paper", [("*", "asp")], "0134"),
+        ("paper", [("*", "bi-mask")], "13"),
+        ("paper", [("0", "sr-ste"), ("*", "asp")], "013"),
+        ("paper", [("[01]", "asp"), ("*", "bi-mask")], "13"),
+        ("fst", [("*", "transposable")], "13"),
+    ],
+)
+def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, masked):
+    listed = [{"include": include, "method": method} for include, method in rules]
+    made = sparsifier("dense", preset, rules=listed)
+    assert "".join(made.layers) == masked
+    assert all((layer.estimator is None) == (preset == "paper") for layer in made.layers.values())
+    given = sparsifier("dense", preset, rules=listed, skip_first=False, skip_last=True, grad_estimator="dense")
+    assert "".join(given.layers) == "013"
+    assert all(layer.estimator is None for layer in given.layers.values())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -159,10 +189,11 @@ LINES = ["pattern: 2:4", "method: sr-ste", "preset: paper", "skip_last: false"]
 def test_yaml(tmp_path, capsys):
     rule = "rules: [{include: 'stages.*', conv_layout: flat}]"
     with pytest.raises(SystemExit):
-        main(["fit", "-c", config(tmp_path, *LINES, rule), "--print_config"])
+        main(["fit", "-c", config(tmp_path, *LINES, "grad_estimator: dense", rule), "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
     names = ("preset", "skip_first", "skip_last", "skip_first_last", "conv_layout")
     assert [printed[name] for name in names] == ["paper", None, False, None, None]
+    assert printed["grad_estimator"] == "dense"
     assert printed["rules"] == [{"include": "stages.*", "conv_layout": "flat"}]
 
 

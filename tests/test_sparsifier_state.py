@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_nm import ASP, NMSparsifier
+from lightning_nm import ASP, STE, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.methods import bi_mask
 from tests.test_sparsifier import data, network, one_step
@@ -181,3 +182,89 @@ def test_a_share_of_an_unknown_length_names_the_argument():
     with pytest.raises(ValueError, match=r"BAME's stop=0\.66 is a share.*pass planned_steps to NMSparsifier"):
         NMSparsifier(network(), "2:4", "bame").attach()
     NMSparsifier(network(), "2:4", "bame", planned_steps=1000).attach()
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+class OwnsAWeight(STE):
+    """A method whose parameter the optimizer trains, and which can refuse an optimizer."""
+
+    refuses = False
+
+    def init_masks(self, layer):
+        super().init_masks(layer)
+        layer.parameters["scale"] = nn.Parameter(torch.ones(1))
+
+    def penalty(self, layer):
+        return layer.parameters["scale"].square().sum()
+
+    def check_optimizer(self, layer, optimizer):
+        if self.refuses:
+            raise ValueError(f"no optimizer for layer '{layer.name}'")
+
+
+def train(model, sparsifier, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, 1, 1, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+
+
+def started(method, **options):
+    model = chain()
+    sparsifier = NMSparsifier(model, "2:4", method, **options).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, range(3))
+    return model, sparsifier, optimizer
+
+
+@pytest.mark.parametrize("fault", ["layers", "weights", "optimizer"])
+def test_a_refused_state_with_other_ends_changes_nothing(fault):
+    """Training goes on as if there had been no attempt to load."""
+    ends = {"1": "first convolution", "3": "last linear layer"}
+    found = []
+    for refused in (False, True):
+        method = OwnsAWeight()
+        model, sparsifier, optimizer = started(method)
+        if refused:
+            layers, weights = sparsifier.layers, [p.detach().clone() for p in model.parameters()]
+            state = {**copy.deepcopy(sparsifier.state_dict()), "ends": ends}
+            if fault == "weights":
+                other = NMSparsifier(chain(), "2:4", method).attach(state | {"layers": {}})
+                state = other.state_dict()
+            method.refuses = fault == "optimizer"
+            with pytest.raises(ValueError, match="no optimizer" if method.refuses else "checkpoint"):
+                sparsifier.load_state_dict(state)
+            method.refuses = False
+            assert sparsifier.layers == layers
+            assert all(map(torch.equal, weights, model.parameters()))
+        train(model, sparsifier, optimizer, range(3, 6))
+        found.append((sparsifier.state_dict(), optimizer.state_dict(), dict(model.state_dict())))
+    for a, b in zip(*map(tree_leaves, found), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_an_end_that_is_masked_in_the_checkpoint_and_would_be_skipped_now_is_told():
+    model, sparsifier, _ = started("sr-ste", skip_last=False)
+    state = sparsifier.state_dict()
+    assert list(state["layers"]) == ["1", "3", "4"]
+
+    def resumed(state, **options):
+        other = chain()
+        other.load_state_dict(model.state_dict())
+        return NMSparsifier(other, "2:4", "sr-ste", **options).attach(state)
+
+    other = resumed(state)
+    with pytest.warns(UserWarning, match="this training began with skip_last=False, which stays"):
+        other.load_state_dict(state)
+    assert list(other.layers) == ["1", "3", "4"]
+    with pytest.raises(ValueError, match="layer '0' is masked only here"):
+        resumed(state, skip_first=False).load_state_dict(state)
+    del state["skip_last"]  # as older versions saved it; warnings are errors here
+    resumed(state).load_state_dict(state)

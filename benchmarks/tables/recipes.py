@@ -66,7 +66,7 @@ def verdict(task: str, variant: str) -> str:
 
 def compared(task: str) -> str:
     """Every variant of the comparison."""
-    metric, scale, digits, unit = TASKS[task]
+    metric, scale, digits, _ = TASKS[task]
     variants = read_yaml(ROOT / "studies" / f"recipes-{task}.yaml")["variants"]
     dense, lines = best_dense(task), []
     for name, settings in variants.items():

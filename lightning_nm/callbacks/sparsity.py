@@ -50,8 +50,9 @@ class NMSparsityCallback(SavedSparsity):
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
             by ``class_path``.
         grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
-            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``None`` keeps dY. By short
-            name, ``mvue`` and ``top-n`` use each layer's own pattern, and ``approx-mvue`` always 2:4.
+            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``dense`` keeps dY, and so
+            does ``None`` unless the preset has an estimator. By short name, ``mvue`` and ``top-n`` use each layer's own
+            pattern, and ``approx-mvue`` always 2:4.
         include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
             maskable.
         exclude: Globs over names of modules to keep dense.

@@ -87,6 +87,8 @@ def _print(result: Verification, console: Console) -> None:
     verb = "is" if dense == 1 else "are"
     text = f"{sparse} of {total} matrices are N:M, with {result.share:.1%} of all entries; {dense} {verb} dense"
     console.print(text, highlight=False, soft_wrap=True)
+    for warning in result.warnings:
+        console.print(f"WARNING: {warning}", highlight=False, markup=False, soft_wrap=True)
     for problem in result.problems:
         console.print(f"FAILED: {problem}", highlight=False, markup=False, soft_wrap=True)
     if result.ok:
@@ -96,8 +98,8 @@ def _print(result: Verification, console: Console) -> None:
 
 def _content(result: Verification) -> dict[str, Any]:
     counts = {verdict: result.count(verdict) for verdict in ("N:M", "dense", "broken")}
-    shares = {"matrices": counts, "share": result.share, "problems": result.problems}
-    return {**shares, "weights": [asdict(verdict) for verdict in result.verdicts]}
+    found = {"matrices": counts, "share": result.share, "problems": result.problems, "warnings": result.warnings}
+    return {**found, "weights": [asdict(verdict) for verdict in result.verdicts]}
 
 
 def _dumped(content: dict[str, Any]) -> str:

@@ -66,6 +66,11 @@ class PackedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed() writes"
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"there is no file '{path}': {expected}")
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"'{path}' is a folder: {expected}")
         self.file = SafetensorsFile(path)
         metadata = self.file.metadata
         if metadata.get("format") != FORMAT:

@@ -29,7 +29,7 @@ class Verification:
 
     Args:
         verdicts: One result for each weight.
-        problems: Messages; empty if every masked weight is N:M, and at least one weight is.
+        problems: Messages; empty if every masked weight is N:M, and at least one weight is that is not all zero.
         matrices: The number of entries of every floating-point weight of two or more dimensions, by key.
     """
 
@@ -47,6 +47,15 @@ class Verification:
     def share(self) -> float:
         """The share of the matrices' entries that is in N:M matrices."""
         return _share(self.verdicts, self.matrices)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Messages about weights that are N:M only because they are all zero."""
+        return [
+            f"'{v.key}' is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+            for v in self.verdicts
+            if v.verdict == "N:M" and not v.density
+        ]
 
     @property
     def ok(self) -> bool:
@@ -138,6 +147,7 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None) -> tuple[list[Ve
             if pattern in (None, found.pattern):
                 blocks = found.values.numel() // found.pattern.n
                 density = int(torch.count_nonzero(found.values)) / sizes[name]
+                note += "" if density else ", all zero"
                 verdicts.append(Verdict(name, "N:M", str(found.pattern), blocks, 0, density, note))
             else:
                 verdicts.append(_judge_packed(name, found, pattern, note))
@@ -196,6 +206,8 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     ]
     if not any(verdict.verdict == "N:M" for verdict in verdicts):
         problems.append("no weight is N:M sparse")
+    elif not any(verdict.verdict == "N:M" and verdict.density for verdict in verdicts):
+        problems.append("every weight that is N:M is all zero")
     for glob in include:
         named = [v for v in verdicts if fnmatchcase(v.key, glob) or fnmatchcase(v.key.rpartition(".")[0], glob)]
         if not named:

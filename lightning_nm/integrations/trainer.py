@@ -67,7 +67,8 @@ class NMTrainerCallback(TrainerCallback):
         pattern: The N:M pattern.
         method: A short name (``"bi-mask"``) or a :class:`~lightning_nm.Method`. Shares of the training refer to the
             Trainer's ``state.max_steps``.
-        grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``None`` keeps dY.
+        grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``"dense"`` keeps dY,
+            and so does ``None`` unless the preset has an estimator.
         include: Globs over names of modules to mask.
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers.

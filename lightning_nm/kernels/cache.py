@@ -91,6 +91,13 @@ class Decision:
         return cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
 
 
+def decisions_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """The file at a path, which may begin with ``~``; ``None`` if the user has no home directory."""
+    with suppress(RuntimeError):
+        return None if path is None else Path(path).expanduser()
+    return None
+
+
 class Decisions(MutableMapping[GemmKey, Decision]):
     """The decisions of one environment.
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from lightning_nm.kernels.api import (
     refuse_removed,
     uses_of_pack,
 )
-from lightning_nm.kernels.cache import Decision, Decisions, environment_of, share
+from lightning_nm.kernels.cache import Decision, Decisions, decisions_file, environment_of, share
 from lightning_nm.kernels.handles import HasHandle
 from lightning_nm.kernels.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.timing import DeviceTimer, Timer
@@ -79,7 +78,8 @@ class Router(HasHandle):
     Args:
         kernels: The mode, as :class:`~lightning_nm.kernels.tuner.Tuner`'s.
         backends: The kernels besides the reference; ``None`` takes those of the package.
-        file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none.
+        file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none, and so does a path in the home directory
+            of a user who has none.
         reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
             kept until the weight or its masks change: for 2:4 hardware 1.125 bytes for each weight, GEMM and 16-bit
             dtype, for CPUs 5 or 8 bytes for each kept weight and GEMM.
@@ -119,7 +119,7 @@ class Router(HasHandle):
             raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
         self.kernels = kernels
         self.registry = KernelRegistry(backends)
-        self.file = None if file is None else Path(file).expanduser()
+        self.file = decisions_file(file)
         self.reuse = reuse
         self.keeps_layouts = True
         """Whether layouts of masks are kept between products; they take memory for whole weights."""

@@ -23,8 +23,8 @@ class TransposableMask(SRSTE):
 
     Args:
         update_every: Optimizer steps between two selections of the mask (the paper's 40).
-        decay: The SR-STE decay of pruned weights. The paper has none, which is 0; the default is this project's: without a
-            decay every selection exchanges entries that the other weights do not fit (docs/recipes.md).
+        decay: The SR-STE decay of pruned weights. The paper has none, which is 0. The default is this project's:
+            without a decay every selection exchanges entries that the other weights do not fit (docs/recipes.md).
         dense_start: As :class:`STE`'s.
         dense_end: As :class:`STE`'s: the trained model is dense then.
         first_update: Optimizer steps before the mask that was selected at the start is first replaced; ``None`` for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -29,23 +29,31 @@ def owned_layers(optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLa
         ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    owned = [layer for layer in layers if id(layer.optimizer_param) in groups]
-    for layer in owned:
-        if known is None or layer not in known.layers:
-            layer.method.check_optimizer(layer, optimizer)
+    owned = check_owned(optimizer, layers, () if known is None else known.layers)
     new = [(layer, *item) for layer in owned for item in layer.parameters.items() if id(item[1]) not in groups]
-    for layer, _, parameter in new:
-        if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-            raise ValueError(
-                f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
-                f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-            )
     for layer, name, parameter in new:  # in the group of the weight, whose schedule and decay then apply
         group = groups[id(layer.optimizer_param)]
         group["params"].append(parameter)
         if "param_names" in group:
             group["param_names"].append(f"{layer.name}.{name}")
     return OwnedLayers(optimizer, owned, sum(len(group["params"]) for group in optimizer.param_groups))
+
+
+def check_owned(optimizer: Optimizer, layers: Sequence[NMLayer], known: Container[NMLayer] = ()) -> list[NMLayer]:
+    """The layers whose weight an optimizer holds, checked as :func:`owned_layers` does; nothing is changed."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owned = [layer for layer in layers if id(layer.optimizer_param) in held]
+    for layer in owned:
+        if layer not in known:
+            layer.method.check_optimizer(layer, optimizer)
+    for layer in owned:
+        for parameter in layer.parameters.values():
+            if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
+                raise ValueError(
+                    f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
+                    f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+                )
+    return owned
 
 
 def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:

@@ -63,9 +63,14 @@ def changed_schedules(
 
 
 def warn_of_changes(
-    layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
+    layers: Mapping[str, NMLayer],
+    saved: Mapping[str, Mapping[str, Any]],
+    planned_steps: int | None,
+    kept: Sequence[str] = (),
 ) -> None:
-    """Warn if a training goes on with other settings or another plan than it began with."""
+    """Warn if a training goes on with other settings or another plan than it began with; `kept` settings stay."""
+    for setting in kept:
+        warnings.warn(f"this training began with {setting}, which stays", stacklevel=3)
     for name, then, now in changed_schedules(list(layers.values()), saved, planned_steps):
         plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
         warnings.warn(f"this training began with {plan}", stacklevel=3)

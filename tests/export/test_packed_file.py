@@ -214,6 +214,14 @@ def test_what_is_not_written(tmp_path):
         write_packed(tmp_path / "none" / "a", {"a": weight})
 
 
+def test_what_is_no_file(tmp_path):
+    expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed"
+    with pytest.raises(FileNotFoundError, match=f"there is no file '.*none.safetensors': {expected}"):
+        load_packed(nn.Linear(8, 4), tmp_path / "none.safetensors")
+    with pytest.raises(IsADirectoryError, match=f"is a folder: {expected}"):
+        load_packed(nn.Linear(8, 4), tmp_path)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork")
 def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from lightning_nm import pack, save_packed
 from lightning_nm.cli import main
 from lightning_nm.export import verify
 from lightning_nm.functional import nm_prune
-from tests.packed_models import small
+from tests.packed_models import copied, small
 from tests.test_readme import ROOT
 
 
@@ -64,6 +64,28 @@ def test_zeros_do_not_count(tmp_path):
         layer.weight[:2] = 0
     save_packed(pack(layer, "1:4"), tmp_path / "a.safetensors")
     assert verify(tmp_path / "a.safetensors").verdicts[0].density == 1 / 8
+
+
+def test_weights_that_are_all_zero(tmp_path, capsys):
+    """They are of every pattern, so they prove nothing: each is told, and a file of them alone fails."""
+    path = tmp_path / "a.safetensors"
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    for layer in model:
+        layer.weight.data = nm_prune(layer.weight.data, "2:4")
+    warnings, results = [], []
+    for layer in model:
+        layer.weight.data.zero_()
+        save_packed(pack(copied(model), "2:4", kernels="reference"), path)
+        results.append(verify(path))
+        warnings.append(results[-1].warnings)
+        assert main(["verify", str(path)]) == (not results[-1].ok)
+        assert f"WARNING: {warnings[-1][-1]}" in capsys.readouterr().out
+    first = "'0.weight' is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+    assert warnings == [[first], [first, first.replace("0.weight", "1.weight")]]
+    assert [result.problems for result in results] == [[], ["every weight that is N:M is all zero"]]
+    assert [v.note for v in results[0].verdicts] == ["packed, plain, all zero", "packed, plain"]
+    assert main(["verify", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["warnings"] == warnings[-1]
 
 
 def test_tied_weights(tmp_path):

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import collect_env
 
-from lightning_nm.kernels import cache
+from lightning_nm import NMMixedPrecision
+from lightning_nm.kernels import Router, cache
 from lightning_nm.kernels.api import Algorithm
 from lightning_nm.kernels.cache import Decision, Decisions, Environment, environment_of
 from lightning_nm.kernels.cpu.library import cpu_name
-from tests.fake_kernels import gemm_key
+from tests.fake_kernels import gemm_key, without_home
 
 HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
 FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")
@@ -136,6 +137,14 @@ def test_damaged_entries_are_ignored(tmp_path, entries):
 
 def test_a_missing_file_is_no_error(tmp_path):
     assert not Decisions.load(tmp_path / "kernels.json", HERE)
+
+
+def test_without_a_home_directory_nothing_is_kept(tmp_path, monkeypatch):
+    without_home(monkeypatch)
+    assert Router(file="~/kernels.json").file is None
+    assert NMMixedPrecision().router.file is None
+    assert Router(file=tmp_path / "kernels.json").file == tmp_path / "kernels.json"
+    assert Router().file is None
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

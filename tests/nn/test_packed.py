@@ -221,6 +221,53 @@ def test_state_dicts():
     dense.load_state_dict(unpacked_state_dict(other))
 
 
+@pytest.mark.parametrize("kernels", ["auto", "sparse", "reference"])
+def test_a_packed_model_on_the_meta_device_is_loaded(kernels):
+    dense = small("1:16")
+    model = pack(copied(dense), kernels=kernels)
+    empty = copied(model).to("meta")
+    with (
+        pytest.raises(RuntimeError, match=r"'4.weight' is on the meta device: pass assign=True, or call to_empty"),
+        pytest.warns(UserWarning, match="copying from a non-meta parameter"),  # torch's, of the other parameters
+    ):
+        empty.load_state_dict(model.state_dict())
+    for loaded, assign in ((empty, True), (copied(empty).to_empty(device="cpu"), False)):
+        loaded.load_state_dict(model.state_dict(), assign=assign)
+        x = torch.randn(2, 16, 4, 4)
+        assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {"cpu"}
+        assert_equal_states(unpacked_state_dict(loaded), dense.state_dict())
+        close(loaded(x), dense(x))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(("ours", "theirs"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float64)])
+def test_a_state_dict_of_another_dtype_is_converted_or_assigned(ours, theirs, kernels):
+    """Weights and biases have one dtype, as after torch's own loading."""
+    dense, other = small("1:16", ours), small("1:16", theirs, seed=1)
+    model, state = pack(copied(dense), kernels=kernels), pack(copied(other)).state_dict()
+    x = torch.randn(2, 16, 4, 4)
+    model.load_state_dict(state)
+    dense.load_state_dict(other.state_dict())
+    assert_equal_states(unpacked_state_dict(model), dense.state_dict())
+    close(model(x.to(ours)), dense(x.to(ours)))
+    model.load_state_dict(state, assign=True)
+    assert_equal_states(unpacked_state_dict(model), other.state_dict())
+    assert model(x.to(theirs)).dtype == theirs
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+def test_a_dtype_that_is_not_packed_is_refused(kernels):
+    linear = prune(nn.Linear(64, 64, bias=False), "1:16")
+    model, x = pack(copied(linear), kernels=kernels), torch.randn(2, 64)
+    with pytest.raises(TypeError, match=r"'weight' is packed, and cannot be converted to torch\.float8_e4m3fn: it can"):
+        model.to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"cannot be converted to torch\.int8"):
+        model.type(torch.int8)
+    assert model.weight.dtype == torch.float32
+    close(model(x), linear(x))
+    close(model.type(torch.float64)(x.double()), linear.double()(x.double()))
+
+
 def test_torch_save_and_load():
     model, x, file = pack(small("1:16")), torch.randn(2, 16, 4, 4), io.BytesIO()
     torch.save(model, file)

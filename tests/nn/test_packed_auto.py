@@ -16,6 +16,7 @@ from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.packed import choice
 from tests.cpu_products import REASON
+from tests.fake_kernels import without_home
 from tests.kinds import make
 from tests.packed_models import held, prune
 
@@ -277,12 +278,10 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
 
 @needs_kernel
 def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
-    def homeless(path):
-        raise RuntimeError("Could not determine home directory.")
-
     clock[5] = 1.0
     with monkeypatch.context() as patch:
-        patch.setattr(choice.Path, "expanduser", homeless)
+        patch.setattr(choice, "DECISIONS", "~/.cache/lightning_nm/packed.json")
+        without_home(patch)
         model = pack(linear())
         model(torch.randn(5, 64))
         assert model.weight.form == "dense"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from lightning_nm.kernels.api import GemmKey, bucketed
-from lightning_nm.kernels.cache import Decision, Decisions, environment_of
+from lightning_nm.kernels.cache import Decision, Decisions, decisions_file, environment_of
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.kernels.registry import KernelRegistry
 from lightning_nm.kernels.timing import DeviceTimer
@@ -21,7 +20,7 @@ Kernels = Literal["auto", "sparse", "reference"]
 ``"sparse"``: a kernel where one takes the product, ``"reference"``: none; both hold the weight packed."""
 
 DECISIONS = "~/.cache/lightning_nm/packed.json"
-"""Where measured choices are kept, by CPU, instruction set and number of threads."""
+"""Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory."""
 
 _MANY = 1 << 30  # products that use one pack: it is never made again
 
@@ -53,7 +52,7 @@ class _PackedTuner(Tuner):
 @functools.cache
 def _tuner(name: str, threads: int) -> _PackedTuner:
     """One for each kernel and number of threads, on which the environment of decisions depends."""
-    environment, file = environment_of(torch.device("cpu")), _file()
+    environment, file = environment_of(torch.device("cpu")), decisions_file(DECISIONS)
     decisions = Decisions(environment) if file is None else Decisions.load(file, environment)
     return _PackedTuner("auto", registry_of(name), decisions, DeviceTimer(), reuse=_MANY)
 
@@ -63,15 +62,8 @@ def decide(name: str, key: GemmKey) -> Decision:
     tuner = _tuner(name, torch.get_num_threads())
     known = tuner.decisions.get(bucketed(key))
     decision = tuner.decide(key)
-    file = _file()
+    file = decisions_file(DECISIONS)
     if decision is not known and file is not None:
         with suppress(OSError, ValueError):  # a file that cannot be written: it is measured again next time
             tuner.decisions.save(file)
     return decision
-
-
-def _file() -> Path | None:
-    """Of :data:`DECISIONS`; ``None`` if the user has no home directory: choices are not kept then."""
-    with suppress(RuntimeError):
-        return Path(DECISIONS).expanduser()
-    return None

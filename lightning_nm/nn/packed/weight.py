@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_nm.functional.nm_packing import PACKED_DTYPES
 from lightning_nm.nn.packed.choice import Kernels
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out
 from lightning_nm.nn.packed.tensor import PackedTensor
@@ -189,12 +190,24 @@ class PackedWeight(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         # A kernel's layout depends on dtype and device.
-        self._hold(self.packed())
-        super()._apply(fn, recurse)
-        assert self.values is not None
-        self.dtype = self.values.dtype
-        self.lay_out()
+        packed = self.packed()
+        values, positions = fn(packed.values), fn(packed.positions)
+        if values.dtype not in PACKED_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed, and cannot be converted to {values.dtype}: it can be float16, bfloat16, "
+                "float32 or float64. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that "
+                "is not packed"
+            )
+        if positions.dtype != torch.uint8:  # Module.type() converts all buffers
+            positions = packed.positions.to(values.device)
+        self._take(packed._replace(values=values, positions=positions))
         return self
+
+    def _take(self, packed: PackedTensor) -> None:
+        """Hold another weight, in its dtype and on its device."""
+        self.dtype = packed.values.dtype
+        self._hold(packed)
+        self.lay_out()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         packed = self.packed()
@@ -213,16 +226,22 @@ class PackedWeight(nn.Module):
         keys = [f"{prefix}values", f"{prefix}positions"]
         missing_keys += [key for key in keys if key not in state_dict]
         if all(key in state_dict for key in keys):
-            values, positions = (state_dict[key].detach().to(self.device, copy=True) for key in keys)
+            values, positions = (state_dict[key].detach() for key in keys)
             loaded = PackedTensor(values, positions, self.pattern, self.layout, tuple(self.shape))
             try:
                 loaded.check()
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"'{self.name}': {error}")
                 return
-            self.dtype = loaded.values.dtype
-            self._hold(loaded)
-            self.lay_out()
+            if not local_metadata.get("assign_to_params_buffers", False):  # as torch copies into parameters
+                if self.device.type == "meta":
+                    error_msgs.append(
+                        f"'{self.name}' is on the meta device: pass assign=True, or call to_empty() first"
+                    )
+                    return
+                values = values.to(self.device, self.dtype, copy=True)
+                positions = positions.to(self.device, copy=True)
+            self._take(loaded._replace(values=values, positions=positions))
 
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
