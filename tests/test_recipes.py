@@ -62,7 +62,7 @@ def test_a_recipe_is_what_the_study_compares(path):
 
 def test_every_compared_recipe_has_a_file():
     compared = {f"{task}-{name}" for task, study in STUDIES.items() for name in study.variants}
-    others = {name for name in compared if name.endswith("-default") or name.split("-dense")[0] in STUDIES}
+    others = {name for name in compared if name.endswith(("-default", "-no-decay")) or name.split("-dense")[0] in STUDIES}
     assert {path.stem for path in RECIPES} == compared - others
 
 
@@ -81,7 +81,7 @@ def test_every_method_was_searched_as_much(step, tasks):
     for task in tasks:
         searches = [read(path) for path in (ROOT / "studies" / "search" / step).glob(f"{task}-*.yaml")]
         assert len({(search.trials, *search.seeds) for search in searches}) == 1
-        suffixes = re.compile("-default|-ends-dense|(?<=dense)-0.*")
+        suffixes = re.compile("-default|-no-decay|-ends-dense|(?<=dense)-0.*")
         assert {name for search in searches for name in search.variants} == {
             suffixes.sub("", name) for name in STUDIES[task].variants
         }
