@@ -1,6 +1,5 @@
 """The journal: who runs which trial, with scripted rows instead of trainings."""
 
-import multiprocessing
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import pytest
 
 from lightning_nm.study.spec import Spec
 from lightning_nm.study.store import Store
+from tests.processes import forkserver
 
 SPEC = Spec("s", {}, "m", {"a": {}, "b": {}}, grid={"pattern": ["2:4", "1:16"]}, seeds=tuple(range(5)))
 SEARCH = {"lr": {"low": 1e-3, "high": 1.0, "log": True}, "n": {"low": 1, "high": 5, "log": False}, "c": ["x", "y"]}
@@ -105,8 +105,7 @@ def test_workers_share_the_trials(tmp_path):
 @pytest.mark.slow
 def test_processes_share_the_trials(tmp_path):
     Store(SPEC, tmp_path).plan()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
+    with forkserver().Pool(2) as pool:
         claimed = list(chain.from_iterable(pool.map(work, [tmp_path] * 2, chunksize=1)))
     assert len(claimed) == 20
     assert set(claimed) == everything(SPEC)
@@ -137,7 +136,7 @@ def test_an_interrupted_trial_is_run_again(tmp_path, sampler):
 def test_the_trial_of_a_killed_process_is_run_again(tmp_path, sampler):
     spec = one_of(sampler)
     Store(spec, tmp_path).plan()
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     claimed = context.Event()
     process = context.Process(target=hold, args=(tmp_path, spec, claimed))
     process.start()
