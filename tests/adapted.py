@@ -11,6 +11,11 @@ from lightning_nm import functional as nmf  # noqa: E402
 from tests.tiny import tiny  # noqa: E402
 
 Conv1D = transformers.pytorch_utils.Conv1D
+QUIET = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to .* but the target module is"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft reads it
+]
+"""Marks of tests with these adapters."""
 
 
 class Net(nn.Module):

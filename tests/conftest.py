@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's CLI calls deprecated names
@@ -8,6 +9,12 @@ from hypothesis import settings
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no error
 settings.load_profile("patient")
+
+
+def pytest_collection_finish():
+    """Collecting garbage takes longest in what was imported and collected, which stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

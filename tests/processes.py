@@ -1,4 +1,7 @@
-"""Several processes on this machine, as torchrun starts them: they share a gloo group, and Trainers start no more."""
+"""Several processes on this machine, as torchrun starts them: they share a gloo group, and Trainers start no more.
+
+They are forked from one that has imported what takes seconds, and has done nothing since.
+"""
 
 import multiprocessing
 import os
@@ -7,12 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+IMPORTED = ["lightning.pytorch", "torch.distributed.fsdp", "lightning_nm"]
+
+
+def forkserver(*modules):
+    """Starts processes; the first call of a session decides which modules they have imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, *modules])
+    return context
+
 
 def in_processes(world, folder, function, *args):
     """What ``function(*args)`` returns in each of `world` processes, in the order of their ranks."""
     folder.mkdir(exist_ok=True)
-    # Forked from one that has imported what takes long, and has done nothing since.
-    multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "lightning_nm"])
+    forkserver()
     mp.start_processes(_enter, (world, str(folder), function, args), nprocs=world, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 

@@ -234,7 +234,7 @@ def test_what_holds_for_every_model(case):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=150, **OPTIONS)
+@settings(max_examples=80, **OPTIONS)
 @given(case=cases())
 def test_what_holds_for_more_models(case):
     check(case)

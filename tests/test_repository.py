@@ -85,7 +85,7 @@ def test_the_release_checklist_names_targets_that_exist():
 
 
 def test_wheels_are_built_in_ci():
-    assert "make wheel\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^checks=\(.*\bwheel\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def resolve(name):

@@ -39,12 +39,7 @@ FACTS = (
     Fact("two-of-four", "prunes to 2:4", False, {"apex ASP": "yes"}),
     Fact("other-patterns", "prunes to other N:M, such as 1:8", True, {"apex ASP": "own function"}),
     Fact("convolutions", "N:M along a convolution's input channels", True, {"apex ASP": "yes", "torchao": "no"}),
-    Fact(
-        "masks-move",
-        "pruned weights can come back during training",
-        True,
-        {"apex ASP": "by hand", "torchao": "yes"},
-    ),
+    Fact("masks-move", "pruned weights can come back during training", True, {"apex ASP": "by hand", "torchao": "yes"}),
     Fact("optimizer-before", "an optimizer made before works", False, {"apex ASP": "yes", "torchao": "yes"}),
     Fact(
         "loads-without",

@@ -6,12 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_nm.demo.classifier import Classifier
 from lightning_nm.demo.schedule import warmup_cosine
 
 BLOCKS = (3, 4, 6, 3)
@@ -43,7 +42,7 @@ class Bottleneck(nn.Module):
         return F.relu(y + (x if self.downsample is None else cast("Tensor", self.downsample(x))))
 
 
-class ResNet50(LightningModule):
+class ResNet50(Classifier):
     """ResNet-50 (He et al., 2015, arXiv:1512.03385) in version 1.5, with torchvision's names of the parameters.
 
     A state dict of torchvision's `resnet50` loads into it as it is. It has 25,557,032 parameters for 1000 classes, and
@@ -83,14 +82,14 @@ class ResNet50(LightningModule):
         warmup_epochs: float = 5,
         image_size: int = 224,
     ) -> None:
-        super().__init__()
+        super().__init__(num_classes, label_smoothing)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must lie within [0, 1], got {label_smoothing}")
         if not 0 <= warmup_epochs < math.inf:
             raise ValueError(f"warmup_epochs must be a number of epochs, 0 or more, got {warmup_epochs}")
         self.save_hyperparameters()
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.no_decay, self.label_smoothing, self.warmup_epochs = no_decay or [], label_smoothing, warmup_epochs
+        self.no_decay, self.warmup_epochs = no_decay or [], warmup_epochs
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -108,8 +107,6 @@ class ResNet50(LightningModule):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         self._without_decay()  # refuses globs that match nothing
-        self.val_acc = MulticlassAccuracy(num_classes, average="micro")
-        self.test_acc = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
         """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
@@ -117,28 +114,6 @@ class ResNet50(LightningModule):
         for number in range(len(BLOCKS)):
             y = getattr(self, f"layer{number + 1}")(y)
         return self.fc(y.mean(dim=(2, 3)))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy of a batch with smoothed labels."""
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(labels))
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log `val_loss` and `val_acc`."""
-        self._evaluate(batch, "val", self.val_acc)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log `test_loss` and `test_acc`."""
-        self._evaluate(batch, "test", self.test_acc)
-
-    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
-        images, labels = batch
-        logits = self(images)
-        accuracy.update(logits, labels)
-        self.log(f"{stage}_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
-        self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD in two groups, with and without weight decay, under a warm-up and a half cosine."""

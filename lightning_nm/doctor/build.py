@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,13 @@ def build(
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
         options = {"save_config_callback": None, "parser_kwargs": {"prog": prog}, "args": arguments}
         return CLI(**classes, run=False, **options)
+
+
+def add_classes(parser: argparse.ArgumentParser) -> None:
+    """Add the options ``--model`` and ``--data`` of a command that builds a training."""
+    own = "in the config of a LightningCLI of your own, whose `{0}:` has no class_path: its class, such as train.{1}"
+    parser.add_argument("--model", metavar="CLASS", help=own.format("model", "Net"))
+    parser.add_argument("--data", metavar="CLASS", help=own.format("data", "Data"))
 
 
 def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_nm.doctor.build import build
+from lightning_nm.doctor.build import add_classes, build
 from lightning_nm.doctor.machine import examine
 from lightning_nm.doctor.report import Report
 from lightning_nm.doctor.tables import print_machine, print_report
@@ -93,9 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
     parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)
-    own = "in the config of a LightningCLI of your own, whose `{0}:` has no class_path: its class, such as train.{1}"
-    parser.add_argument("--model", metavar="CLASS", help=own.format("model", "Net"))
-    parser.add_argument("--data", metavar="CLASS", help=own.format("data", "Data"))
+    add_classes(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
     parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed: _check names the replacement
     tokens = "decide for these numbers of tokens in a batch instead of the real one; one report for each"

@@ -15,7 +15,7 @@ from rich.console import Console
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.callbacks.report.tables import phases
 from lightning_nm.callbacks.training_length import has_schedule
-from lightning_nm.doctor.build import build
+from lightning_nm.doctor.build import add_classes, build
 from lightning_nm.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
 from lightning_nm.flops.report import Report, layers_of
 from lightning_nm.flops.tables import print_report
@@ -126,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     files = "a YAML file as `lightning-nm fit -c` takes it; of several, later ones override"
     parser.add_argument("files", metavar="CONFIG", nargs="*", default=[], help=files)
     parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help="the same")
-    own = "in the config of a LightningCLI of your own, whose `{0}:` has no class_path: its class, such as train.{1}"
-    parser.add_argument("--model", metavar="CLASS", help=own.format("model", "Net"))
-    parser.add_argument("--data", metavar="CLASS", help=own.format("data", "Data"))
+    add_classes(parser)
     given = "run the model on zeros of this shape, such as 1,3,224,224; by default on its example_input_array, or else "
     parser.add_argument("--input", metavar="SHAPE", help=f"{given}on the first batch of the data")
     parser.add_argument(

@@ -126,9 +126,11 @@ class Store:
         study = self._main_study()
         for dead in self._fail_interrupted(study):
             study.enqueue_trial({}, user_attrs={"key": _key(dead)})
-        if not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        # Another process may have added variants since this one read its file: they are the last, and are left to it.
+        if not waiting or json.loads(_key(waiting[0]))[0] not in self.spec.variants:
             return None
-        trial = study.ask()
+        trial = study.ask()  # the first that waits
         trial.set_user_attr("worker", self._worker)
         variant, values, seed = json.loads(trial.user_attrs["key"])
         return Job(study, trial, Cell(variant, values), {}, (seed,))

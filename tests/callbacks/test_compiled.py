@@ -3,6 +3,7 @@
 import copy
 import shutil
 from functools import cache, partial
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -35,10 +36,17 @@ METHODS = {
     "three-gemms": lambda: TransposableMask(update_every=2),
 }
 STILL = {"dense", "asp"}
-BEFORE, AFTER = ["whole", "in place", "submodule", "block", "layers"], ["submodule", "block", "layers"]
-PLACES = [(how, False) for how in BEFORE] + [(how, True) for how in AFTER]
-IN_CHECKPOINTS = ["submodule", "block"]
+METHODS_THAT_MOVE = [method for method in METHODS if method not in STILL]
+IN_CHECKPOINTS = {method: ("submodule", "block")[k % 2] for k, method in enumerate(METHODS_THAT_MOVE)}
 """How parts are compiled in the test of checkpoints, which compares their training with that of eager code, too."""
+
+
+def places(method):
+    """Every way to compile, before the masks are there or later: each pair of a method, a way and a time occurs."""
+    turn = list(METHODS).index(method) % 2
+    for k, how in enumerate(("whole", "in place", "submodule", "block", "layers")):
+        later = how == IN_CHECKPOINTS.get(method) or (k > 1 and k % 2 == turn)
+        yield method, how, later
 
 
 @pytest.fixture(autouse=True)
@@ -156,16 +164,20 @@ def eager(tmp_path_factory):
 
 
 QUICK = {("bi-mask", "whole", False)}
+CASES = [case for method in METHODS for case in places(method)]
+
+
+def test_each_pair_of_method_way_and_time_occurs():
+    covered = {*CASES, *((method, how, False) for method, how in IN_CHECKPOINTS.items())}
+    ways = {how for _, how, _ in CASES}
+    assert {case[:2] for case in covered} == set(product(METHODS, ways))
+    assert {case[::2] for case in covered} == set(product(METHODS, (False, True)))
+    assert {case[1:] for case in covered} == {*product(ways, (False,)), *product(ways - {"whole", "in place"}, (True,))}
 
 
 @pytest.mark.parametrize(
     ("method", "how", "later"),
-    [
-        pytest.param(method, *place, marks=() if (method, *place) in QUICK else pytest.mark.slow)
-        for method in METHODS
-        for place in PLACES
-        if method in STILL or place not in [(how, False) for how in IN_CHECKPOINTS]
-    ],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_compiled_training_is_eager_training(method, how, later, eager, tmp_path):
     compiled = fit(tmp_path, method, how, later)
@@ -184,12 +196,10 @@ def test_inductor(method, eager, tmp_path):
     check_graphs(method, "submodule", compiled[2])
 
 
-METHODS_THAT_MOVE = [method for method in METHODS if method not in STILL]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["submodule", "layers"])
-@pytest.mark.parametrize("method", METHODS_THAT_MOVE)
+@pytest.mark.parametrize(
+    ("method", "how"), [(method, ("submodule", "layers")[k % 2]) for k, method in enumerate(METHODS_THAT_MOVE)]
+)
 def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
     class Reload(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -209,8 +219,7 @@ def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", IN_CHECKPOINTS)
-@pytest.mark.parametrize("method", METHODS_THAT_MOVE)
+@pytest.mark.parametrize(("method", "how"), IN_CHECKPOINTS.items())
 def test_checkpoints_of_compiled_submodules(method, how, tmp_path):
     path = tmp_path / "mid.ckpt"
     straight = new(dropout=0.2)

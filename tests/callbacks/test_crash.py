@@ -1,6 +1,5 @@
 """A process that is killed resumes from its last checkpoint as if it had never died."""
 
-import multiprocessing
 import pickle
 import random
 import signal
@@ -11,6 +10,7 @@ import torch
 from lightning_nm.export import read_checkpoint
 from tests.crashing import METHODS, REGIONS, train
 from tests.lightning_models import Data, SaveAt, callback, make_trainer, new_model
+from tests.processes import forkserver
 
 TRIALS = 20
 UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError)
@@ -21,8 +21,7 @@ SETTINGS = [(method, accumulate) for method in METHODS for accumulate in (1, 2)]
 @pytest.fixture(scope="module")
 def processes():
     """Forks new processes from one that has imported everything and trained nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crashing"])
+    context = forkserver("tests.crashing")
 
     def run(folder, *args, **kwargs):
         folder.mkdir(exist_ok=True)

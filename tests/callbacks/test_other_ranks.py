@@ -8,6 +8,7 @@ from torch import nn
 from lightning_nm import BAME, MVUE, BiMask, NMSparsityCallback, RNGState
 from lightning_nm.nn.state import layer_state
 from tests.lightning_models import Data
+from tests.processes import in_processes
 
 GLOBAL_BATCH = 16
 
@@ -58,14 +59,14 @@ def method(name):
     }[name]
 
 
-def run(folder, name, kind, ranks, ckpt_path=None):
+def train(folder, name, kind, ranks, ckpt_path):
     nm = NMSparsityCallback("2:4", *method(kind), skip_first_last=False, show_tables=False)
     pl.Trainer(
         max_epochs=4,
         precision="64-true",
         accelerator="cpu",
         devices=ranks,
-        strategy="ddp_spawn" if ranks > 1 else "auto",
+        strategy="ddp" if ranks > 1 else "auto",
         callbacks=[nm, RNGState(), Write(str(folder), name, nm)],
         limit_val_batches=0,
         log_every_n_steps=1,
@@ -74,13 +75,18 @@ def run(folder, name, kind, ranks, ckpt_path=None):
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Plain(0 if ckpt_path is None else 5), Data(batch_size=GLOBAL_BATCH // ranks), ckpt_path=ckpt_path)
+
+
+def run(folder, name, kind, ranks, ckpt_path=None):
+    if ranks == 1:
+        train(folder, name, kind, 1, ckpt_path)
+    else:
+        in_processes(ranks, folder / name, train, folder, name, kind, ranks, ckpt_path)
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
-    "ignore:.*ddp_spawn",
-    "ignore:.*barrier",
     "ignore:You passed in a `val_dataloader`",
     "ignore:the checkpoint is of . processes",
 )

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_nm import RNGState
 from lightning_nm.callbacks.rng_state import rng_state, set_rng_state
 from tests.lightning_models import Data, Inspect, SaveAt, make_trainer, new_model
+from tests.processes import in_processes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
@@ -180,11 +181,11 @@ class Draws(pl.Callback):
         torch.save(self.drawn, f"{self.folder}/{self.name}-{trainer.global_rank}.pt")
 
 
-def spawn(callbacks, devices, ckpt_path=None, **options):
+def fit_small(devices, callbacks, ckpt_path=None, **options):
     pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="ddp_spawn" if devices > 1 else "auto",
+        strategy="ddp" if devices > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -199,20 +200,20 @@ def drawn(folder, name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Lightning about samplers and spawned processes
+@pytest.mark.filterwarnings("ignore")  # of Lightning about samplers, and of this run's other number of processes
 def test_each_process_gets_its_own_state_back(tmp_path):
-    spawn([RNGState(), Draws(tmp_path, "straight", save_at=1)], 2)
+    saved = tmp_path / "straight.ckpt"
+    in_processes(2, tmp_path / "a", fit_small, 2, [RNGState(), Draws(tmp_path, "straight", save_at=1)])
     straight = drawn(tmp_path, "straight", 2)
     assert straight[0] != straight[1]
-    checkpoint = torch.load(tmp_path / "straight.ckpt", weights_only=True)
-    assert len(checkpoint["nm_rng_states"]) == 2
-    spawn([RNGState(), Draws(tmp_path, "two", seed=7)], 2, tmp_path / "straight.ckpt")
+    assert len(torch.load(saved, weights_only=True)["nm_rng_states"]) == 2
+    in_processes(2, tmp_path / "b", fit_small, 2, [RNGState(), Draws(tmp_path, "two", seed=7)], saved)
     assert drawn(tmp_path, "two", 2) == [steps[2:] for steps in straight]
-    spawn([RNGState(), Draws(tmp_path, "one", seed=7)], 1, tmp_path / "straight.ckpt")
+    fit_small(1, [RNGState(), Draws(tmp_path, "one", seed=7)], saved)
     (one,) = drawn(tmp_path, "one", 1)
     assert [draws[1:] for draws in one] == [draws[1:] for draws in straight[0][2:]]  # dropout of more batches
     # With one rank more than were saved, the new one goes on as it was seeded.
-    spawn([RNGState(), Draws(tmp_path, "three", seed=7)], 3, tmp_path / "straight.ckpt")
+    in_processes(3, tmp_path / "c", fit_small, 3, [RNGState(), Draws(tmp_path, "three", seed=7)], saved)
     three = drawn(tmp_path, "three", 3)
     assert [[draws[1:] for draws in steps] for steps in three[:2]] == [
         [draws[1:] for draws in steps[2:]] for steps in straight
@@ -233,10 +234,13 @@ class OnlySome(pl.Callback):
             torch.save(connector.dump_checkpoint(), f"{self.folder}/{batch_idx}-{trainer.global_rank}.ckpt")
 
 
+def alone_at_times(folder):
+    fit_small(2, [RNGState(timeout=2.0), OnlySome(folder)], max_epochs=1)
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_ranks_that_save_alone_wait_for_nobody_for_ever(tmp_path):
-    spawn([RNGState(timeout=2.0), OnlySome(tmp_path)], 2, max_epochs=1)
+    in_processes(2, tmp_path / "run", alone_at_times, tmp_path)
     all_ranks, _, rank_0, later = (
         torch.load(path, weights_only=True)["nm_rng_states"]
         for path in (tmp_path / name for name in ("0-0.ckpt", "1-1.ckpt", "2-0.ckpt", "3-0.ckpt"))

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import MVUE, NMSparsifier
+from tests.processes import in_processes
 
 
-def run(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def run():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     sparsifier = NMSparsifier(model, "2:4", "transposable", MVUE("2:4"), skip_first_last=False).attach()
@@ -28,16 +25,12 @@ def run(rank, folder):
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
-    torch.save((noise, model.state_dict(), sparsifier.state_dict()), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return noise, model.state_dict(), sparsifier.state_dict()
 
 
 @pytest.mark.slow
 def test_processes_draw_independently_and_stay_together(tmp_path):
-    mp.spawn(run, (str(tmp_path),), nprocs=2)
-    (noise, weights, state), (other_noise, other_weights, other_state) = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)
-    )
+    (noise, weights, state), (other_noise, other_weights, other_state) = in_processes(2, tmp_path, run)
     words = [tuple(words.tolist()) for step in noise + other_noise for words in step]
     assert len(set(words)) == len(words) == 16
     assert all(torch.equal(weights[key], other_weights[key]) for key in weights)

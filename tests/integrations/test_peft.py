@@ -11,23 +11,29 @@ import torch.nn.functional as F
 from torch import nn
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from lightning_nm import NMSparsifier  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
 from lightning_nm.nn.low_rank import masked_delta  # noqa: E402
-from tests.adapted import INPUTS, Convs, Net, adapted, base_weights, layers, tiny_llama, values  # noqa: E402
+from tests.adapted import (  # noqa: E402
+    INPUTS,
+    QUIET,
+    Conv1D,
+    Convs,
+    Net,
+    adapted,
+    base_weights,
+    layers,
+    tiny_llama,
+    values,
+)
 from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
 from tests.lightning_models import Data  # noqa: E402
 
-Conv1D = transformers.pytorch_utils.Conv1D
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to .* but the target module is"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft reads it
-]
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -5,19 +5,14 @@ import torch
 from torch import nn
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters  # noqa: E402
-from tests.adapted import TARGETS, Net, adapted  # noqa: E402
+from tests.adapted import QUIET, TARGETS, Net, adapted  # noqa: E402
 
-Conv1D = transformers.pytorch_utils.Conv1D
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to .* but the target module is"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft reads it
-]
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize(

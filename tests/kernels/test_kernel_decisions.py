@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import collect_env
@@ -17,6 +17,7 @@ from lightning_nm.kernels.api import Algorithm
 from lightning_nm.kernels.cache import Decision, Decisions, Environment, environment_of
 from lightning_nm.kernels.cpu.library import cpu_name
 from tests.fake_kernels import gemm_key, without_home
+from tests.processes import in_processes
 
 HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
 FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")
@@ -162,7 +163,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["kernels.json"]
 
 
-def save_often(rank, path):
+def save_often(path):
+    rank = dist.get_rank()
     for repeat in range(40):
         decisions({gemm_key(rows=1 + rank, depth=1 + depth): FAST for depth in range(50 + repeat)}).save(path)
         assert Decisions.load(path, HERE)
@@ -170,12 +172,13 @@ def save_often(rank, path):
 
 @pytest.mark.slow
 def test_processes_save_at_the_same_time(tmp_path):
-    path = tmp_path / "kernels.json"
-    mp.spawn(save_often, (path,), nprocs=2)
+    path = tmp_path / "decisions" / "kernels.json"
+    path.parent.mkdir()
+    in_processes(2, tmp_path / "run", save_often, path)
     loaded = Decisions.load(path, HERE)
     last = {gemm_key(rows=1, depth=89), gemm_key(rows=2, depth=89)}
     assert last & set(loaded)  # those of the process that saved first may be lost
-    assert os.listdir(tmp_path) == ["kernels.json"]
+    assert os.listdir(path.parent) == ["kernels.json"]
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lightning_nm.kernels.cache import Decision, Decisions, Environment, share
 from tests.fake_kernels import gemm_key
+from tests.processes import in_processes
 
 KEY = gemm_key(columns=1000)
 
@@ -19,13 +19,11 @@ def test_a_single_process_keeps_its_decisions():
     assert share(decisions) is decisions
 
 
-def run(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
-    shared = share(decided(f"kernel of {rank}"))
-    assert shared[KEY].kernel == shared.environment.device == "kernel of 0"
-    dist.destroy_process_group()
+def run():
+    shared = share(decided(f"kernel of {dist.get_rank()}"))
+    return shared[KEY].kernel, shared.environment.device
 
 
 @pytest.mark.slow
 def test_processes_take_the_decisions_of_the_first(tmp_path):
-    mp.spawn(run, (str(tmp_path),), nprocs=3)
+    assert in_processes(3, tmp_path, run) == [("kernel of 0", "kernel of 0")] * 3

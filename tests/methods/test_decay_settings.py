@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_nm import SRSTE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from tests.lightning_models import Data, make_trainer, new_model
+from tests.methods.plain_loop import sgd_steps
 
 MOST = 0.01  # the norm that gradients are clipped to
 
@@ -182,13 +183,7 @@ def test_the_first_update_shifts_the_others(first, expected):
     model = nn.Linear(8, 8)
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     method.select = lambda layer: (selected.append(layer.step), select(layer))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    for _ in range(10):
-        model(torch.randn(4, 8)).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
+    assert len(list(sgd_steps(model, sparsifier, 10, (4, 8)))) == 10
     assert selected == expected
 
 
@@ -202,13 +197,7 @@ def test_the_first_search_shifts_the_others(first, expected):
     if not torch.equal(layer.permutation, known):
         searched.append(0)
         known = layer.permutation.clone()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    for _ in range(10):
-        model(torch.randn(4, 8)).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
+    for _ in sgd_steps(model, sparsifier, 10, (4, 8)):
         if not torch.equal(layer.permutation, known):
             searched.append(layer.step)
             known = layer.permutation.clone()

@@ -12,6 +12,7 @@ from lightning_nm import SRSTE, STE, BiMask, NMSparsifier, NMSparsityCallback, T
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import print_summary
 from tests.lightning_models import Data, make_trainer, new_model
+from tests.methods.plain_loop import sgd_steps
 
 METHODS = {
     "ste": STE,
@@ -86,13 +87,7 @@ def test_a_dense_start_trains_as_a_dense_training(method):
 def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
     model = nn.Sequential(nn.Linear(18, 32), nn.ReLU(), nn.Linear(32, 18))
     sparsifier = NMSparsifier(model, "2:4", METHODS[method](), "mvue", skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    for _ in range(3):
-        model(torch.randn(16, 18)).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
+    assert len(list(sgd_steps(model, sparsifier, 3, (16, 18)))) == 3
     first, second = (sparsifier.layers[name].gemms() for name in ("0", "2"))
     assert first.forward == ("dense", None, "in 18 % 4 != 0", 1.0, 1.0, 1.0)
     assert first.wgrad.treatment == second.wgrad.treatment == "2:4"

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMPrecision, NMSparsityCallback
 from lightning_nm.kernels import SimulatedSparseKernel
+from tests.processes import in_processes
 
 
 class Opinion:
@@ -35,41 +36,36 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
-class Write(pl.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_fit_end(self, trainer, pl_module):
-        router = trainer.precision_plugin.router
-        used = [(u.product.key.gemm, u.kernel, u.calls, u.product.reason) for u in router.used()]
-        torch.save((used, pl_module.state_dict()), f"{self.folder}/{trainer.global_rank}.pt")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Lightning about samplers and workers; processes do not fail on them
-def test_the_first_process_decides(tmp_path):
+def run(decisions):
+    """What the products of a training used, and its weights."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(0, 4, (64,), generator=generator))
-    plugin = NMPrecision(backends=[SimulatedSparseKernel()], decisions=str(tmp_path / "kernels.json"))
+    plugin = NMPrecision(backends=[SimulatedSparseKernel()], decisions=decisions)
     plugin.router.timer = Opinion()
     pl.seed_everything(0)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp_spawn",
+        strategy="ddp",
         max_epochs=1,
         plugins=[plugin],
-        callbacks=[NMSparsityCallback(include="net.0", show_tables=False), Write(str(tmp_path))],
+        callbacks=[NMSparsityCallback(include="net.0", show_tables=False)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(), DataLoader(data, batch_size=8))
-    (first, weights), (second, other_weights) = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)
-    )
+    model = Model()
+    trainer.fit(model, DataLoader(data, batch_size=8))
+    used = [(u.product.key.gemm, u.kernel, u.calls, u.product.reason) for u in plugin.router.used()]
+    return used, model.state_dict()
+
+
+@pytest.mark.slow
+def test_the_first_process_decides(tmp_path):
+    decisions = tmp_path / "kernels.json"
+    (first, weights), (second, other_weights) = in_processes(2, tmp_path / "run", run, str(decisions))
     assert first == second
     assert ("forward", "simulated", 3, "") in first, first
     assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
-    assert (tmp_path / "kernels.json").exists()
+    assert decisions.exists()

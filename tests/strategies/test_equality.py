@@ -1,5 +1,7 @@
 """Several processes train as one does on the same global batch."""
 
+from functools import cache
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -102,8 +104,9 @@ RUNS += [(method, strategy, 1, True) for method, strategy, _ in RUNS[: 2 * len(M
 @pytest.mark.parametrize(("world", "runs"), [(2, RUNS), (4, [("bame", "nm_ddp", 1)])], ids=["2", "4"])
 def test_processes_equal_one(tmp_path, world, runs):
     everyone = in_processes(world, tmp_path / "run", fits, runs, world)
+    one = cache(lambda method, *options: fit(method, "auto", 1, *options))
     for k, (method, strategy, *options) in enumerate(runs):
-        alone = fit(method, "auto", 1, *options)
+        alone = one(method, *options)
         steps = 12 // options[0] - len(OVERFLOWS) * (True in options[1:])
         assert all(layer["step"] == steps for layer in alone[1].values())
         for found in everyone:

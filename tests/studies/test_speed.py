@@ -2,8 +2,6 @@
 
 import json
 import multiprocessing as mp
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -247,11 +245,9 @@ def test_the_config_trains_the_model_of_the_comparison():
 
 
 @pytest.mark.slow
-def test_the_command_runs_in_processes(tmp_path):
+def test_the_command_runs_in_processes(tmp_path, capsys):
     sizes = {"seconds": 1, "width": 32, "layers": 1, "tokens": 64, "context": 16, "threads": 1, "out": tmp_path}
-    command = [sys.executable, "-m", "studies.speed", *(f"--{name}={value}" for name, value in sizes.items())]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "A dense step takes" in result.stdout
+    assert command.main([f"--{name}={value}" for name, value in sizes.items()]) == 0
+    assert "A dense step takes" in capsys.readouterr().out
     content = json.loads((tmp_path / "speed.json").read_text())
     assert all(found["seconds"] and found["val_loss"] for found in content["sides"].values())

@@ -1,6 +1,5 @@
 """The journal: who runs which trial, with scripted rows instead of trainings."""
 
-import multiprocessing
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import pytest
 
 from lightning_nm.study.spec import Spec
 from lightning_nm.study.store import Store
+from tests.processes import forkserver
 
 SPEC = Spec("s", {}, "m", {"a": {}, "b": {}}, grid={"pattern": ["2:4", "1:16"]}, seeds=tuple(range(5)))
 SEARCH = {"lr": {"low": 1e-3, "high": 1.0, "log": True}, "n": {"low": 1, "high": 5, "log": False}, "c": ["x", "y"]}
@@ -68,6 +68,14 @@ def test_a_study_grows(tmp_path):
     assert set(states(tmp_path, grown)) == {"complete"}
 
 
+def test_a_process_leaves_variants_that_were_added_later_to_others(tmp_path):
+    Store(SPEC, tmp_path).plan()
+    grown = replace(SPEC, variants={**SPEC.variants, "c": {}})
+    Store(grown, tmp_path).plan()
+    assert set(work(tmp_path)) == everything(SPEC)
+    assert set(work(tmp_path, grown)) == everything(grown) - everything(SPEC)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -105,8 +113,7 @@ def test_workers_share_the_trials(tmp_path):
 @pytest.mark.slow
 def test_processes_share_the_trials(tmp_path):
     Store(SPEC, tmp_path).plan()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
+    with forkserver().Pool(2) as pool:
         claimed = list(chain.from_iterable(pool.map(work, [tmp_path] * 2, chunksize=1)))
     assert len(claimed) == 20
     assert set(claimed) == everything(SPEC)
@@ -137,7 +144,7 @@ def test_an_interrupted_trial_is_run_again(tmp_path, sampler):
 def test_the_trial_of_a_killed_process_is_run_again(tmp_path, sampler):
     spec = one_of(sampler)
     Store(spec, tmp_path).plan()
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     claimed = context.Event()
     process = context.Process(target=hold, args=(tmp_path, spec, claimed))
     process.start()
