@@ -162,7 +162,7 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"pattern": "2-4"}, "2-4"),
         ({"method": "BiMask"}, r"'BiMask' does not exist.*; did you mean 'bi-mask'\?"),
         ({"method": "SRSTE"}, "did you mean 'sr-ste'"),
-        ({"grad_estimator": "mvu"}, "'mvu' does not exist: use one of 'mvue'"),
+        ({"grad_estimator": "mvu"}, "'mvu' does not exist: use one of 'dense', 'mvue'"),
         ({"rules": [{"include": "x", "grad_estimator": "topn"}]}, "'topn' does not exist.*did you mean 'top-n'"),
         ({"grad_snr_every": -1}, "grad_snr_every=-1"),
         ({"grad_snr_every": None}, "grad_snr_every=None"),
