@@ -7,11 +7,9 @@ after each real step; :meth:`~TrainingStep.end_batch`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import torch
@@ -44,7 +42,7 @@ class TrainingStep:
         self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones by id
         self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
         self._handles: dict[int, list[RemovableHandle]] = {}
-        self._running: dict[int, list[int]] = {}  # calls of an optimizer's step, by the ids of their frames
+        self._depth: dict[int, int] = {}
         self._announced: set[int] = set()  # the ids of optimizers whose gradients were shaped
 
     def add(self, layers: Sequence[NMLayer]) -> None:
@@ -98,7 +96,7 @@ class TrainingStep:
         Returns:
             Whether any optimizer had stepped.
         """
-        self._running.clear()  # a step that raised an exception left something
+        self._depth.clear()  # a step that raised an exception left something
         self._announced.clear()  # a scaler may have skipped one
         stepped, self.stepped = self.stepped, False
         self.clock += stepped
@@ -164,7 +162,7 @@ class TrainingStep:
             for handle in self._handles.pop(key):
                 handle.remove()
             del self.optimizers[key]
-            self._running.pop(key, None)
+            self._depth.pop(key, None)
             self._announced.discard(key)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
@@ -192,15 +190,12 @@ class TrainingStep:
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
-        for book in (self._handles, self.optimizers, self._running, self._announced):
+        for book in (self._handles, self.optimizers, self._depth, self._announced):
             book.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        call = sys._getframe(1)
-        # The step of a subclass that calls its base class's runs the hooks twice; other calls raised an exception.
-        within = [each for each in self._running.get(id(optimizer), ()) if _is_caller(each, call)]
-        self._running[id(optimizer)] = [*within, id(call)]
-        if within:
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        if depth > 1:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -208,8 +203,12 @@ class TrainingStep:
             return None
 
         def computes_gradients() -> Any:  # and clips them, with Lightning
-            result = closure()
-            self.after_clipping(optimizer)
+            try:
+                result = closure()
+                self.after_clipping(optimizer)
+            except BaseException:  # the step ends without its post hook
+                self._depth.pop(id(optimizer), None)
+                raise
             return result
 
         if len(args) > 1:
@@ -217,9 +216,8 @@ class TrainingStep:
         return args, {**kwargs, "closure": computes_gradients}
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        running, call = self._running.pop(id(optimizer), []), id(sys._getframe(1))
-        if within := running[: running.index(call)] if call in running else []:
-            self._running[id(optimizer)] = within
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
+        if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
             return
         announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
@@ -228,14 +226,6 @@ class TrainingStep:
             return
         if announced or not changes_nothing(optimizer):
             self.after_optimizer(optimizer)
-
-
-def _is_caller(call: int, frame: FrameType) -> bool:
-    """Whether a call of a frame's function, given by the id of its own frame, led to the frame."""
-    back = frame.f_back
-    while back is not None and (back.f_code is not frame.f_code or id(back) != call):  # ids are used again
-        back = back.f_back
-    return back is not None
 
 
 def _full(layer: NMLayer, *, gradient: bool = False) -> Any:

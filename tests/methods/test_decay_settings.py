@@ -234,58 +234,6 @@ def test_a_gradient_scaler_does_not_scale_the_decay(decay_at, order, fused):
     torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))
 
 
-def raises(*_):
-    raise RuntimeError("failed")
-
-
-class FailsOnce(torch.optim.SGD):
-    failed = False
-
-    def step(self, closure=None):
-        if not self.failed:
-            self.failed = True
-            raise RuntimeError("failed")
-        return super().step(closure)
-
-
-class FailsWithin(FailsOnce):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-class Retries(FailsOnce):
-    def step(self, closure=None):
-        try:
-            return super().step(closure)
-        except RuntimeError:
-            return super().step(closure)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, FailsOnce, FailsWithin, Retries])
-def test_a_step_is_counted_once_though_one_before_raised(kind):
-    """In the same batch, as where a training retries it; SGD's raises in a hook."""
-    model = nn.Linear(16, 16, bias=False)
-    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at="after-clipping"), skip_first_last=False).attach()
-    optimizer = kind(model.parameters(), 1.0)
-    sparsifier.register(optimizer)
-    (layer,) = sparsifier.layers.values()
-    before, mask = layer.param.detach().clone(), layer.forward_mask
-    (model(torch.randn(4, 16)).sum() * 0).backward()
-    if kind is not Retries:
-        hook = optimizer.register_step_pre_hook(raises) if kind is torch.optim.SGD else None
-        with pytest.raises(RuntimeError, match="failed"):
-            optimizer.step()
-        if hook is not None:
-            hook.remove()
-        model.zero_grad()
-        (model(torch.randn(4, 16)).sum() * 0).backward()
-    optimizer.step()
-    assert layer.step == 1
-    assert sparsifier.step()
-    assert layer.step == 1
-    torch.testing.assert_close(layer.param.detach(), torch.where(mask, before, 0.9 * before))
-
-
 @pytest.mark.parametrize("positional", [False, True])
 @pytest.mark.parametrize("decay_at", ["before-clipping", "after-clipping"])
 def test_the_step_after_a_closure_that_raised_counts(decay_at, positional):
