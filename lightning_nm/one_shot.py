@@ -221,12 +221,21 @@ class _Reached(Exception):
 class _Calibration:
     def __init__(self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]) -> None:
         self.model, self.data, self.call = model, data, call
+        self.number: int | None = None  # of batches
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def batches(self) -> Iterator[Any]:
-        """The batches, on the model's device."""
+        """The batches, on the model's device; as many as the first time."""
+        number = 0
         for batch in self.data:
+            number += 1
             yield tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+        if self.number not in (None, number):
+            fault = (
+                f"`data` gave {self.number} batches when it was read first and {number} now, but every layer reads it"
+            )
+            raise TypeError(f"{fault}: pass a DataLoader or a list")
+        self.number = number
 
     def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int | None]]:
         """The layers in the order in which they are called, and how often a batch does; ``None`` if that varies.

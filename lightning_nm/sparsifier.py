@@ -198,7 +198,7 @@ class NMSparsifier(ModelStatistics):
 
     def _select_by(self, state: Mapping[str, Any]) -> Selection:
         """The selection with the first and last layers of a saved state; its masks are not installed."""
-        if state.get("ends", self.selection.ends) == self.selection.ends:
+        if state.get("ends", self.selection.ends).keys() == self.selection.ends.keys():
             return self.selection
         optimizers = [known.optimizer for known in self._step.optimizers.values()]
         uninstall(self.model, self.selection.layers)  # masked layers cannot be selected
@@ -208,6 +208,9 @@ class NMSparsifier(ModelStatistics):
                 check_owned(optimizer, selection.layers)
         finally:
             install(self.model, self.selection.layers)
+        for layer in selection.layers:  # what loading the weights replaced, which tells whether they are the state's
+            if layer.name in self.layers:
+                layer.replaced_state = self.layers[layer.name].replaced_state
         return selection
 
     def _replace(self, selection: Selection) -> None:
@@ -385,6 +388,7 @@ class NMSparsifier(ModelStatistics):
         warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.ends_kept(state))
         if selection is not self.selection:
             self._replace(selection)
+        selection.explain_ends(state.get("ends", selection.ends))
         self._wake(fitting.waiting, fitting.saved)
         self.seed = state["seed"]
         fitting.load()

@@ -176,6 +176,24 @@ def test_refusals(options, error, message):
     assert model.training
 
 
+class ReadOnce:
+    """Not its own iterator, but it gives its batches once."""
+
+    def __init__(self):
+        self.batches = iter(data(4, 16))
+
+    def __iter__(self):
+        yield from self.batches
+
+
+def test_data_that_can_be_read_once_change_nothing():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(TypeError, match="gave 3 batches when it was read first and 0 now"):
+        prune(model, "2:4", "wanda", ReadOnce(), skip_first_last=False)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_a_masked_model_is_refused():
     model = Net()
     NMSparsifier(model, "2:4").attach()

@@ -268,3 +268,31 @@ def test_an_end_that_is_masked_in_the_checkpoint_and_would_be_skipped_now_is_tol
         resumed(state, skip_first=False).load_state_dict(state)
     del state["skip_last"]  # as older versions saved it; warnings are errors here
     resumed(state).load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "transposable"])
+def test_a_state_with_other_ends_is_loaded_into_a_model_whose_masks_agree(method):
+    """Loading the weights put latent values back, which the newly selected layers have to know."""
+    model, sparsifier, _ = started(method, skip_last=False)
+    weights, state = copy.deepcopy(model.state_dict()), sparsifier.state_dict()
+    other = chain()
+    with torch.no_grad():  # the latent values
+        for new, trained in zip(other.parameters(), model.parameters(), strict=True):
+            new.copy_(trained)
+    again = NMSparsifier(other, "2:4", method).attach()
+    assert again.layers.keys() < sparsifier.layers.keys()
+    other.load_state_dict(weights)
+    with pytest.warns(UserWarning, match="skip_last=False, which stays"):
+        again.load_state_dict(state)
+    assert again.layers.keys() == sparsifier.layers.keys()
+    assert all(map(torch.equal, other.state_dict().values(), weights.values()))
+
+
+def test_other_reasons_of_the_same_ends_select_nothing_anew():
+    model, sparsifier, _ = started("sr-ste")
+    state, layers = sparsifier.state_dict(), sparsifier.layers
+    state["ends"] = {name: f"{reason}, by data flow" for name, reason in state["ends"].items()}
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    sparsifier.load_state_dict(state)
+    assert all(sparsifier.layers[name] is layer for name, layer in layers.items())
+    assert sparsifier.selection.ends == state["ends"]

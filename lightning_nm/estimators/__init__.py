@@ -26,7 +26,7 @@ def resolve_estimator(estimator: EstimatorName | GradientEstimator | Any | None)
         ValueError: If no estimator has this name.
         TypeError: If the object is not a :class:`GradientEstimator`.
     """
-    if estimator == "dense":
+    if isinstance(estimator, str) and estimator == "dense":
         return None
     if estimator is None or isinstance(estimator, GradientEstimator):
         return estimator

@@ -126,10 +126,14 @@ class Store:
         study = self._main_study()
         for dead in self._fail_interrupted(study):
             study.enqueue_trial({}, user_attrs={"key": _key(dead)})
-        waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        # Another process may have added variants since this one read its file: they are the last, and are left to it.
-        if not waiting or json.loads(_key(waiting[0]))[0] not in self.spec.variants:
+        waiting = [_key(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
+        # Another process may have added variants since this one read its file: they are left to it, at the queue's end.
+        known = [json.loads(key)[0] in self.spec.variants for key in waiting]
+        if not any(known):
             return None
+        for key in waiting[: known.index(True)]:
+            study.tell(study.ask(), state=TrialState.FAIL)
+            study.enqueue_trial({}, user_attrs={"key": key})
         trial = study.ask()  # the first that waits
         trial.set_user_attr("worker", self._worker)
         variant, values, seed = json.loads(trial.user_attrs["key"])
