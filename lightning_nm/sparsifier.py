@@ -209,8 +209,8 @@ class NMSparsifier(ModelStatistics):
         finally:
             install(self.model, self.selection.layers)
         for layer in selection.layers:  # what loading the weights replaced, which tells whether they are the state's
-            if layer.name in self.layers:
-                layer.replaced_state = self.layers[layer.name].replaced_state
+            if layer.name in self.layers and (replaced := self.layers[layer.name].replaced_state):
+                layer.remember_state(replaced)
         return selection
 
     def _replace(self, selection: Selection) -> None:
