@@ -26,11 +26,11 @@ def resolve_estimator(estimator: EstimatorName | GradientEstimator | Any | None)
         ValueError: If no estimator has this name.
         TypeError: If the object is not a :class:`GradientEstimator`.
     """
-    if isinstance(estimator, str) and estimator == "dense":
-        return None
     if estimator is None or isinstance(estimator, GradientEstimator):
         return estimator
     if isinstance(estimator, str):
+        if estimator == "dense":
+            return None
         if estimator not in _BY_NAME:
             names = get_args(EstimatorName)
             advice = f"use one of {', '.join(map(repr, names))}, an object or None{did_you_mean(estimator, names)}"

@@ -235,9 +235,7 @@ class PackedWeight(nn.Module):
                 return
             if not local_metadata.get("assign_to_params_buffers", False):  # as torch copies into parameters
                 if self.device.type == "meta":
-                    error_msgs.append(
-                        f"'{self.name}' is on the meta device: pass assign=True, or call to_empty() first"
-                    )
+                    error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                     return
                 values = values.to(self.device, self.dtype, copy=True)
                 positions = positions.to(self.device, copy=True)
