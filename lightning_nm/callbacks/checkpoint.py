@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning_nm.callbacks.averages import mask_average, restore_average
 from lightning_nm.callbacks.lifecycle import Lifecycle
 from lightning_nm.callbacks.monitor import MaskMonitor
-from lightning_nm.export.files import check_archive
+from lightning_nm.export.files import check_file
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import check_schema
 from lightning_nm.sparsifier import NMSparsifier
@@ -29,6 +29,16 @@ class SavedSparsity(pl.Callback):
     def state_key(self) -> str:
         """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
+
+    def check_resumed_file(self, trainer: pl.Trainer) -> None:
+        """Refuse a truncated or damaged checkpoint before Lightning reads it.
+
+        Raises:
+            ValueError: Naming the file, and what is wrong with it.
+        """
+        path = trainer.ckpt_path
+        if trainer.is_global_zero and path and Path(path).is_file():
+            check_file(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sparsifier's state, during fit and after it."""
@@ -51,9 +61,7 @@ class SavedSparsity(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a damaged file, and restore averaged weights when a fit resumes."""
-        if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
-            check_archive(trainer.ckpt_path)
+        """Restore averaged weights when a fit resumes."""
         resumes = trainer.state.fn == "fit"
         self._lifecycle.read_checkpoint(resumes=resumes, global_step=checkpoint.get("global_step", 0))
         if resumes:

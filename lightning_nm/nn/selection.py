@@ -20,6 +20,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import ConvLayout, row_sizes
 from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, plain_name
+from lightning_nm.nn.ranges import expanded
 from lightning_nm.nn.sharding import cuts_in_forward, gather
 from lightning_nm.nn.spec import LayerSpec
 from lightning_nm.nn.ties import Candidate, Ties
@@ -350,6 +351,12 @@ def _check_globs(
             )
         if glob in modules:
             raise ValueError(f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
+        stem = glob.removesuffix(".weight")
+        if stem != glob and any(fnmatchcase(name, stem) for name in (*names, *modules)):
+            raise ValueError(
+                f"{option} '{glob}' names a parameter, and layers are named by their modules: drop '.weight' and "
+                f"write '{stem}'"
+            )
         raise ValueError(f"{option} '{glob}' matches no layer; {_closest(glob, names)}")
 
 
@@ -372,10 +379,13 @@ def _is_glob(text: str) -> bool:
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
-    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``."""
+    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``.
+
+    A name with ranges, as tables print it, is read as the names that it stands for.
+    """
     if value is None:
         return None
     globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
-    return tuple(map(plain_name, globs))
+    return tuple(plain_name(name) for glob in globs for name in expanded(glob))

@@ -235,7 +235,7 @@ def test_masked_layers_that_were_not_called_yet_are_in_the_table():
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     assert "parameters, 0.0% of its weight FLOPs" in console.file.getvalue()
-    assert "less than half of the model's parameters" in console.file.getvalue()
+    assert "less than half of the model's weight FLOPs is masked" in console.file.getvalue()
 
 
 def test_a_smoke_run_takes_any_schedule(tmp_path):
