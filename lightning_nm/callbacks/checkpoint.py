@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning_nm.callbacks.averages import mask_average, restore_average
 from lightning_nm.callbacks.lifecycle import Lifecycle
 from lightning_nm.callbacks.monitor import MaskMonitor
-from lightning_nm.export.files import check_file
+from lightning_nm.export.files import check_archive, file_fault
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import check_schema
 from lightning_nm.sparsifier import NMSparsifier
@@ -24,21 +24,24 @@ class SavedSparsity(pl.Callback):
     _lifecycle: Lifecycle
     _monitor: MaskMonitor | None
     _finished_layers: dict[str, NMLayer]
+    _read_checkpoint = False  # in this call of the Trainer
 
     @property
     def state_key(self) -> str:
         """The class name without arguments, so that a resume with other arguments finds the state and is refused."""
         return type(self).__qualname__ + (f"[{self.name}]" if self.name else "")
 
-    def check_resumed_file(self, trainer: pl.Trainer) -> None:
-        """Refuse a truncated or damaged checkpoint before Lightning reads it.
+    def refuse_unreadable(self, trainer: pl.Trainer, exception: BaseException) -> None:
+        """Say why a checkpoint cannot be read, where torch's own error does not name the file.
 
         Raises:
-            ValueError: Naming the file, and what is wrong with it.
+            ValueError: Naming the file, and what is wrong with it; only if the checkpoint was not read.
         """
         path = trainer.ckpt_path
-        if trainer.is_global_zero and path and Path(path).is_file():
-            check_file(path)
+        if isinstance(exception, Exception) and not self._read_checkpoint and path and Path(path).is_file():
+            fault = file_fault(Path(path))
+            if fault:
+                raise ValueError(f"cannot read '{path}': {fault}") from exception
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sparsifier's state, during fit and after it."""
@@ -61,7 +64,10 @@ class SavedSparsity(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore averaged weights when a fit resumes."""
+        """Refuse a damaged file, and restore averaged weights when a fit resumes."""
+        self._read_checkpoint = True
+        if trainer.is_global_zero and trainer.ckpt_path and Path(trainer.ckpt_path).is_file():
+            check_archive(trainer.ckpt_path)
         resumes = trainer.state.fn == "fit"
         self._lifecycle.read_checkpoint(resumes=resumes, global_step=checkpoint.get("global_step", 0))
         if resumes:

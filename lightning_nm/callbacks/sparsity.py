@@ -157,6 +157,7 @@ class NMSparsityCallback(SavedSparsity):
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
         self._lifecycle.steps_before = 0
         check_trainer(trainer)
+        self._read_checkpoint = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
@@ -248,6 +249,7 @@ class NMSparsityCallback(SavedSparsity):
             self._lifecycle.phase = Phase.INTERRUPTED
         else:
             self._finish()
+        self.refuse_unreadable(trainer, exception)
 
     def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
         return not self._lifecycle.is_new or any(layer.step for layer in layers)

@@ -39,25 +39,13 @@ def check_archive(path: str | Path) -> None:
         )
 
 
-def check_file(path: str | Path) -> None:
-    """Refuse a checkpoint that is empty, truncated, damaged or no checkpoint.
-
-    Raises:
-        ValueError: Naming the file, and what is wrong with it.
-    """
-    fault = _fault(Path(path))
-    if fault:
-        raise ValueError(f"cannot read '{path}': {fault}")
-    check_archive(path)
-
-
 def read_file(path: Path) -> Any:
     """The content of a file of ``torch.save``, of tensors and primitives alone, or the tensors of a safetensors file.
 
     Raises:
         ValueError: Naming the file, and why it cannot be read.
     """
-    fault = _fault(path)
+    fault = file_fault(path)
     if fault:
         raise ValueError(f"cannot read '{path}': {fault}")
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -87,7 +75,7 @@ def _read_torch(path: Path) -> Any:
         raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
 
 
-def _fault(path: Path) -> str:
+def file_fault(path: Path) -> str:
     """What a look at its first bytes and its size shows to be wrong with a file; empty if it seems sound."""
     size = path.stat().st_size
     if not size:

@@ -123,6 +123,9 @@ def _write_folder(source: Source, path: Path) -> None:
             shutil.copyfile(file, new / file.name)
         _write_dense(source.weights, new / "model.safetensors")
         new.rename(path)
+    except OSError as error:
+        fault = error.__cause__ or error  # the name of the temporary folder tells nothing
+        raise type(error)(f"'{path}' was not written: {getattr(fault, 'strerror', None) or fault}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

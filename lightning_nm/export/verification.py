@@ -135,8 +135,12 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     if not wanted:
         raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
     found = {plain_name(v.key): v.verdict for v in verdicts}
-    rows = [(key, found.get(key, "not there")) for key in sorted(wanted) if found.get(key) != "N:M"]
-    lost = [f"{quoted(key)} is N:M in the base, but {fate} here" for key, fate in grouped(rows)]
+    rows = [
+        (key, f"{found[key]} here" if key in found else "not in the file")
+        for key in sorted(wanted)
+        if found.get(key) != "N:M"
+    ]
+    lost = [f"{quoted(key)} is N:M in the base, but {fate}" for key, fate in grouped(rows)]
     return [f"only {len(wanted) - len(rows)} of the base's {len(wanted)} N:M matrices are N:M", *lost] if rows else []
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.study.analysis import Comparison
 from lightning_nm.study.report import Section
 from lightning_nm.study.spec import Spec
@@ -52,7 +53,8 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
     better = "left" if spec.direction == "minimize" else "right"
     caption = f"{spec.metric}, paired by seed; better is to the {better}; bars are 95 % intervals, dots are pairs"
     figure.supxlabel(caption, fontsize=9, color=colours["text"])
-    figure.savefig(path, dpi=130)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=130, format="png")
 
 
 def _panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.study.analysis import Comparison, Interval, best_settings, by_seed, compare
 from lightning_nm.study.spec import Spec
 from lightning_nm.study.store import Row
@@ -154,7 +155,7 @@ def write_csv(path: Path, spec: Spec, rows: Sequence[Row]) -> None:
     """Write one line for each training; a cell is empty where a training has no such value."""
     first = ["variant", *spec.grid, *(["trial", *spec.search] if spec.search else []), "seed", "state"]
     names = dict.fromkeys([*first, *(key for row in rows for key in row if key != "error"), "error"])
-    with path.open("w", newline="") as file:
+    with replacing(path) as new, new.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(names))
         writer.writeheader()
         writer.writerows(rows)
