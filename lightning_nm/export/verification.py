@@ -52,9 +52,11 @@ class Verification:
     @property
     def warnings(self) -> list[str]:
         """Messages about weights that are N:M only because they are all zero."""
-        why = "all zero, which is N:M in every pattern: its layer was not loaded, or died"
         rows = [(v.key,) for v in self.verdicts if v.verdict == "N:M" and not v.density]
-        return [f"{quoted(key)} is {why}" for (key,) in grouped(rows)]
+        return [
+            f"{quoted(key)} is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+            for (key,) in grouped(rows)
+        ]
 
     @property
     def ok(self) -> bool:

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,3 +99,46 @@ def test_other_errors_stay_as_they_are(tmp_path):
     with pytest.raises(RuntimeError, match="of the model"), replacing(tmp_path / "a"):
         raise RuntimeError("of the model")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("jinja2")
+    pytest.importorskip("plotly")
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr("lightning_nm.report.run.read_run", lambda folder, label: None)
+    monkeypatch.setattr("lightning_nm.report.page.render", lambda runs, version: "x" * 100_000)
+    page = tmp_path / "report.html"
+    page.write_text("old")
+    with full_disk():
+        assert main(["report", str(tmp_path), "-o", str(page)]) == 2
+    said = capsys.readouterr().err
+    assert f"'{page}' was not written: " in said
+    assert len(said.splitlines()) == 1
+    assert page.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_the_results_of_a_study_on_a_full_disk_leave_the_old_ones(tmp_path):
+    study_report = pytest.importorskip("lightning_nm.study.report")
+    spec = SimpleNamespace(grid={}, search=None)
+    path = tmp_path / "results.csv"
+    path.write_text("old")
+    rows = [{"variant": "x" * 1000, "seed": seed, "state": "complete"} for seed in range(100)]
+    with full_disk(), pytest.raises(OSError, match=r"results\.csv' was not written: "):
+        study_report.write_csv(path, spec, rows)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["results.csv"]
+
+
+def test_a_study_that_cannot_write_says_one_sentence(tmp_path, capsys, monkeypatch):
+    for name in ("matplotlib", "optuna", "scipy"):
+        pytest.importorskip(name)
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("lightning_nm.study.spec.read", denied)
+    assert main(["study", str(tmp_path / "study.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "lightning-nm study: [Errno 13] Permission denied" in said
+    assert len(said.splitlines()) == 1
