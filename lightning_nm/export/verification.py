@@ -249,12 +249,11 @@ def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
 
 
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
-    broken = [
-        (v.key, f"is not {v.pattern}: {v.violations} of {v.blocks} blocks hold more")
-        for v in verdicts
-        if v.verdict == "broken"
+    broken = [(v.key, v.pattern, str(v.violations), str(v.blocks)) for v in verdicts if v.verdict == "broken"]
+    problems = [
+        f"{quoted(key)} is not {pattern}: {violations} of {blocks} blocks hold more"
+        for key, pattern, violations, blocks in grouped(broken)
     ]
-    problems = [f"{quoted(key)} {fault}" for key, fault in grouped(broken)]
     if not any(verdict.verdict == "N:M" for verdict in verdicts):
         problems.append("no weight is N:M sparse")
     elif not any(verdict.verdict == "N:M" and verdict.density for verdict in verdicts):
