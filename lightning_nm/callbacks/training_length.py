@@ -27,7 +27,9 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
         return 1 << 30
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        # Lightning cannot estimate the number of steps where they have different numbers of batches.
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
     else:
         planned = trainer.estimated_stepping_batches
-    return int(planned) if 0 < planned < math.inf else None
+    is_known = 0 < planned < math.inf
+    return int(planned) if is_known else None

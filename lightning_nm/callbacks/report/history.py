@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional import mask_margin
+from lightning_nm.callbacks.report.pictures import block_margins
 from lightning_nm.functional.statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
 from lightning_nm.nn.layer import NMLayer
 
@@ -47,7 +47,9 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
     sums_of_layers = torch.stack([values.to(device) for values in sums]).cpu()
     used, whole, margin, flips = sums_of_layers.unbind(1)
     entries = torch.tensor(sizes, dtype=torch.float64)
-    return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
+    flip_rate = FLIP_RATE.exact(flips, entries)
+    kept_magnitude = KEPT_MAGNITUDE.exact(used, whole)
+    return torch.stack([flip_rate, margin, kept_magnitude])
 
 
 def _layer_sums(layer: NMLayer) -> Tensor:
@@ -58,7 +60,7 @@ def _layer_sums(layer: NMLayer) -> Tensor:
     if layer.forward_mask is None or layer.masks.flips is None:
         margin = flips = weight.new_tensor(torch.nan)
     else:
-        margin = mask_margin(layer.rows(weight), layer.rows(layer.forward_mask), layer.pattern, 1).nanmean()
+        margin = block_margins(layer).nanmean()
         flips = layer.masks.flips
     return torch.stack([value.double() for value in (used, whole, margin, flips)])
 
@@ -111,7 +113,8 @@ class LayerHistory:
             self._filled = 1
             self._mean = column
         self.steps.append(step)
-        self.values = torch.cat([self.values, self._mean.to(torch.float16).unsqueeze(0)])
+        last_column = self._mean.to(torch.float16)
+        self.values = torch.cat([self.values, last_column.unsqueeze(0)])
 
     def _drop_from(self, step: int) -> None:
         """Drop the columns that reach a step; all columns before them are full."""
@@ -138,12 +141,13 @@ class LayerHistory:
         if self.layers == list(layers):
             return
         old_rows = {name: row for row, name in enumerate(self.layers)}
-        values = torch.full((len(self.steps), len(MAPS), len(layers)), torch.nan, dtype=torch.float16)
-        mean = torch.full((len(MAPS), len(layers)), torch.nan)
+        values = self.values.new_full((len(self.steps), len(MAPS), len(layers)), torch.nan)
+        mean = self._mean.new_full((len(MAPS), len(layers)), torch.nan)
         for row, name in enumerate(layers):
             if name in old_rows:
-                values[:, :, row] = self.values[:, :, old_rows[name]]
-                mean[:, row] = self._mean[:, old_rows[name]]
+                old_row = old_rows[name]
+                values[:, :, row] = self.values[:, :, old_row]
+                mean[:, row] = self._mean[:, old_row]
         self.layers = list(layers)
         self.values = values
         self._mean = mean

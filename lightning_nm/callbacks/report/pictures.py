@@ -65,7 +65,7 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     if layer.forward_mask is None:
         return None
     with torch.no_grad(), layer.full():
-        margins = mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1).double()
+        margins = block_margins(layer).double()
     known = ~margins.isnan()
     margins = torch.where(known, margins, 0)
     lowest = torch.where(known, margins, torch.inf).amin()
@@ -75,16 +75,28 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
 
     # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
     inner_edges = EDGES[1:-1].to(margins.device)
-    bins = torch.bucketize(margins, inner_edges, right=True).where(known, len(EDGES) - 1)
+    bins = torch.bucketize(margins, inner_edges, right=True)
+    bins = bins.where(known, len(EDGES) - 1)
     counts = torch.bincount(bins.flatten(), minlength=len(EDGES))[:-1]
 
     # One copy of all numbers waits for the device once.
     moments = torch.stack([lowest, highest, total, squares])
     numbers = torch.cat([moments, counts.double()]).tolist()
-    counts_of_bins = [int(count) for count in numbers[4:]]
-    if not any(counts_of_bins):
+    if not any(numbers[4:]):
         return None
-    return Histogram(*numbers[:4], counts_of_bins)
+    return Histogram(
+        low=numbers[0],
+        high=numbers[1],
+        total=numbers[2],
+        squares=numbers[3],
+        counts=[int(count) for count in numbers[4:]],
+    )
+
+
+def block_margins(layer: NMLayer) -> Tensor:
+    """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
+    assert layer.forward_mask is not None
+    return mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1)
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
@@ -97,5 +109,9 @@ def merge(histograms: Sequence[Histogram]) -> Histogram:
     """
     lows, highs, totals, squares, counts = zip(*histograms, strict=True)
     return Histogram(
-        min(lows), max(highs), sum(totals), sum(squares), [sum(bins) for bins in zip(*counts, strict=True)]
+        low=min(lows),
+        high=max(highs),
+        total=sum(totals),
+        squares=sum(squares),
+        counts=[sum(counts_of_bin) for counts_of_bin in zip(*counts, strict=True)],
     )

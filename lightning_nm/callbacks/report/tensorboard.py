@@ -96,7 +96,11 @@ def charts_of(names: Iterable[str]) -> dict[str, list[str]]:
     return charts
 
 
-def custom_scalars_layout(names: Sequence[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
+Layout = dict[str, dict[str, list[Any]]]
+"""A layout of custom scalars: by category and chart, the kind of the chart and its tags."""
+
+
+def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
     """Return a layout for TensorBoard's custom scalars, given the logged statistics and whether layers are logged.
 
     Example:
@@ -104,15 +108,17 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> dict[str, dict[
         {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
-    masks: dict[str, list[Any]] = {}
+    layout: Layout = {"N:M masks": {}}
     for title, members in charts_of(names).items():
-        masks[title] = ["Multiline", [f"^(.+-)?nm/{name}$" for name in members]]
-    layout = {"N:M masks": masks}
-    if layers:
-        statistics = [name for name in names if name not in MODEL_ONLY]
-        layout["N:M layers"] = {
-            name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]] for name in statistics
-        }
+        tags = [f"^(.+-)?nm/{name}$" for name in members]
+        layout["N:M masks"][title] = ["Multiline", tags]
+    if not layers:
+        return layout
+    layout["N:M layers"] = {}
+    for name in names:
+        if name not in MODEL_ONLY:
+            tag = f"^(.+-)?nm/{re.escape(name)}/"
+            layout["N:M layers"][name.replace("_", " ")] = ["Multiline", [tag]]
     return layout
 
 
