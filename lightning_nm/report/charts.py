@@ -23,8 +23,17 @@ POINTS = 1000  # of a curve; a longer one is thinned
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c00")
 DASHES = ("solid", "dash", "dot", "dashdot")
-FONT = {"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "size": 12, "color": "#1f2328"}
-GRID = {"gridcolor": "#e4e8ec", "zerolinecolor": "#d0d7de", "linecolor": "#8c959f", "ticks": "outside"}
+FONT = {
+    "family": "system-ui, -apple-system, 'Segoe UI', sans-serif",
+    "size": 12,
+    "color": "#1f2328",
+}
+GRID = {
+    "gridcolor": "#e4e8ec",
+    "zerolinecolor": "#d0d7de",
+    "linecolor": "#8c959f",
+    "ticks": "outside",
+}
 
 Runs = Mapping[str, Mapping[str, Series]]
 """The scalars of each run, by the run's label and the scalar's tag."""
@@ -115,7 +124,11 @@ def _curve(series: Series, name: str, colour: int, dash: int) -> Any:
         y=[value if math.isfinite(value) else None for value in values],
         name=html.escape(name),
         mode="lines+markers" if len(steps) < 30 else "lines",
-        line={"color": COLOURS[colour % len(COLOURS)], "dash": DASHES[dash % len(DASHES)], "width": 2},
+        line={
+            "color": COLOURS[colour % len(COLOURS)],
+            "dash": DASHES[dash % len(DASHES)],
+            "width": 2,
+        },
         marker={"size": 5},
     )
 
@@ -184,7 +197,10 @@ def heat_map(title: str, history: LayerHistory, place: int, root: bool) -> Chart
 
 def _numbers(rows: torch.Tensor) -> list[list[float | None]]:
     """Numbers in four digits; JSON has no others than finite ones."""
-    return [[float(f"{value:.4g}") if math.isfinite(value) else None for value in row] for row in rows.tolist()]
+    cells = []
+    for row in rows.tolist():
+        cells.append([float(f"{value:.4g}") if math.isfinite(value) else None for value in row])
+    return cells
 
 
 def _to_json(figure: Figure) -> str:
