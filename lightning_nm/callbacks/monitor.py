@@ -175,7 +175,7 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic or layer does not exist.
         """
-        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
+        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))  # each once
         self._check_statistics(names, sparsifier)
         self._check_image_layers(sparsifier)
         logged = [statistic for statistic in names if self._wanted(statistic)]
@@ -235,6 +235,7 @@ class MaskMonitor(pl.Callback):
         if not due or within_step:
             return
         self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also})
+        # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
         self._record(trainer, sparsifier, step)
@@ -257,6 +258,7 @@ class MaskMonitor(pl.Callback):
         watched = self._watched[sparsifier]
         if watched.latest is None or not TensorBoardWriter.has_logger(trainer):
             return
+        # The last step has a column and maps even if the Trainer did not log it.
         if watched.latest not in watched.history.steps:
             self._record(trainer, sparsifier, watched.latest)
         if self.images_every and watched.drawn_step != watched.latest:
@@ -310,6 +312,7 @@ class MaskMonitor(pl.Callback):
 
         if not self.progress_bar or trainer.progress_bar_callback is None:
             return
+        # Short names leave room for the model's own metrics.
         shown = {"density": "density", "flips": "flip_rate"}
         for watched_layer in sparsifier.layers.values():
             headline = watched_layer.method.headline
@@ -345,7 +348,7 @@ class MaskMonitor(pl.Callback):
         watched.history.add(step, names, column)
 
         def draw(writer: Any) -> None:
-            if watched.rows != names:
+            if watched.rows != names:  # layers have joined, or this is the first column
                 write_map_rows(writer, names, step, watched.suffix)
             write_map_column(writer, column, step, watched.suffix)
 

@@ -95,7 +95,14 @@ def read_log(folder: Path) -> Log:
     # A file that ends in the middle of an event, as of an interrupted run, is no reason to worry.
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     # How many events of a tag are kept; 0 for all. Images and histograms are not read.
-    sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1, "compressedHistograms": 1}
+    sizes = {
+        "scalars": 0,
+        "tensors": 0,
+        "images": 1,
+        "histograms": 1,
+        "compressedHistograms": 1,
+    }
+    # Events of steps that were trained again are told apart by `latest`; TensorBoard would drop them, and say nothing.
     events = EventAccumulator(str(folder), sizes, purge_orphaned_data=False).Reload()
     log = Log([path.name for path in files])
     _read_scalars(log, events)
@@ -109,9 +116,10 @@ def _read_scalars(log: Log, events: EventAccumulator) -> None:
     for tag in events.Tags()["scalars"]:
         kept, went_back = latest(events.Scalars(tag))
         rewound |= went_back
-        plain_tag = re.sub(r"^.+-(?=nm/)", "", tag)
+        plain_tag = re.sub(r"^.+-(?=nm/)", "", tag)  # without a logger's prefix
         steps = [event.step for event in kept]
-        log.scalars[plain_tag] = Series(steps, [float(event.value) for event in kept])
+        values = [float(event.value) for event in kept]
+        log.scalars[plain_tag] = Series(steps, values)
     log.rewound = sorted(rewound)
 
 
@@ -133,7 +141,8 @@ def _read_maps(log: Log, events: EventAccumulator) -> None:
         rows = []
         for event in events.Tensors(f"nm/map_rows{suffix}{TEXT}"):
             (text,) = event.tensor_proto.string_val
-            rows.append((event.step, json.loads(text.decode().strip("`json\n"))))
+            names = json.loads(text.decode().strip("`json\n"))
+            rows.append((event.step, names))
         history = LayerHistory()
         for event in events.Tensors(tag):
             column = torch.tensor(make_ndarray(event.tensor_proto))
@@ -147,6 +156,12 @@ def latest(events: Iterable[Any]) -> tuple[list[Any], set[int]]:
     """Return the events whose steps rise, in which later ones replace those of their steps and after, and such steps.
 
     A step that is logged again at once, as by two loggers' calls in one step, is no restart.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> kept, back = latest([SimpleNamespace(step=step) for step in (9, 19, 29, 19, 29)])
+        >>> [event.step for event in kept], back
+        ([9, 19, 29], {19})
     """
     kept: list[Any] = []
     back = set()

@@ -39,15 +39,16 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
     compared_variants = len(spec.variants) - 1
     rows = max(1, len(found))
     columns = max(1, len(spec.baselines))
-    width = NAMES_WIDTH + PANEL_WIDTH * columns
-    height = CAPTION_HEIGHT + rows * (PANEL_HEIGHT + VARIANT_HEIGHT * compared_variants)
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=colours["page"])
+    panel_height = PANEL_HEIGHT + VARIANT_HEIGHT * compared_variants
+    size = (NAMES_WIDTH + PANEL_WIDTH * columns, CAPTION_HEIGHT + panel_height * rows)
+    figure = Figure(figsize=size, layout="constrained", facecolor=colours["page"])
     panels = figure.subplots(rows, columns, squeeze=False)
     for section, panels_of_section in zip(found, panels, strict=True):
         for baseline, axes in zip(spec.baselines, panels_of_section, strict=True):
-            comparisons = [comparison for comparison in section.comparisons if comparison.baseline == baseline]
+            comparisons = [one for one in section.comparisons if one.baseline == baseline]
             _draw_panel(axes, comparisons, colours)
-            axes.set_title(f"{section.title}: difference to {baseline}", fontsize=10, color=colours["text"], loc="left")
+            title = f"{section.title}: difference to {baseline}"
+            axes.set_title(title, fontsize=10, color=colours["text"], loc="left")
     better = "left" if spec.direction == "minimize" else "right"
     caption = f"{spec.metric}, paired by seed; better is to the {better}; bars are 95 % intervals, dots are pairs"
     figure.supxlabel(caption, fontsize=9, color=colours["text"])
@@ -62,7 +63,8 @@ def _draw_panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str
     axes.axvline(0.0, color=colours["text"], linewidth=1)
     for row, comparison in enumerate(comparisons):
         _draw_comparison(axes, row, comparison, colours)
-    axes.set_yticks(range(len(comparisons)), [comparison.variant for comparison in comparisons])
+    variants = [comparison.variant for comparison in comparisons]
+    axes.set_yticks(range(len(variants)), variants)
     axes.set_ylim(len(comparisons) - 0.4, -0.7)
 
 
@@ -75,7 +77,8 @@ def _draw_comparison(axes: Axes, row: int, comparison: Comparison, colours: dict
     if interval is None:
         return
     if not math.isnan(interval.low):  # one pair has a mean, but no interval
-        axes.plot([interval.low, interval.high], [row, row], color=colour, linewidth=3, alpha=0.9)
+        ends = [interval.low, interval.high]
+        axes.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.9)
     axes.plot(interval.mean, row, "D", color=colour, markersize=7, mec=colours["page"])
     axes.annotate(
         comparison.verdict,

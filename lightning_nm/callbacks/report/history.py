@@ -104,6 +104,7 @@ class LayerHistory:
             self._halve()
 
         column = column.float()
+        # A column that is not full yet is written again, with this log in its mean.
         if self.steps and self._filled < self._stride:
             self._filled += 1
             self._mean = self._mean_with(column)
@@ -125,7 +126,8 @@ class LayerHistory:
     def _halve(self) -> None:
         """Join each two neighbouring columns, so that there is room for as many again."""
         pairs = self.values.float().unflatten(0, (-1, 2))
-        self.values = pairs.nanmean(1).to(torch.float16)
+        means = pairs.nanmean(1)
+        self.values = means.to(torch.float16)
         self.steps = self.steps[1::2]
         self._stride *= 2
         self._filled *= 2
