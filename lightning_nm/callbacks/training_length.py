@@ -12,7 +12,13 @@ from lightning_nm.methods import Method
 
 
 def has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Whether a method or an estimator starts or stops during training."""
+    """Return whether a method or an estimator starts or stops during training.
+
+    Example:
+        >>> from lightning_nm import BAME, SRSTE
+        >>> has_schedule(BAME()), has_schedule(SRSTE()), has_schedule(None)
+        (True, False, False)
+    """
     try:
         return part is not None and bool(part.schedule(None))
     except ValueError:  # the schedule is given as shares of the training length
@@ -20,7 +26,7 @@ def has_schedule(part: Method | GradientEstimator | None) -> bool:
 
 
 def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
+    """Return the number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
     if not pl_module.automatic_optimization:  # a batch takes any number of steps
         return None
     if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length

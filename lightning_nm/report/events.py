@@ -76,7 +76,12 @@ class Log:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Return the event files that lie in a folder itself, in the order in which they were written."""
+    """Return the event files that lie in a folder itself, in the order in which they were written.
+
+    Example:
+        >>> event_files(Path("no_such_folder"))
+        []
+    """
     return sorted(path for path in folder.glob("*tfevents*") if path.is_file())
 
 

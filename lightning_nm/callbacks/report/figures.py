@@ -313,11 +313,11 @@ def _without_common_start(names: Sequence[str]) -> list[str]:
         if len(set(parts)) > 1:
             break
         common += 1
-    else:
-        common = 0  # a name is the start of all others
-    if common == 0:
+    a_name_would_vanish = common == min(map(len, parts_of_names))
+    if common == 0 or a_name_would_vanish:
         return list(names)
-    return ["..." + ".".join(parts[common:]) for parts in parts_of_names]
+    ends = [".".join(parts[common:]) for parts in parts_of_names]
+    return [f"...{end}" for end in ends]
 
 
 def _without_middle(name: str) -> str:

@@ -61,6 +61,14 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     """Count the margins of all blocks of a layer, with one device synchronization; ``None`` if there are none.
 
     With sharded weights all processes must call it.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> sum(margin_histogram(layer).counts)
+        16
     """
     if layer.forward_mask is None:
         return None
