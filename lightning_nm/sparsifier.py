@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.ends import Trained
+from lightning_nm.nn.first_last import SkipFirstLast
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import ConvLayout
@@ -27,9 +26,8 @@ from lightning_nm.pattern import PatternLike
 from lightning_nm.presets import PresetName
 from lightning_nm.rules import SHORT_NAMES, resolve_settings
 from lightning_nm.training.fitting import FittingState
-from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import check_owned, trained_by, unwrapped
+from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules, warn_of_changes
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
 from lightning_nm.training.statistics import ModelStatistics
@@ -87,9 +85,7 @@ class NMSparsifier(ModelStatistics):
         seed: int = 0,
         *,
         preset: PresetName | None = None,
-        skip_first: bool | None = None,
-        skip_last: bool | None = None,
-        skip_first_last: bool | None = None,
+        skip_first_last: SkipFirstLast | None = None,
         conv_layout: ConvLayout | None = None,
         frozen: Literal["dense", "mask"] = "dense",
         planned_steps: int | None = None,
@@ -101,9 +97,8 @@ class NMSparsifier(ModelStatistics):
         if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
             raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
         self.model = model
-        ends = (skip_first, skip_last, skip_first_last)
         self.settings = resolve_settings(
-            pattern, method, grad_estimator, include, exclude, rules, preset, ends, conv_layout
+            pattern, method, grad_estimator, include, exclude, rules, preset, skip_first_last, conv_layout
         )
         self.preset = preset
         self.frozen = frozen
@@ -137,19 +132,16 @@ class NMSparsifier(ModelStatistics):
         self,
         state: Mapping[str, Any] | None = None,
         optimizers: Iterable[Optimizer] | None = None,
-        flow: ValueFlow | None = None,
     ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
         The model is not changed before everything was checked.
 
         Args:
-            state: The state that :meth:`load_state_dict` loads next: its layers are masked even if they are frozen now,
-                and its schedules need no ``planned_steps``.
+            state: The state that :meth:`load_state_dict` loads next: its layers are masked even if they are frozen now
+                or would be the first or the last layer, and its schedules need no ``planned_steps``.
             optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
                 those with ``requires_grad=False`` are.
-            flow: A :class:`~lightning_nm.training.flow.ValueFlow` in which forward passes ran: it decides which layers
-                are the first and the last. By default the order of registration does.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -158,22 +150,20 @@ class NMSparsifier(ModelStatistics):
         if not self.attached:
             if state:
                 check_schema(state)
-            self._install(self._select(state or {}, optimizers, flow))
+            self._install(self._select(state or {}, optimizers))
         return self
 
-    def _select(
-        self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None = None, flow: ValueFlow | None = None
-    ) -> Selection:
+    def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> Selection:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         saved = by_plain_name(state["layers"]) if state else {}
-        trained = self._trained_by(optimizers)
-        options = {"seed": self.seed, "is_trained": trained, "continued": saved, "ends": state.get("ends")}
-        selection = self.settings.select(self.model, **options)
-        if flow is not None and not state and self.settings.skips_ends:
-            options["ends"] = self.settings.skipped(flow.ends(trained, selection.ends))
-            with suppress(ValueError):  # then no layer would be left to mask
-                selection = self.settings.select(self.model, **options)
+        selection = self.settings.select(
+            self.model,
+            seed=self.seed,
+            is_trained=None if self.frozen == "mask" else trained_by(optimizers),
+            continued=saved,
+            saved_first_last=state.get("ends"),
+        )
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         plan_schedules(selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(selection.layers, saved)
@@ -188,38 +178,6 @@ class NMSparsifier(ModelStatistics):
         self._counter = MacsCounter(self.model)
         self.macs = self._counter.macs
         self.attached = True
-
-    def _trained_by(self, optimizers: Iterable[Optimizer] | None) -> Trained | None:
-        return None if self.frozen == "mask" else trained_by(optimizers)
-
-    def ends_by(self, flow: ValueFlow, optimizers: Iterable[Optimizer] | None = None) -> dict[str, str]:
-        """The first and last layers that are to be skipped by what was seen of the model, for :meth:`attach`."""
-        return self.settings.skipped(flow.ends(self._trained_by(optimizers), self.selection.ends))
-
-    def _select_by(self, state: Mapping[str, Any]) -> Selection:
-        """The selection with the first and last layers of a saved state; its masks are not installed."""
-        if state.get("ends", self.selection.ends).keys() == self.selection.ends.keys():
-            return self.selection
-        optimizers = [known.optimizer for known in self._step.optimizers.values()]
-        uninstall(self.model, self.selection.layers)  # masked layers cannot be selected
-        try:
-            selection = self._select(state, optimizers)
-            for optimizer in optimizers:
-                check_owned(optimizer, selection.layers)
-        finally:
-            install(self.model, self.selection.layers)
-        for layer in selection.layers:  # what loading the weights replaced, which tells whether they are the state's
-            if layer.name in self.layers and (replaced := self.layers[layer.name].replaced_state):
-                layer.remember_state(replaced)
-        return selection
-
-    def _replace(self, selection: Selection) -> None:
-        """Install another selection."""
-        optimizers = [known.optimizer for known in self._step.optimizers.values()]
-        self.detach()
-        self._install(selection)
-        for optimizer in optimizers:
-            self.register(optimizer)
 
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
@@ -369,7 +327,7 @@ class NMSparsifier(ModelStatistics):
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
             "macs": dict(self.macs),
             "waiting": [layer.name for layer in self.selection.waiting],
-            "ends": dict(self.selection.ends),
+            "ends": dict(self.selection.first_last),
             "skip_first": self.settings.skip_first,
             "skip_last": self.settings.skip_last,
         }
@@ -383,12 +341,8 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        selection = self._select_by(state)
-        fitting = FittingState.of(selection, state, SHORT_NAMES)
-        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.ends_kept(state))
-        if selection is not self.selection:
-            self._replace(selection)
-        selection.explain_ends(state.get("ends", selection.ends))
+        fitting = FittingState.of(self.selection, state, SHORT_NAMES)
+        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state))
         self._wake(fitting.waiting, fitting.saved)
         self.seed = state["seed"]
         fitting.load()

@@ -99,7 +99,7 @@ def _report(
         for callback in callbacks:
             given = {**callback.options, **({} if pattern is None else {"pattern": pattern})}
             sparsifier = NMSparsifier(cli.model, **given, planned_steps=plan.steps)
-            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None, flow=forward.flow))
+            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None))
             charge_plan(list(sparsifier.layers.values()), plan.steps)
         layers = layers_of(cli.model, forward.macs, sparsifiers)
         lines = dict.fromkeys(line for sparsifier in sparsifiers for line in phases(sparsifier))

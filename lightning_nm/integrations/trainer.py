@@ -20,6 +20,7 @@ from lightning_nm.export.huggingface import holds_model, read_folder
 from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.first_last import SkipFirstLast
 from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.sharding import is_sharded
 from lightning_nm.pattern import PatternLike
@@ -74,9 +75,6 @@ class NMTrainerCallback(TrainerCallback):
         rules: Exceptions for some layers.
         seed: Base of all random choices.
         preset: ``"paper"`` or ``"fst"``: the settings of the method's paper, where none are given.
-        skip_first: Keep the first convolution that the model registers dense.
-        skip_last: Keep the last linear layer that it registers dense.
-        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
         show_tables: Print the table of layers before training.
         log_layers: Log every statistic per layer, too, as ``nm/<statistic>/<layer>``.
         resume_from: The checkpoint folder that a training resumes from. By default ``args.resume_from_checkpoint`` if
@@ -105,9 +103,7 @@ class NMTrainerCallback(TrainerCallback):
         seed: int = 0,
         *,
         preset: PresetName | None = None,
-        skip_first: bool | None = None,
-        skip_last: bool | None = None,
-        skip_first_last: bool | None = None,
+        skip_first_last: SkipFirstLast | None = None,
         conv_layout: ConvLayout | None = None,
         frozen: Literal["dense", "mask"] = "dense",
         grad_snr_every: int = 100,
@@ -117,8 +113,7 @@ class NMTrainerCallback(TrainerCallback):
     ) -> None:
         self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
         self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed, "frozen": frozen}
-        self.options |= {"preset": preset, "skip_first": skip_first, "skip_last": skip_last}
-        self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
+        self.options |= {"preset": preset, "skip_first_last": skip_first_last, "conv_layout": conv_layout}
         self.options |= {"grad_snr_every": grad_snr_every}
         NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any training
         self.show_tables = show_tables
