@@ -33,8 +33,8 @@ class RuleSpec(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which layers a training masks, and how.
+class ResolvedRules:
+    """Which layers a training masks, and how, with objects in place of names.
 
     Attributes:
         rules: The first one that matches a layer decides; the last one is the general one.
@@ -65,7 +65,7 @@ class Settings:
         return select(model, self.rules, self.exclude, **options)
 
 
-def resolve_settings(
+def resolve_rules(
     pattern: PatternLike,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
@@ -75,8 +75,8 @@ def resolve_settings(
     preset: PresetName | None,
     skip_first_last: SkipFirstLast | None,
     conv_layout: ConvLayout | None,
-) -> Settings:
-    """Resolve the arguments of a sparsifier: what is given, else what the preset says, else the package's defaults.
+) -> ResolvedRules:
+    """Resolve what is given, else what the preset says, else the package's defaults.
 
     A method that is an object is taken as it is.
 
@@ -105,7 +105,7 @@ def resolve_settings(
         skip_last = any(each.skip_last for each in deciding)
     else:
         skip_first, skip_last = True, True
-    return Settings([*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets)
+    return ResolvedRules([*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets)
 
 
 def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,20 +11,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.first_last import SkipFirstLast
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.low_rank import warn_of_adapters
 from lightning_nm.nn.selection import Rule, Selection
 from lightning_nm.nn.sharding import reshard
 from lightning_nm.nn.state import SCHEMA, by_plain_name, check_schema, layer_state
 from lightning_nm.pattern import PatternLike
-from lightning_nm.presets import PresetName
-from lightning_nm.rules import SHORT_NAMES, resolve_settings
+from lightning_nm.rules import SHORT_NAMES
 from lightning_nm.training.fitting import FittingState
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
@@ -37,22 +35,18 @@ from lightning_nm.training.step import TrainingStep
 class NMSparsifier(ModelStatistics):
     """Trains a model's weights under an N:M method, in any training loop.
 
-    Arguments that are not listed here are as :class:`~lightning_nm.NMSparsityCallback`'s.
-
     Args:
         model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
             that gather the weights must be in it.
-        pattern: The N:M pattern, see :meth:`NMPattern.parse`.
+        pattern: The N:M pattern.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``"dense"`` keeps dY, and so does
-            ``None`` unless the preset has an estimator.
-        seed: Base of all random choices; equal on all ranks.
-        frozen: ``"dense"``: weights that are not trained stay dense, and are masked when they are, see :meth:`wake`;
-            unless ``include`` names them. ``"mask"``: they are masked as others.
+        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
+        config: All settings as one object, instead of the other arguments.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
             schedules given as shares of it.
         data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
             see the same part, as in a tensor-parallel group, must draw the same random numbers.
+        options: The other settings of :class:`~lightning_nm.SparsityConfig`, by name.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -79,33 +73,20 @@ class NMSparsifier(ModelStatistics):
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        rules: Sequence[Mapping[str, Any]] | None = None,
-        seed: int = 0,
         *,
-        preset: PresetName | None = None,
-        skip_first_last: SkipFirstLast | None = None,
-        conv_layout: ConvLayout | None = None,
-        frozen: Literal["dense", "mask"] = "dense",
+        config: SparsityConfig | None = None,
         planned_steps: int | None = None,
         data_rank: int | None = None,
-        grad_snr_every: int = 100,
+        **options: Any,
     ) -> None:
-        if frozen not in ("dense", "mask"):
-            raise ValueError(f"frozen={frozen!r} is unknown: use 'dense' or 'mask'")
-        if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
-            raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
+        refuse_unknown(options, NMSparsifier)
+        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        self.config = chosen_config(config, given)
+        self.settings = self.config.resolve()
         self.model = model
-        self.settings = resolve_settings(
-            pattern, method, grad_estimator, include, exclude, rules, preset, skip_first_last, conv_layout
-        )
-        self.preset = preset
-        self.frozen = frozen
-        self.seed = seed
+        self.seed = self.config.seed
         self.planned_steps = planned_steps
         self.data_rank = data_rank
-        self.grad_snr_every = grad_snr_every
         self.selection = Selection()
         self.attached = False
         self.macs: dict[str, int] = {}
@@ -160,7 +141,7 @@ class NMSparsifier(ModelStatistics):
         selection = self.settings.select(
             self.model,
             seed=self.seed,
-            is_trained=None if self.frozen == "mask" else trained_by(optimizers),
+            is_trained=None if self.config.frozen == "mask" else trained_by(optimizers),
             continued=saved,
             saved_first_last=state.get("ends"),
         )
@@ -171,7 +152,7 @@ class NMSparsifier(ModelStatistics):
 
     def _install(self, selection: Selection) -> None:
         self.selection = selection
-        self._step = TrainingStep(selection.layers, self.grad_snr_every, self.clock)
+        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock)
         self._step.begin_window()
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
@@ -321,7 +302,7 @@ class NMSparsifier(ModelStatistics):
         return {
             "schema": SCHEMA,
             "seed": self.seed,
-            "preset": self.preset or "",
+            "preset": self.config.preset or "",
             "clock": self.clock,
             "stepped": self._step.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},

@@ -264,7 +264,7 @@ def test_the_callback_of_hugging_face_takes_presets():
     pytest.importorskip("transformers")
     callbacks = pytest.importorskip("lightning_nm.integrations")
     made = callbacks.NMTrainerCallback("2:4", "sr-ste", preset="paper", skip_first_last=False)
-    assert NMSparsifier(model(), **made.options).attach().layers.keys() == {"0", "1", "3", "4"}
+    assert NMSparsifier(model(), config=made.config).attach().layers.keys() == {"0", "1", "3", "4"}
     with pytest.raises(ValueError, match="no settings for method 'bame'"):
         callbacks.NMTrainerCallback("2:4", "bame", preset="paper")
 

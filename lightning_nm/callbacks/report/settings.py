@@ -33,8 +33,8 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
             for name, value in vars(part).items() if part is not None else ():
                 if not name.startswith("_"):
                     found[f"{place}/{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
-    if sparsifier.preset is not None:
-        found[f"{prefix}/preset"] = sparsifier.preset
+    if sparsifier.config.preset is not None:
+        found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.exclude:
         found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
     return found

@@ -168,7 +168,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     if sparsifier.selection.hint:
         console.print(sparsifier.selection.hint, style="dim", soft_wrap=True, highlight=False, markup=False)
     for preset in settings.presets:
-        line = f"preset {sparsifier.preset}, {preset}"
+        line = f"preset {sparsifier.config.preset}, {preset}"
         console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
