@@ -18,8 +18,8 @@ from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.ends import skipped_ends
 from lightning_nm.nn.expert_products import watching
+from lightning_nm.nn.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import ConvLayout
@@ -56,9 +56,7 @@ def prune(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    skip_first: bool | None = None,
-    skip_last: bool | None = None,
-    skip_first_last: bool | None = None,
+    skip_first_last: SkipFirstLast = True,
     conv_layout: ConvLayout = "channels",
     damping: float = 0.01,
     call: Callable[[nn.Module, Any], Any] | None = None,
@@ -67,7 +65,6 @@ def prune(
 
     The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"), include=result.layers)``, which
     keeps these masks; give it the same ``conv_layout``. The names are those in ``model``: prune the LightningModule.
-    Without ``include`` the callback may find another last layer, because it decides by data flow.
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
     For each layer the calibration data run through the model up to this layer, and only its own statistics are in
@@ -84,9 +81,8 @@ def prune(
             list. A few hundred examples are usual.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
-        skip_first: Keep the first convolution dense; by default as ``skip_first_last`` says, else yes.
-        skip_last: Keep the last linear layer dense; likewise.
-        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
+        skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``"first"``
+            or ``"last"`` one of them, ``False`` none.
         conv_layout: How the blocks of convolutions lie, see :class:`~lightning_nm.NMSparsityCallback`.
         damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
         call: ``call(model, batch)`` runs the model. By default a mapping gives the arguments by name, a list or tuple
@@ -110,7 +106,7 @@ def prune(
     if data is not None and iter(data) is data:
         raise TypeError("`data` can be read only once, but every layer reads it: pass a DataLoader or a list")
     rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
-    first, last = skipped_ends(skip_first, skip_last, skip_first_last, (True, True))
+    first, last = parse_skip_first_last(skip_first_last)
     selection = select(model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last)
     for layer in selection.layers:
         if layer.sharded:

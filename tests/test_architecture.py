@@ -16,6 +16,7 @@ ORDER = [
     {"training", "distributed"},
     {"methods", "estimators"},
     {"presets", "rules"},
+    {"config"},
     {"sparsifier", "one_shot"},
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"integrations"},

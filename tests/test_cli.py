@@ -153,8 +153,6 @@ def test_help_is_complete(capsys):
         "exclude",
         "rules",
         "preset",
-        "skip_first",
-        "skip_last",
         "skip_first_last",
         "conv_layout",
         "seed",

@@ -423,7 +423,7 @@ def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
     """The names of a sparsifier's statistics."""
     names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
     layers = sparsifier.layers.values()
-    if sparsifier.grad_snr_every and any(layer.estimator is not None for layer in layers):
+    if sparsifier.config.grad_snr_every and any(layer.estimator is not None for layer in layers):
         names += ["grad_snr", "grad_density"]
     layer_of_method = {type(layer.method): layer for layer in layers}
     for layer in layer_of_method.values():

@@ -349,7 +349,6 @@ def test_export_while_installed(method):
     model = new_model().eval()
     x = torch.randn(2, 1, 8, 8)
     part = sparse(method)
-    options = {key: part.options[key] for key in ("pattern", "method", "grad_estimator")}
-    NMSparsifier(model, **options, planned_steps=10).attach()
+    NMSparsifier(model, config=part.config, planned_steps=10).attach()
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))

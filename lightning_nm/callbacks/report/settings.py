@@ -29,8 +29,8 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
     found = _of_rule(general, prefix)
     for number, rule in enumerate(rules):
         found |= _of_rule(rule, f"{prefix}/rules/{number}")
-    if sparsifier.preset is not None:
-        found[f"{prefix}/preset"] = sparsifier.preset
+    if sparsifier.config.preset is not None:
+        found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.exclude:
         found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
     return found

@@ -128,12 +128,12 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     for reason, number in layer_reasons(sparsifier).items():
         console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
     settings = sparsifier.settings
-    if sparsifier.selection.ends:
-        ends = [end for end, skips in (("first", settings.skip_first), ("last", settings.skip_last)) if skips]
-        option = f"skip_{ends[0]}" if len(ends) == 1 else "skip_first_last"
-        console.print(f"{option}=False masks {' and '.join(ends)} layers, too", style="dim")
+    if sparsifier.selection.first_last:
+        console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
+    if sparsifier.selection.hint:
+        console.print(sparsifier.selection.hint, style="dim", soft_wrap=True, highlight=False, markup=False)
     for preset in settings.presets:
-        line = f"preset {sparsifier.preset}, {preset}"
+        line = f"preset {sparsifier.config.preset}, {preset}"
         console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
