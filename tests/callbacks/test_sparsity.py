@@ -195,12 +195,6 @@ def test_bad_options_fail_before_any_trainer(options, message):
         NMSparsityCallback(**options)
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_a_removed_argument_names_its_replacement(value):
-    with pytest.raises(ValueError, match=r"log_achieved_loss=.*nm/predicted_loss_change.*03_masks_in_motion\.ipynb"):
-        NMSparsityCallback(log_achieved_loss=value)
-
-
 @pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])
 def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_path):
     model = Net()
