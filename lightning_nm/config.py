@@ -110,6 +110,8 @@ class SparsityConfig:
         settings = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "pattern":
+                value = str(NMPattern.parse(value))  # it has several notations
             if value != field.default:
                 settings[field.name] = _as_primitive(value)
         return settings
@@ -145,12 +147,24 @@ def refuse_unknown(options: Mapping[str, Any], owner: type) -> None:
     Raises:
         TypeError: With the closest name that exists.
     """
-    parameters = inspect.signature(owner).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    known += [field.name for field in fields(SparsityConfig)]
+    known = arguments_of(owner)
     for name in options:
         if name not in known:
             raise TypeError(f"{owner.__name__} has no argument {name!r}{did_you_mean(name, known)}")
+
+
+def arguments_of(owner: type) -> list[str]:
+    """Return the names of a constructor's arguments, with the settings of :class:`SparsityConfig` where it takes them.
+
+    Example:
+        >>> arguments_of(SparsityConfig)[:3]
+        ['pattern', 'method', 'grad_estimator']
+    """
+    parameters = inspect.signature(owner).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    if "config" in names:
+        names += [field.name for field in fields(SparsityConfig) if field.name not in names]
+    return names
 
 
 def _as_primitive(value: Any) -> Any:

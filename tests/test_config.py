@@ -94,8 +94,8 @@ class TestOwners:
 CONFIGS = [
     SparsityConfig(),
     SparsityConfig("1:8", "asp", include=["a.*", "b"], skip_first_last="first", conv_layout="flat", seed=7),
-    SparsityConfig({"n": 2, "m": 4}, rules=[{"include": "a", "pattern": "1:4", "method": "ste"}], preset=None),
-    SparsityConfig(124, "sr-ste", "mvue", preset="paper", frozen="mask", grad_snr_every=0),
+    SparsityConfig("2:8", rules=[{"include": "a", "pattern": "1:4", "method": "ste"}], preset=None),
+    SparsityConfig("1:16", "sr-ste", "mvue", preset="paper", frozen="mask", grad_snr_every=0),
 ]
 
 
@@ -103,6 +103,27 @@ CONFIGS = [
 def test_the_dictionary_is_json_and_comes_back(config):
     settings = json.loads(json.dumps(config.to_dict()))
     assert SparsityConfig.from_dict(settings) == config
+
+
+@pytest.mark.parametrize("pattern", ["2:4", 124, {"n": 2, "m": 4}, NMPattern(2, 4)])
+def test_every_notation_of_the_default_pattern_is_the_default(pattern):
+    config = SparsityConfig(method="ste")
+    assert SparsityConfig(pattern).to_dict() == {}
+    assert NMSparsityCallback(pattern, config=config).config is config
+
+
+@pytest.mark.parametrize(
+    "written", ["{exclude: head, skip_first_last: last}", "{config: {exclude: head, pattern: 1:4}}"]
+)
+def test_yaml_takes_the_settings_and_the_config(written):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=NMSparsityCallback)
+    node = f"{{class_path: lightning_nm.NMSparsityCallback, init_args: {written}}}"
+    callback = parser.instantiate_classes(parser.parse_args([f"--callback={node}"])).callback
+    assert callback.config.exclude == "head"
+    assert callback.config.skip_first_last == ("last" if "last" in written else None)
+    assert str(callback.config.pattern) == ("1:4" if "1:4" in written else "2:4")
 
 
 def test_objects_become_their_class_and_arguments():
