@@ -127,11 +127,22 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+        if self.observe_every:
+            self._observe_some()
+
+    def _observe_some(self) -> None:
+        """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
+
+        The latter is so when a training resumes, and when the estimators begin between two turns.
+        """
         able = [layer for layer in self.layers if layer.progress.estimating and layer.param.requires_grad]
-        if self.observe_every and self.clock % self.observe_every == 0:
-            first = self.clock // self.observe_every * _OBSERVED_LAYERS
-            for k in range(min(_OBSERVED_LAYERS, len(able))):
-                able[(first + k) % len(able)].observation.begin_window(True, True)
+        nothing_known = all(layer.observation.sums is None for layer in able)
+        if self.clock % self.observe_every and not nothing_known:
+            return
+        turn = self.clock // self.observe_every
+        first = turn * _OBSERVED_LAYERS
+        for k in range(min(_OBSERVED_LAYERS, len(able))):
+            able[(first + k) % len(able)].observation.begin_window(True, True)
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
         method, progress = layer.spec.method, layer.progress
@@ -147,6 +158,8 @@ class TrainingStep:
     def load(self, clock: int, stepped: bool) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
         self.clock, self.stepped = clock, stepped
+        for layer in self.layers:
+            layer.observation.forget()
         self.begin_window(loaded=True)
 
     def register(self, optimizer: Optimizer) -> None:
