@@ -55,7 +55,8 @@ class SparsityConfig:
             unfrozen later is masked from then on. Layers that ``include`` names are masked in any case. ``mask``: all
             are masked.
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
-            GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
+            GEMM in each of four layers, which take turns. A resumed training compares four in its first step, too.
+            0 for none. Compiled layers are never compared.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.

@@ -35,10 +35,11 @@ class Pruned:
 
     Attributes:
         errors: By layer, the relative output error on the calibration data, ``|X (W - W_pruned)^T| / |X W^T|`` in the
-            Frobenius norm; empty without data.
+            Frobenius norm; empty without data, and without the layers that no calibration token reached at all.
         layers: Names of the pruned layers, in the order in which they were pruned.
         skipped: Why each other weight is dense, by name.
-        uncalibrated: By layer, the experts that no calibration token reached; they are pruned by magnitude.
+        uncalibrated: By layer, the experts, or the groups of a convolution, that no calibration token reached, or only
+            zeros; they are pruned by magnitude. A layer that has neither experts nor groups is ``[0]``.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -131,7 +132,7 @@ def prune(
             for groups, moments in calibration.moments(layer, calls):
                 for group, moment in zip(groups, moments, strict=True):
                     part = weight[group]
-                    if not bool(moment.any()) and _has_experts(layer):
+                    if not bool(moment.any()):  # nothing is known of its inputs
                         result.uncalibrated.setdefault(layer.name, []).append(group)
                         new[group] = masked(part, magnitude_mask(part, layer.pattern, dim=1))
                         continue
@@ -140,7 +141,8 @@ def prune(
                     except ValueError as error:
                         raise ValueError(f"layer '{layer.name}': {error}") from error
                     whole, lost = whole + _square(part, moment), lost + _square(part - new[group], moment)
-            result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
+            if len(result.uncalibrated.get(layer.name, ())) < layer.groups:
+                result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
             _set(layer, new)
             result.layers.append(layer.name)
     _warn(result)
@@ -148,10 +150,18 @@ def prune(
 
 
 def _warn(result: Pruned) -> None:
-    if result.uncalibrated:
-        name, experts = next(iter(result.uncalibrated.items()))
+    unreached = [name for name in result.uncalibrated if name not in result.errors]
+    if unreached:
         warnings.warn(
-            f"the calibration data reach not all experts of {len(result.uncalibrated)} layers, such as {experts} of "
+            f"no calibration token, or only zeros, reach {len(unreached)} layers, such as '{unreached[0]}': these are "
+            "pruned by magnitude. Give more data, or name them in `exclude`",
+            stacklevel=3,
+        )
+    partly = {name: groups for name, groups in result.uncalibrated.items() if name in result.errors}
+    if partly:
+        name, groups = next(iter(partly.items()))
+        warnings.warn(
+            f"the calibration data reach not all experts or groups of {len(partly)} layers, such as {groups} of "
             f"'{name}': these are pruned by magnitude. Give more data",
             stacklevel=3,
         )
@@ -174,7 +184,7 @@ def _prune(weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, dam
         return sparsegpt(weight, moment, pattern, damping)
     if not bool(moment.isfinite().all()):
         raise ValueError("its inputs hold values that are not finite")
-    norms = moment.diagonal().sqrt().to(weight.dtype)
+    norms = moment.diagonal().sqrt()  # float64: they overflow float16, and bfloat16 makes ties of scores that differ
     mask = wanda_mask(weight, norms, pattern) if score == "wanda" else magnitude_mask(weight, pattern, dim=1)
     return masked(weight, mask)
 
@@ -282,8 +292,11 @@ class _Calibration:
 
             def add(group: int, matrix: Tensor, groups: range = groups, total: Tensor = total) -> None:
                 if group in groups:
-                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order].float()
-                    total[group - groups.start] += matrix.t() @ matrix
+                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order]
+                    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+                    # The model may run under autocast, which would make this product in half precision, too.
+                    with torch.autocast(matrix.device.type, enabled=False):
+                        total[group - groups.start] += matrix.t() @ matrix
 
             self._run(layer, calls, add)
             yield groups, total

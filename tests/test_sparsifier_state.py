@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm import ASP, NMSparsifier
+from lightning_nm import ASP, STE, BiMask, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.methods import bi_mask
 from tests.test_sparsifier import data, network, one_step
@@ -205,6 +205,41 @@ def started(method, **options):
     sparsifier.register(optimizer)
     train(model, sparsifier, optimizer, range(3))
     return model, sparsifier, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("method", [ASP(start=3), STE(dense_start=3), BiMask(dense_start=3)])
+def test_a_snapshot_of_the_dense_phase_is_loaded_once_masks_are_in(method, steps):
+    """Loading dense weights under masks must not prune them before the state of the dense phase is there."""
+    torch.manual_seed(0)
+    model = chain()
+    sparsifier = NMSparsifier(model, "2:4", method).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, range(steps))
+    parts = (model, sparsifier, optimizer)
+    snapshot = [copy.deepcopy(part.state_dict()) for part in parts]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, sparsifier, optimizer, range(steps, 6))
+    assert all(layer.masks.has_forward for layer in sparsifier.layers.values())
+    ends = [parameter.detach().clone() for parameter in model.parameters()]
+
+    for part, state in zip(parts, snapshot, strict=True):
+        part.load_state_dict(state)
+    assert not any(layer.masks.has_forward for layer in sparsifier.layers.values())
+    assert all(map(torch.equal, weights, model.parameters()))
+    train(model, sparsifier, optimizer, range(steps, 6))
+    assert all(map(torch.equal, ends, model.parameters()))
+
+
+def test_dense_weights_loaded_under_asps_masks_are_pruned_by_the_next_step():
+    model, sparsifier, optimizer = started(ASP())
+    model.load_state_dict(chain().state_dict())
+    layer = sparsifier.layers["3"]
+    assert nmf.is_nm(model.state_dict()["3.weight"], "2:4")
+    assert nmf.is_nm(layer.forward_weight(), "2:4")
+    train(model, sparsifier, optimizer, [3])
+    assert not layer.weight[~layer.forward_mask].any()
 
 
 @pytest.mark.parametrize("fault", ["layers", "weights"])
