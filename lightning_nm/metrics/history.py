@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import pack_mask
-from lightning_nm.functional.packing import count_bits
+from lightning_nm.functional.mask_storage import count_bits
 from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_masks
 from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 

@@ -3,7 +3,7 @@
 A block of M entries has exactly N stored entries, in the order of their positions. The positions of a block take
 ``N ceil(log2 M)`` bits, one number for each, or M bits, one for each entry of the block, whichever is less; numbers
 where both are equal. Bits follow each other without gaps, across blocks and rows, the first one in the lowest bit of
-the first byte, as in :func:`~lightning_nm.functional.packing.pack_mask`. docs/format.md has examples.
+the first byte, as in :func:`~lightning_nm.functional.mask_storage.pack_mask`. docs/format.md has examples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
