@@ -180,8 +180,8 @@ def _map_blocks(
     m = pattern.m
     if torch.compiler.is_compiling():
         entries = x.to(wide).unflatten(dim, (-1, m)).unbind(dim + 1)
-        planes = function(list(entries), uniform, True)
-        return torch.stack(planes, dim + 1).flatten(dim, dim + 1).to(dtype)
+        results = function(list(entries), uniform, True)
+        return torch.stack(results, dim + 1).flatten(dim, dim + 1).to(dtype)
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
     order = sorted(range(x.dim()), key=lambda axis: x.stride()[axis], reverse=True)
     dense = x.permute(order)
