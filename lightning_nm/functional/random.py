@@ -103,12 +103,12 @@ def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, .
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
-        high0 = (product0 >> 32) + c0
-        high1 = (product1 >> 32) + c2
-        c0 = high1 ^ c1 ^ key0
+        # c2 still needs the c0 of the round before.
+        next0 = ((product1 >> 32) + c2) ^ c1 ^ key0
         c1 = product1 & _WORD
-        c2 = high0 ^ c3 ^ key1
+        c2 = ((product0 >> 32) + c0) ^ c3 ^ key1
         c3 = product0 & _WORD
+        c0 = next0
         key0 = (key0 + _KEY_STEPS[0]) & _WORD
         key1 = (key1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
