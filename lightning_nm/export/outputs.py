@@ -17,7 +17,7 @@ from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.safetensors_file import check_folder, replacing, write_safetensors
 from lightning_nm.export.sources import Source, other_files
-from lightning_nm.functional.nm_packing import position_bytes
+from lightning_nm.functional.nm_format import position_bytes
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
