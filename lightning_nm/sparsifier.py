@@ -24,6 +24,7 @@ from lightning_nm.nn.state import SCHEMA, by_plain_name, check_schema, layer_sta
 from lightning_nm.pattern import PatternLike
 from lightning_nm.rules import SHORT_NAMES
 from lightning_nm.training.fitting import FittingState
+from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules, warn_of_changes
@@ -91,7 +92,8 @@ class NMSparsifier(ModelStatistics):
         self.attached = False
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
-        self._step = TrainingStep(())
+        self._forgotten = ForgottenCalls()
+        self._step = TrainingStep((), forgotten=self._forgotten)
         self._comparison = RankComparison(())
 
     @property
@@ -152,7 +154,7 @@ class NMSparsifier(ModelStatistics):
 
     def _install(self, selection: Selection) -> None:
         self.selection = selection
-        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock)
+        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock, self._forgotten)
         self._step.begin_window()
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
@@ -198,8 +200,11 @@ class NMSparsifier(ModelStatistics):
     def detach(self, *, keep_parameters: bool = False) -> None:
         """Restore ordinary modules, which hold the latent weights; call :meth:`bake` first for the sparse ones.
 
-        With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts.
+        With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts. A
+        :class:`~lightning_nm.training.forgotten.ForgottenCallWarning` tells if the weights were trained and not baked.
         """
+        if self.attached:
+            self._forgotten.detaching(self.selection.layers)
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
@@ -211,6 +216,7 @@ class NMSparsifier(ModelStatistics):
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
             layer.local_weight.copy_(layer.local_forward_weight())
+        self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:
         """Register an optimizer, to count its real steps and keep its weights N:M; does nothing if it is registered.
@@ -237,6 +243,10 @@ class NMSparsifier(ModelStatistics):
         for optimizer in inner:
             if id(optimizer) not in self._step.optimizers:
                 self.register(optimizer)
+
+    def called_by_callback(self) -> None:
+        """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of."""
+        self._forgotten.in_plain_loop = False
 
     @property
     def unowned(self) -> list[str]:

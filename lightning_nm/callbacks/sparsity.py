@@ -146,6 +146,7 @@ class NMSparsityCallback(SavedSparsity):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
+        sparsifier.called_by_callback()
         if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
             planned = planned_steps(trainer, pl_module)
             if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run

@@ -137,6 +137,7 @@ class NMTrainerCallback(TrainerCallback):
         sparsifier = NMSparsifier(
             model, config=self.config, planned_steps=state.max_steps, data_rank=args.process_index
         )
+        sparsifier.called_by_callback()
         sparsifier.attach(saved, [optimizer])
         try:
             _refuse_owners(sparsifier)

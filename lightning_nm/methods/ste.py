@@ -127,6 +127,16 @@ class SRSTE(STE):
         if self.decay_at == "before-clipping":
             self._add_decay(layer)
 
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """The decay, where there are pruned entries and a gradient, and it is not added after clipping."""
+        is_own = type(self).before_step is SRSTE.before_step and "penalty" not in self.defined_hooks()
+        if not is_own:  # a subclass does more
+            return super().lost_without_before_step(layer)
+        decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
+        if not decays or not layer.masks.has_forward or layer.local_grad is None:
+            return ""
+        return "the decay of pruned weights"
+
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add it here if not."""
         if self.decay_at == "after-clipping":

@@ -242,6 +242,10 @@ class BAME(MaskMethod):
             mask_(grad, layer.local_shard(mask))
         layer.pending = pending
 
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """Nothing: where a mask cannot adapt without it, :meth:`after_step` raises an error."""
+        return ""
+
     @staticmethod
     def _was_used(layer: NMLayer, mask: Tensor) -> bool:
         """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
