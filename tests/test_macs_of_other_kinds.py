@@ -91,6 +91,7 @@ def test_ratios_and_shares_count_all_weights(kind, expected):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.register(optimizer)
     model(torch.randn(TOKENS, 16)).square().mean().backward()
+    sparsifier.before_step(optimizer)
     optimizer.step()
     sparsifier.step()
     known = {"0": TOKENS * 16 * 16, "2": TOKENS * 32 * 16, "3": TOKENS * 16 * 8}

@@ -91,6 +91,7 @@ def test_a_step_that_a_grad_scaler_skips_moves_nothing(fused):
     for factor, steps in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
         optimizer.zero_grad()
         scaler.scale((model(x) - y).square().mean() * factor).backward()
+        sparsifier.before_step(optimizer, scaler.get_scale())
         scaler.step(optimizer)
         scaler.update()
         assert sparsifier.step() == (factor == 1.0)
@@ -195,6 +196,7 @@ def test_a_model_of_which_parts_are_compiled_is_counted_by_its_weights(wrapped):
     for _ in range(3):
         model(torch.randn(4, 16)).sum().backward()
         assert sparsifier.unseen == []
+        sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
         assert "flops" not in sparsifier.shares()
@@ -202,6 +204,7 @@ def test_a_model_of_which_parts_are_compiled_is_counted_by_its_weights(wrapped):
         graphs.append(counter.frame_count)
     assert expected["eligible"] < 1
     assert 0 < graphs[0] == graphs[-1]
+    sparsifier.bake()
     sparsifier.detach()
     assert not any(module._forward_hooks for module in model.modules())
 

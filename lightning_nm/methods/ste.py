@@ -128,12 +128,14 @@ class SRSTE(STE):
             self._add_decay(layer)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
-        """The decay, where entries are pruned and it is not added after clipping."""
-        is_own = self.defined_hooks().isdisjoint({"penalty"}) and type(self).before_step is SRSTE.before_step
-        if not is_own:
+        """The decay, where there are pruned entries and a gradient, and it is not added after clipping."""
+        is_own = type(self).before_step is SRSTE.before_step and "penalty" not in self.defined_hooks()
+        if not is_own:  # a subclass does more
             return super().lost_without_before_step(layer)
         decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
-        return "the decay of pruned weights" if decays and layer.masks.has_forward else ""
+        if not decays or not layer.masks.has_forward or layer.local_grad is None:
+            return ""
+        return "the decay of pruned weights"
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add it here if not."""

@@ -114,6 +114,7 @@ def test_detached_optimizers_get_no_decay():
     weight = sparsifier.layers["0"].param
     optimizer = torch.optim.SGD([weight], 0.1)
     sparsifier.register(optimizer)
+    sparsifier.bake()
     sparsifier.detach()
     weight.grad, before = torch.zeros_like(weight), weight.detach().clone()
     optimizer.step()

@@ -76,6 +76,7 @@ class ThroughData(torch.optim.SGD):
 def step(module, sparsifier):
     optimizer = ThroughData(module.parameters(), 0.1)
     sparsifier.register(optimizer)
+    sparsifier.before_step(optimizer)
     optimizer.step()
 
 

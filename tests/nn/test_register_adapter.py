@@ -95,6 +95,7 @@ def test_an_adapter_from_outside(registered):
 
     masked = module.state_dict()["kernel"]
     assert masked.count_nonzero() == masked.numel() // 2
+    sparsifier.bake()
     sparsifier.detach()
     assert type(module) is Gated
     assert "nm_layers" not in vars(module)
