@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_nm.export.packed_file import write_packed
+from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import plain_name
@@ -117,28 +117,40 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed: dict[str, Any] = {plain_name(key): weight for key, weight in packed_weights(model)}
+    packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
     if not packed:
         raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
-    tensors: dict[str, Tensor | PackedTensor] = {key: weight.packed() for key, weight in packed.items()}
-    parts = {f"{key}.{part}" for key in packed for part in ("values", "positions")}
-    state = {plain_name(key): tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    write_packed(path, {**{key: tensor for key, tensor in state.items() if key not in parts}, **tensors})
+    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
+    once = {weight: weight.packed() for weight in packed.values()}
+    parts = {part for key in packed for part in parts_of(key)}
+    tensors: dict[str, Tensor | PackedTensor] = {}
+    for key, tensor in model.state_dict().items():
+        plain = plain_name(key)
+        if isinstance(tensor, Tensor) and plain not in parts:
+            tensors[plain] = tensor
+    for key, weight in packed.items():
+        tensors[key] = once[weight]
+    write_packed(path, tensors)
 
 
 def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The dense state dict of a packed model, with zeros, under the keys that the model had before.
 
-    It has the memory of the dense model. ``model.state_dict()`` has the packed tensors.
+    It has the memory of the dense model: keys of one module, which the model holds under several names, have one
+    tensor. ``model.state_dict()`` has the packed tensors.
     """
-    packed = dict(packed_weights(model))
+    packed = dict(packed_weights(model, all_names=True))
+    once: dict[PackedWeight, Tensor] = {}
     found: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         owner, _, part = key.rpartition(".")
         if owner not in packed:
             found[key] = tensor
         elif part == "values":
-            found[owner] = packed[owner].unpack()
+            weight = packed[owner]
+            if weight not in once:
+                once[weight] = weight.unpack()
+            found[owner] = once[weight]
     return found
 
 

@@ -99,8 +99,14 @@ def settle(model: nn.Module) -> None:
                 setattr(module, attribute, off)
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """The packed weights of a model by the keys that they have in the dense state dict."""
-    for name, module in model.named_modules():
+def packed_weights(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by the keys that they have in the dense state dict.
+
+    Args:
+        model: A model.
+        all_names: Whether a weight of a module that the model holds under several names comes with each of its keys,
+            as in a state dict. By default it comes once, with its first key.
+    """
+    for name, module in model.named_modules(remove_duplicate=not all_names):
         if isinstance(module, PackedWeight):
             yield name, module
