@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -12,12 +11,23 @@ from torch import Tensor, nn
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_model import Model, check_kernels, for_inference
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.packed import Kernels, PackedTensor, PackedWeight, packed_weights, places_of, put
+from lightning_nm.nn.packed import (
+    BUDGET_S,
+    Budget,
+    Kernels,
+    PackedTensor,
+    PackedWeight,
+    packed_weights,
+    places_of,
+    put,
+)
 
 _SHOWN = 8
 
 
-def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto") -> Model:
+def load_packed(
+    model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto", budget_s: float = BUDGET_S
+) -> Model:
     """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
 
     Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
@@ -29,6 +39,7 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
             that no packed layer takes, is unpacked.
         path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
         kernels: As :func:`pack`'s.
+        budget_s: As :func:`pack`'s.
 
     Returns:
         The model.
@@ -39,6 +50,7 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
         OSError: If the file cannot be opened.
     """
     check_kernels(kernels)
+    budget = Budget(budget_s)
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
@@ -47,27 +59,22 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
-    tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
-    _refuse_different_values(file, tensors, names, owners)
+    for key in file.packed:
+        file.read(key)  # damaged positions are found before anything changes
+    _refuse_different_values(file, names, owners)
     waiting = list(dict.fromkeys(owners.values()))
-    keys = [_key_in_file(file, names, owner) for owner in waiting]
-    uses = Counter(keys)
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
     with torch.no_grad():
-        for key in keys:
+        while waiting:
             owner = waiting.pop(0)
-            uses[key] -= 1
-            # Freed at the last use: other parameters of the model may be aliases in the file.
-            found = tensors.get(key) if uses[key] else tensors.pop(key, None)
-            if found is None:
-                found = file.read(key)
+            found = file.read(_key_in_file(names, owner))
             name_and_place = places.get(id(owner.tensor))
             if isinstance(found, PackedTensor) and name_and_place is not None:
                 name, place = name_and_place
                 device = _device(owner.tensor)
                 del owner
                 found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
-                put(place, PackedWeight(found, name, place.role, kernels))
+                put(place, PackedWeight(found, name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
     return for_inference(model)
@@ -107,15 +114,13 @@ def _owners(model: nn.Module) -> dict[str, _Owner]:
     return found
 
 
-def _key_in_file(file: PackedFile, names: Mapping[str, str], owner: _Owner) -> str:
-    """The key under which the file has a tensor of the model; aliases are followed."""
-    key = next(names[plain] for plain in owner.keys if plain in names)
-    return file.aliases.get(key, key)
+def _key_in_file(names: Mapping[str, str], owner: _Owner) -> str:
+    """A key under which the file has a tensor of the model."""
+    return next(names[plain] for plain in owner.keys if plain in names)
 
 
 def _refuse_different_values(
     file: PackedFile,
-    tensors: Mapping[str, Tensor | PackedTensor],
     names: Mapping[str, str],
     owners: Mapping[str, _Owner],
 ) -> None:
@@ -129,9 +134,9 @@ def _refuse_different_values(
         if len(given) < 2:
             continue
         (first, first_name), *others = given.items()
-        expected = _dense_values(file, tensors, first)
+        expected = _dense_values(file, first)
         for other, other_name in others:
-            values = _dense_values(file, tensors, other)
+            values = _dense_values(file, other)
             if values.dtype != expected.dtype or not _same_bits(values, expected):
                 raise ValueError(
                     f"'{first_name}' and '{other_name}' are one tensor in the model, and different ones in "
@@ -139,9 +144,9 @@ def _refuse_different_values(
                 )
 
 
-def _dense_values(file: PackedFile, tensors: Mapping[str, Tensor | PackedTensor], key: str) -> Tensor:
+def _dense_values(file: PackedFile, key: str) -> Tensor:
     """A tensor of the file, with zeros if it is packed there."""
-    found = tensors[key] if key in tensors else file.read(key)
+    found = file.read(key)
     return found.unpack() if isinstance(found, PackedTensor) else found
 
 
