@@ -3,7 +3,7 @@
 from lightning_nm.nn.packed.choice import BUDGET_S, Budget, Kernels
 from lightning_nm.nn.packed.layers import PackedLayer
 from lightning_nm.nn.packed.memory import return_freed_memory
-from lightning_nm.nn.packed.swap import Place, packed_weights, places_of, put, settle
+from lightning_nm.nn.packed.swap import Place, packed_weights, places_and_reasons, places_of, put, settle
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
 from lightning_nm.nn.packed.weight import PackedWeight
 
@@ -18,6 +18,7 @@ __all__ = [
     "Place",
     "packed_shapes",
     "packed_weights",
+    "places_and_reasons",
     "places_of",
     "put",
     "return_freed_memory",
