@@ -2,6 +2,7 @@
 
 from lightning_nm import functional, metrics
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
+from lightning_nm.config import SparsityConfig
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.export import load_packed, pack, packed_summary, save_packed, unpacked_state_dict, warm_up
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
@@ -35,6 +36,7 @@ __all__ = [
     "NMSparsifier",
     "NMSparsityCallback",
     "RNGState",
+    "SparsityConfig",
     "TopN",
     "TransposableMask",
     "__version__",

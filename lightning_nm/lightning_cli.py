@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning_nm.config import arguments_of
 from lightning_nm.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _given(lines: Sequence[str]) -> str | None:
 def _parameters(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
     try:
-        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        return arguments_of(getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError, ValueError, TypeError):
         return []
 

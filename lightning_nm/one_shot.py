@@ -18,8 +18,8 @@ from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.ends import skipped_ends
 from lightning_nm.nn.expert_products import watching
+from lightning_nm.nn.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import ConvLayout
@@ -35,10 +35,11 @@ class Pruned:
 
     Attributes:
         errors: By layer, the relative output error on the calibration data, ``|X (W - W_pruned)^T| / |X W^T|`` in the
-            Frobenius norm; empty without data.
+            Frobenius norm; empty without data, and without the layers that no calibration token reached at all.
         layers: Names of the pruned layers, in the order in which they were pruned.
         skipped: Why each other weight is dense, by name.
-        uncalibrated: By layer, the experts that no calibration token reached; they are pruned by magnitude.
+        uncalibrated: By layer, the experts, or the groups of a convolution, that no calibration token reached, or only
+            zeros; they are pruned by magnitude. A layer that has neither experts nor groups is ``[0]``.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -56,9 +57,7 @@ def prune(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    skip_first: bool | None = None,
-    skip_last: bool | None = None,
-    skip_first_last: bool | None = None,
+    skip_first_last: SkipFirstLast = True,
     conv_layout: ConvLayout = "channels",
     damping: float = 0.01,
     call: Callable[[nn.Module, Any], Any] | None = None,
@@ -67,7 +66,6 @@ def prune(
 
     The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"), include=result.layers)``, which
     keeps these masks; give it the same ``conv_layout``. The names are those in ``model``: prune the LightningModule.
-    Without ``include`` the callback may find another last layer, because it decides by data flow.
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
     For each layer the calibration data run through the model up to this layer, and only its own statistics are in
@@ -84,9 +82,8 @@ def prune(
             list. A few hundred examples are usual.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
-        skip_first: Keep the first convolution dense; by default as ``skip_first_last`` says, else yes.
-        skip_last: Keep the last linear layer dense; likewise.
-        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
+        skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``"first"``
+            or ``"last"`` one of them, ``False`` none.
         conv_layout: How the blocks of convolutions lie, see :class:`~lightning_nm.NMSparsityCallback`.
         damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
         call: ``call(model, batch)`` runs the model. By default a mapping gives the arguments by name, a list or tuple
@@ -110,7 +107,7 @@ def prune(
     if data is not None and iter(data) is data:
         raise TypeError("`data` can be read only once, but every layer reads it: pass a DataLoader or a list")
     rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
-    first, last = skipped_ends(skip_first, skip_last, skip_first_last, (True, True))
+    first, last = parse_skip_first_last(skip_first_last)
     selection = select(model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last)
     for layer in selection.layers:
         if layer.sharded:
@@ -135,7 +132,7 @@ def prune(
             for groups, moments in calibration.moments(layer, calls):
                 for group, moment in zip(groups, moments, strict=True):
                     part = weight[group]
-                    if not bool(moment.any()) and _has_experts(layer):
+                    if not bool(moment.any()):  # nothing is known of its inputs
                         result.uncalibrated.setdefault(layer.name, []).append(group)
                         new[group] = masked(part, magnitude_mask(part, layer.pattern, dim=1))
                         continue
@@ -144,7 +141,8 @@ def prune(
                     except ValueError as error:
                         raise ValueError(f"layer '{layer.name}': {error}") from error
                     whole, lost = whole + _square(part, moment), lost + _square(part - new[group], moment)
-            result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
+            if len(result.uncalibrated.get(layer.name, ())) < layer.groups:
+                result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
             _set(layer, new)
             result.layers.append(layer.name)
     _warn(result)
@@ -152,10 +150,18 @@ def prune(
 
 
 def _warn(result: Pruned) -> None:
-    if result.uncalibrated:
-        name, experts = next(iter(result.uncalibrated.items()))
+    unreached = [name for name in result.uncalibrated if name not in result.errors]
+    if unreached:
         warnings.warn(
-            f"the calibration data reach not all experts of {len(result.uncalibrated)} layers, such as {experts} of "
+            f"no calibration token, or only zeros, reach {len(unreached)} layers, such as '{unreached[0]}': these are "
+            "pruned by magnitude. Give more data, or name them in `exclude`",
+            stacklevel=3,
+        )
+    partly = {name: groups for name, groups in result.uncalibrated.items() if name in result.errors}
+    if partly:
+        name, groups = next(iter(partly.items()))
+        warnings.warn(
+            f"the calibration data reach not all experts or groups of {len(partly)} layers, such as {groups} of "
             f"'{name}': these are pruned by magnitude. Give more data",
             stacklevel=3,
         )
@@ -178,7 +184,7 @@ def _prune(weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, dam
         return sparsegpt(weight, moment, pattern, damping)
     if not bool(moment.isfinite().all()):
         raise ValueError("its inputs hold values that are not finite")
-    norms = moment.diagonal().sqrt().to(weight.dtype)
+    norms = moment.diagonal().sqrt()  # float64: they overflow float16, and bfloat16 makes ties of scores that differ
     mask = wanda_mask(weight, norms, pattern) if score == "wanda" else magnitude_mask(weight, pattern, dim=1)
     return masked(weight, mask)
 
@@ -286,8 +292,11 @@ class _Calibration:
 
             def add(group: int, matrix: Tensor, groups: range = groups, total: Tensor = total) -> None:
                 if group in groups:
-                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order].float()
-                    total[group - groups.start] += matrix.t() @ matrix
+                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order]
+                    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+                    # The model may run under autocast, which would make this product in half precision, too.
+                    with torch.autocast(matrix.device.type, enabled=False):
+                        total[group - groups.start] += matrix.t() @ matrix
 
             self._run(layer, calls, add)
             yield groups, total

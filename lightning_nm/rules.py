@@ -11,12 +11,11 @@ from typing_extensions import Required
 
 from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
-from lightning_nm.nn.ends import skipped_ends
+from lightning_nm.nn.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.selection import Rule, Selection, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.presets import Preset, PresetName, preset_of
-from lightning_nm.training.flow import FIRST, LAST
 
 SHORT_NAMES: dict[str, str] = {type(resolve_method(name)).__name__: name for name in get_args(MethodName)}
 SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName) if name != "dense"}
@@ -34,14 +33,14 @@ class RuleSpec(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Which layers a training masks, and how.
+class ResolvedRules:
+    """Which layers a training masks, and how, with objects in place of names.
 
     Attributes:
         rules: The first one that matches a layer decides; the last one is the general one.
         exclude: Globs over names of modules to keep dense.
-        skip_first: Whether first convolutions are dense.
-        skip_last: Whether last linear layers are dense.
+        skip_first: Whether the first convolution is dense.
+        skip_last: Whether the last linear layer is dense.
         presets: The presets of the rules' methods, each once; empty without a preset.
     """
 
@@ -51,21 +50,14 @@ class Settings:
     skip_last: bool
     presets: list[Preset]
 
-    @property
-    def skips_ends(self) -> bool:
-        """Whether layers at either end are dense."""
-        return self.skip_first or self.skip_last
-
-    def skipped(self, ends: Mapping[str, str]) -> dict[str, str]:
-        """Those of the first and last layers by data flow that are dense."""
-        unwanted = {FIRST: not self.skip_first, LAST: not self.skip_last}
-        return {name: reason for name, reason in ends.items() if not unwanted.get(reason)}
-
-    def ends_kept(self, state: Mapping[str, Any]) -> list[str]:
-        """The ends that a training with a saved state masks, though they would be dense if it began now."""
-        return [
-            f"{name}=False" for name in ("skip_first", "skip_last") if getattr(self, name) and not state.get(name, True)
-        ]
+    def masked_in(self, state: Mapping[str, Any]) -> list[str]:
+        """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
+        masked = []
+        if self.skip_first and not state.get("skip_first", True):
+            masked.append("first")
+        if self.skip_last and not state.get("skip_last", True):
+            masked.append("last")
+        return masked
 
     def select(self, model: nn.Module, **options: Any) -> Selection:
         """:func:`~lightning_nm.nn.selection.select` by these settings."""
@@ -73,7 +65,7 @@ class Settings:
         return select(model, self.rules, self.exclude, **options)
 
 
-def resolve_settings(
+def resolve_rules(
     pattern: PatternLike,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
@@ -81,12 +73,12 @@ def resolve_settings(
     exclude: str | Sequence[str] | None,
     rules: Sequence[Mapping[str, Any]] | None,
     preset: PresetName | None,
-    ends: tuple[bool | None, bool | None, bool | None],
+    skip_first_last: SkipFirstLast | None,
     conv_layout: ConvLayout | None,
-) -> Settings:
-    """Resolve the arguments of a sparsifier: what is given, else what the preset says, else the package's defaults.
+) -> ResolvedRules:
+    """Resolve what is given, else what the preset says, else the package's defaults.
 
-    ``ends`` are ``skip_first``, ``skip_last`` and ``skip_first_last``. A method that is an object is taken as it is.
+    A method that is an object is taken as it is.
 
     Raises:
         ValueError: For an impossible pattern, an unknown name or preset, or a bad rule.
@@ -106,10 +98,14 @@ def resolve_settings(
     used = [chosen, *(_preset(preset, rule["method"]) for rule in rules or () if "method" in rule)]
     presets = list({id(each): each for each in used if each is not None and each.source}.values())
     deciding = [chosen] if chosen and masks else presets
-    first, last = any(each.skip_first for each in deciding), any(each.skip_last for each in deciding)
-    default = (first, last) if deciding else (True, True)
-    excluded = as_globs(exclude, "exclude") or ()
-    return Settings([*found, general], excluded, *skipped_ends(*ends, default), presets)
+    if skip_first_last is not None:
+        skip_first, skip_last = parse_skip_first_last(skip_first_last)
+    elif deciding:
+        skip_first = any(each.skip_first for each in deciding)
+        skip_last = any(each.skip_last for each in deciding)
+    else:
+        skip_first, skip_last = True, True
+    return ResolvedRules([*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets)
 
 
 def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,24 +11,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.ends import Trained
 from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.low_rank import warn_of_adapters
 from lightning_nm.nn.selection import Rule, Selection
 from lightning_nm.nn.sharding import reshard
 from lightning_nm.nn.state import SCHEMA, by_plain_name, check_schema, layer_state
 from lightning_nm.pattern import PatternLike
-from lightning_nm.presets import PresetName
-from lightning_nm.rules import SHORT_NAMES, resolve_settings
+from lightning_nm.rules import SHORT_NAMES
 from lightning_nm.training.fitting import FittingState
-from lightning_nm.training.flow import ValueFlow
+from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import check_owned, trained_by, unwrapped
+from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules, warn_of_changes
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
 from lightning_nm.training.statistics import ModelStatistics
@@ -39,22 +36,18 @@ from lightning_nm.training.step import TrainingStep
 class NMSparsifier(ModelStatistics):
     """Trains a model's weights under an N:M method, in any training loop.
 
-    Arguments that are not listed here are as :class:`~lightning_nm.NMSparsityCallback`'s.
-
     Args:
         model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
             that gather the weights must be in it.
-        pattern: The N:M pattern, see :meth:`NMPattern.parse`.
+        pattern: The N:M pattern.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
-        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``"dense"`` keeps dY, and so does
-            ``None`` unless the preset has an estimator.
-        seed: Base of all random choices; equal on all ranks.
-        frozen: ``"dense"``: weights that are not trained stay dense, and are masked when they are, see :meth:`wake`;
-            unless ``include`` names them. ``"mask"``: they are masked as others.
+        grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
+        config: All settings as one object, instead of the other arguments.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
             schedules given as shares of it.
         data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
             see the same part, as in a tensor-parallel group, must draw the same random numbers.
+        options: The other settings of :class:`~lightning_nm.SparsityConfig`, by name.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -81,41 +74,26 @@ class NMSparsifier(ModelStatistics):
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        rules: Sequence[Mapping[str, Any]] | None = None,
-        seed: int = 0,
         *,
-        preset: PresetName | None = None,
-        skip_first: bool | None = None,
-        skip_last: bool | None = None,
-        skip_first_last: bool | None = None,
-        conv_layout: ConvLayout | None = None,
-        frozen: Literal["dense", "mask"] = "dense",
+        config: SparsityConfig | None = None,
         planned_steps: int | None = None,
         data_rank: int | None = None,
-        grad_snr_every: int = 100,
+        **options: Any,
     ) -> None:
-        if frozen not in ("dense", "mask"):
-            raise ValueError(f"frozen={frozen!r} is unknown: use 'dense' or 'mask'")
-        if not isinstance(grad_snr_every, int) or isinstance(grad_snr_every, bool) or grad_snr_every < 0:
-            raise ValueError(f"grad_snr_every={grad_snr_every} must be a number of training steps, or 0 for never")
+        refuse_unknown(options, NMSparsifier)
+        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        self.config = chosen_config(config, given)
+        self.settings = self.config.resolve()
         self.model = model
-        ends = (skip_first, skip_last, skip_first_last)
-        self.settings = resolve_settings(
-            pattern, method, grad_estimator, include, exclude, rules, preset, ends, conv_layout
-        )
-        self.preset = preset
-        self.frozen = frozen
-        self.seed = seed
+        self.seed = self.config.seed
         self.planned_steps = planned_steps
         self.data_rank = data_rank
-        self.grad_snr_every = grad_snr_every
         self.selection = Selection()
         self.attached = False
         self.macs: dict[str, int] = {}
         self._counter: MacsCounter | None = None
-        self._step = TrainingStep(())
+        self._forgotten = ForgottenCalls()
+        self._step = TrainingStep((), forgotten=self._forgotten)
         self._comparison = RankComparison(())
 
     @property
@@ -137,19 +115,16 @@ class NMSparsifier(ModelStatistics):
         self,
         state: Mapping[str, Any] | None = None,
         optimizers: Iterable[Optimizer] | None = None,
-        flow: ValueFlow | None = None,
     ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
         The model is not changed before everything was checked.
 
         Args:
-            state: The state that :meth:`load_state_dict` loads next: its layers are masked even if they are frozen now,
-                and its schedules need no ``planned_steps``.
+            state: The state that :meth:`load_state_dict` loads next: its layers are masked even if they are frozen now
+                or would be the first or the last layer, and its schedules need no ``planned_steps``.
             optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
                 those with ``requires_grad=False`` are.
-            flow: A :class:`~lightning_nm.training.flow.ValueFlow` in which forward passes ran: it decides which layers
-                are the first and the last. By default the order of registration does.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
@@ -158,22 +133,20 @@ class NMSparsifier(ModelStatistics):
         if not self.attached:
             if state:
                 check_schema(state)
-            self._install(self._select(state or {}, optimizers, flow))
+            self._install(self._select(state or {}, optimizers))
         return self
 
-    def _select(
-        self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None = None, flow: ValueFlow | None = None
-    ) -> Selection:
+    def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> Selection:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         saved = by_plain_name(state["layers"]) if state else {}
-        trained = self._trained_by(optimizers)
-        options = {"seed": self.seed, "is_trained": trained, "continued": saved, "ends": state.get("ends")}
-        selection = self.settings.select(self.model, **options)
-        if flow is not None and not state and self.settings.skips_ends:
-            options["ends"] = self.settings.skipped(flow.ends(trained, selection.ends))
-            with suppress(ValueError):  # then no layer would be left to mask
-                selection = self.settings.select(self.model, **options)
+        selection = self.settings.select(
+            self.model,
+            seed=self.seed,
+            is_trained=None if self.config.frozen == "mask" else trained_by(optimizers),
+            continued=saved,
+            saved_first_last=state.get("ends"),
+        )
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         plan_schedules(selection.waiting, saved, self.planned_steps, self.clock)
         self._choose_masks(selection.layers, saved)
@@ -181,45 +154,13 @@ class NMSparsifier(ModelStatistics):
 
     def _install(self, selection: Selection) -> None:
         self.selection = selection
-        self._step = TrainingStep(selection.layers, self.grad_snr_every, self.clock)
+        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock, self._forgotten)
         self._step.begin_window()
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
         self._counter = MacsCounter(self.model)
         self.macs = self._counter.macs
         self.attached = True
-
-    def _trained_by(self, optimizers: Iterable[Optimizer] | None) -> Trained | None:
-        return None if self.frozen == "mask" else trained_by(optimizers)
-
-    def ends_by(self, flow: ValueFlow, optimizers: Iterable[Optimizer] | None = None) -> dict[str, str]:
-        """The first and last layers that are to be skipped by what was seen of the model, for :meth:`attach`."""
-        return self.settings.skipped(flow.ends(self._trained_by(optimizers), self.selection.ends))
-
-    def _select_by(self, state: Mapping[str, Any]) -> Selection:
-        """The selection with the first and last layers of a saved state; its masks are not installed."""
-        if state.get("ends", self.selection.ends).keys() == self.selection.ends.keys():
-            return self.selection
-        optimizers = [known.optimizer for known in self._step.optimizers.values()]
-        uninstall(self.model, self.selection.layers)  # masked layers cannot be selected
-        try:
-            selection = self._select(state, optimizers)
-            for optimizer in optimizers:
-                check_owned(optimizer, selection.layers)
-        finally:
-            install(self.model, self.selection.layers)
-        for layer in selection.layers:  # what loading the weights replaced, which tells whether they are the state's
-            if layer.name in self.layers and (replaced := self.layers[layer.name].replaced_state):
-                layer.remember_state(replaced)
-        return selection
-
-    def _replace(self, selection: Selection) -> None:
-        """Install another selection."""
-        optimizers = [known.optimizer for known in self._step.optimizers.values()]
-        self.detach()
-        self._install(selection)
-        for optimizer in optimizers:
-            self.register(optimizer)
 
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
@@ -259,8 +200,11 @@ class NMSparsifier(ModelStatistics):
     def detach(self, *, keep_parameters: bool = False) -> None:
         """Restore ordinary modules, which hold the latent weights; call :meth:`bake` first for the sparse ones.
 
-        With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts.
+        With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts. A
+        :class:`~lightning_nm.training.forgotten.ForgottenCallWarning` tells if the weights were trained and not baked.
         """
+        if self.attached:
+            self._forgotten.detaching(self.selection.layers)
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
@@ -272,6 +216,7 @@ class NMSparsifier(ModelStatistics):
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
             layer.local_weight.copy_(layer.local_forward_weight())
+        self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:
         """Register an optimizer, to count its real steps and keep its weights N:M; does nothing if it is registered.
@@ -298,6 +243,10 @@ class NMSparsifier(ModelStatistics):
         for optimizer in inner:
             if id(optimizer) not in self._step.optimizers:
                 self.register(optimizer)
+
+    def called_by_callback(self) -> None:
+        """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of."""
+        self._forgotten.in_plain_loop = False
 
     @property
     def unowned(self) -> list[str]:
@@ -363,13 +312,13 @@ class NMSparsifier(ModelStatistics):
         return {
             "schema": SCHEMA,
             "seed": self.seed,
-            "preset": self.preset or "",
+            "preset": self.config.preset or "",
             "clock": self.clock,
             "stepped": self._step.stepped,
             "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
             "macs": dict(self.macs),
             "waiting": [layer.name for layer in self.selection.waiting],
-            "ends": dict(self.selection.ends),
+            "ends": dict(self.selection.first_last),
             "skip_first": self.settings.skip_first,
             "skip_last": self.settings.skip_last,
         }
@@ -383,12 +332,8 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
-        selection = self._select_by(state)
-        fitting = FittingState.of(selection, state, SHORT_NAMES)
-        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.ends_kept(state))
-        if selection is not self.selection:
-            self._replace(selection)
-        selection.explain_ends(state.get("ends", selection.ends))
+        fitting = FittingState.of(self.selection, state, SHORT_NAMES)
+        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state))
         self._wake(fitting.waiting, fitting.saved)
         self.seed = state["seed"]
         fitting.load()

@@ -153,8 +153,6 @@ def test_help_is_complete(capsys):
         "exclude",
         "rules",
         "preset",
-        "skip_first",
-        "skip_last",
         "skip_first_last",
         "conv_layout",
         "seed",
@@ -315,7 +313,9 @@ def test_verify_plain_weights(tmp_path, capsys, form):
 
     assert main(["verify", write()]) == 2
     assert "give a pattern, for example --pattern 2:4" in capsys.readouterr().out
-    assert main(["verify", write(), "--pattern", "2:4"]) == 0
+    assert main(["verify", write(), "--pattern", "2:4"]) == 1
+    assert "2 of 6 matrices are dense: 'head.weight', 'odd.weight'" in capsys.readouterr().out
+    assert main(["verify", write(), "--pattern", "2:4", "--allow-dense"]) == 0
     assert "OK: 4 weights" in capsys.readouterr().out
     assert main(["verify", write(), "--pattern", "2:4", "--include", "head"]) == 1
     assert "named by `include` but is dense" in capsys.readouterr().out

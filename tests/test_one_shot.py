@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, NMSparsifier, prune
+from lightning_nm import ASP, NMSparsifier, one_shot, prune
 from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt
 from lightning_nm.nn.adapters import Adapter, find_adapter, register_adapter
@@ -115,6 +115,86 @@ def test_layers_see_what_pruned_layers_give_them():
         layer, given = getattr(twin, name), inputs().detach()
         layer.weight.data = sparsegpt(layer.weight.detach(), given.t() @ given, "1:4")
         torch.testing.assert_close(getattr(model, name).weight, layer.weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_what_full_precision_keeps(dtype, score):
+    """Norms of inputs this large overflow float16, and scores of bfloat16 would tie."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(0, 3.8, 64)[torch.randperm(64, generator=generator)]
+    inputs = (torch.randn(512, 64, generator=generator) * sizes).to(dtype)
+    half = nn.Sequential(nn.Linear(64, 256, bias=False, dtype=dtype))
+    full = nn.Sequential(nn.Linear(64, 256, bias=False, dtype=torch.float64))
+    values = torch.randn(256, 64, generator=generator).to(dtype)
+    half[0].weight.data.copy_(values)
+    full[0].weight.data.copy_(values)
+    errors = prune(half, "2:4", score, [inputs], skip_first_last=False).errors
+    expected = prune(full, "2:4", score, [inputs.double()], skip_first_last=False).errors
+    assert torch.equal(half[0].weight != 0, full[0].weight != 0)
+    assert errors["0"] == pytest.approx(expected["0"], rel=1e-2)
+
+
+def test_autocast_of_the_model_leaves_the_statistics_in_single_precision(monkeypatch):
+    moments = []
+    prune_one = one_shot._prune
+    monkeypatch.setattr(
+        one_shot, "_prune", lambda weight, moment, *rest: moments.append(moment) or prune_one(weight, moment, *rest)
+    )
+
+    def call(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    prune(nn.Sequential(nn.Linear(16, 8)), "2:4", "wanda", [inputs], skip_first_last=False, call=call)
+    (moment,) = moments
+    torch.testing.assert_close(moment, inputs.double().t() @ inputs.double(), rtol=1e-5, atol=1e-2)
+
+
+class Routed(nn.Module):
+    """An expert of a list gets the tokens of its number; some get none."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        chosen = x[:, :2].argmax(1)
+        for number, expert in enumerate(self.experts):
+            y[chosen == number] = expert(x[chosen == number])
+        return self.out(y)
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "sparsegpt"])
+def test_a_layer_that_no_token_reaches_is_pruned_by_magnitude_and_named(score):
+    torch.manual_seed(0)
+    model = Routed()
+    expected = nmf.nm_prune(model.experts[2].weight.detach(), "2:4", dim=1)
+    message = "no calibration token, or only zeros, reach 1 layers, such as 'experts.2': .* magnitude"
+    with pytest.warns(UserWarning, match=message):
+        result = prune(model, "2:4", score, data(32, 16), skip_first_last=False)
+    assert result.uncalibrated == {"experts.2": [0]}
+    assert set(result.layers) == {"experts.0", "experts.1", "experts.2", "out"}
+    assert set(result.errors) == set(result.layers) - {"experts.2"}
+    assert torch.equal(model.experts[2].weight, expected)
+
+
+@pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
+def test_a_group_of_a_convolution_that_gets_zeros_is_pruned_by_magnitude(score):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(16, 8, 3, groups=2, bias=False))
+    expected = nmf.nm_prune(model[0].weight.detach(), "2:4", dim=1)
+    x = torch.randn(4, 16, 9)
+    x[:, 8:] = 0
+    with pytest.warns(UserWarning, match=r"not all experts or groups of 1 layers, such as \[1\] of '0'.* magnitude"):
+        result = prune(model, "2:4", score, [x], skip_first_last=False)
+    assert result.uncalibrated == {"0": [1]}
+    assert 0 < result.errors["0"] < 1
+    assert torch.equal(model[0].weight[4:], expected[4:])
+    assert not torch.equal(model[0].weight[:4], expected[:4])
 
 
 def test_it_is_a_start_for_asp():

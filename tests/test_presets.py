@@ -6,8 +6,6 @@ import itertools
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
@@ -30,6 +28,10 @@ from tests.lightning_models import Data, SaveAt, make_trainer, new_model
 from tests.test_cli import config
 
 ALL = [(preset, method) for preset, known in _PRESETS.items() for method in known if method != "dense"]
+
+
+SKIPS = {True: (True, True), "first": (True, False), "last": (False, True), False: (False, False)}
+"""Whether the first and the last layer are dense, by `skip_first_last`."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +79,9 @@ def test_what_a_preset_sets(method, preset, masked, layout, expected):
 
 @pytest.mark.parametrize(("preset", "method"), ALL)
 def test_what_is_given_precedes_the_preset(preset, method):
-    for layout, first, last in itertools.product(("channels", "flat"), (False, True), (False, True)):
-        made = sparsifier(method, preset, conv_layout=layout, skip_first=first, skip_last=last)
+    for layout, skips in itertools.product(("channels", "flat"), SKIPS):
+        made = sparsifier(method, preset, conv_layout=layout, skip_first_last=skips)
+        first, last = SKIPS[skips]
         assert {layer.spec.layout for name, layer in made.layers.items() if name in "01"} == {
             "flat" if layout == "flat" else "plain"
         }
@@ -125,7 +128,7 @@ def test_a_preset_is_trained_without_its_estimator():
     assert sparsifier("transposable", "fst").layers["1"].estimator is not None
     assert sparsifier("transposable", "fst", grad_estimator="dense").layers["1"].estimator is None
     rules = [{"include": "1", "grad_estimator": "dense"}, {"include": "3", "grad_estimator": None}]
-    made = sparsifier("transposable", "fst", rules=rules, skip_last=False)
+    made = sparsifier("transposable", "fst", rules=rules, skip_first_last="first")
     assert [made.layers[name].estimator is None for name in "134"] == [True, True, False]
     assert NMSparsifier(model(), "2:4", "sr-ste", "dense").attach().layers["1"].estimator is None
 
@@ -146,7 +149,7 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
     made = sparsifier("dense", preset, rules=listed)
     assert "".join(made.layers) == masked
     assert all((layer.estimator is None) == (preset == "paper") for layer in made.layers.values())
-    given = sparsifier("dense", preset, rules=listed, skip_first=False, skip_last=True, grad_estimator="dense")
+    given = sparsifier("dense", preset, rules=listed, skip_first_last="last", grad_estimator="dense")
     assert "".join(given.layers) == "013"
     assert all(layer.estimator is None for layer in given.layers.values())
 
@@ -183,7 +186,7 @@ def test_it_is_seen_in_the_table_the_log_and_the_state():
     assert "preset='paper'" in repr(NMSparsityCallback(preset="paper"))
 
 
-LINES = ["pattern: 2:4", "method: sr-ste", "preset: paper", "skip_last: false"]
+LINES = ["pattern: 2:4", "method: sr-ste", "preset: paper", "skip_first_last: first"]
 
 
 def test_yaml(tmp_path, capsys):
@@ -191,8 +194,8 @@ def test_yaml(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["fit", "-c", config(tmp_path, *LINES, "grad_estimator: dense", rule), "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
-    names = ("preset", "skip_first", "skip_last", "skip_first_last", "conv_layout")
-    assert [printed[name] for name in names] == ["paper", None, False, None, None]
+    names = ("preset", "skip_first_last", "conv_layout")
+    assert [printed[name] for name in names] == ["paper", "first", None]
     assert printed["grad_estimator"] == "dense"
     assert printed["rules"] == [{"include": "stages.*", "conv_layout": "flat"}]
 
@@ -242,30 +245,26 @@ def test_a_state_without_the_new_entries_goes_on():
     assert torch.equal(other[1].weight, first.model[1].weight)
 
 
-FLAGS = st.sampled_from([None, False, True])
-
-
-@settings(max_examples=40, deadline=None)
-@given(FLAGS, FLAGS, FLAGS, st.sampled_from([None, "paper"]), st.sampled_from(["sr-ste", "asp", "bi-mask"]))
-def test_an_end_is_skipped_by_its_own_option_else_by_that_of_both(first, last, both, preset, method):
-    default = {"sr-ste": (False, True), "asp": (False, False), "bi-mask": (True, True)}[method]
-    expected = []
-    for own, by_default in zip((first, last), default if preset else (True, True), strict=True):
-        expected.append(own if own is not None else both if both is not None else by_default)
-    options = {"skip_first": first, "skip_last": last, "skip_first_last": both}
+@pytest.mark.parametrize("preset", [None, "paper"])
+@pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask"])
+@pytest.mark.parametrize("skips", [None, *SKIPS])
+def test_first_and_last_layers_are_dense_by_the_option_else_by_the_preset(skips, method, preset):
+    of_preset = {"sr-ste": (False, True), "asp": (False, False), "bi-mask": (True, True)}
+    by_default = of_preset[method] if preset else (True, True)
+    first, last = by_default if skips is None else SKIPS[skips]
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))
-    masked = list(NMSparsifier(net, "2:4", method, preset=preset, **options).attach().layers)
-    assert masked == ["0"] * (not expected[0]) + ["1"] + ["2"] * (not expected[1])
-    if preset is None:
+    masked = list(NMSparsifier(net, "2:4", method, preset=preset, skip_first_last=skips).attach().layers)
+    assert masked == ["0"] * (not first) + ["1"] + ["2"] * (not last)
+    if preset is None and skips is not None:
         net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))
-        assert prune(net, **options).layers == masked
+        assert prune(net, skip_first_last=skips).layers == masked
 
 
 def test_the_callback_of_hugging_face_takes_presets():
     pytest.importorskip("transformers")
     callbacks = pytest.importorskip("lightning_nm.integrations")
-    made = callbacks.NMTrainerCallback("2:4", "sr-ste", preset="paper", skip_last=False)
-    assert NMSparsifier(model(), **made.options).attach().layers.keys() == {"0", "1", "3", "4"}
+    made = callbacks.NMTrainerCallback("2:4", "sr-ste", preset="paper", skip_first_last=False)
+    assert NMSparsifier(model(), config=made.config).attach().layers.keys() == {"0", "1", "3", "4"}
     with pytest.raises(ValueError, match="no settings for method 'bame'"):
         callbacks.NMTrainerCallback("2:4", "bame", preset="paper")
 

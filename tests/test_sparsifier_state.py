@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm import ASP, STE, NMSparsifier
+from lightning_nm import ASP, STE, BiMask, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.methods import bi_mask
 from tests.test_sparsifier import data, network, one_step
@@ -189,23 +189,6 @@ def chain():
     return nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-class OwnsAWeight(STE):
-    """A method whose parameter the optimizer trains, and which can refuse an optimizer."""
-
-    refuses = False
-
-    def init_masks(self, layer):
-        super().init_masks(layer)
-        layer.parameters["scale"] = nn.Parameter(torch.ones(1))
-
-    def penalty(self, layer):
-        return layer.parameters["scale"].square().sum()
-
-    def check_optimizer(self, layer, optimizer):
-        if self.refuses:
-            raise ValueError(f"no optimizer for layer '{layer.name}'")
-
-
 def train(model, sparsifier, optimizer, seeds):
     for seed in seeds:
         optimizer.zero_grad()
@@ -224,24 +207,57 @@ def started(method, **options):
     return model, sparsifier, optimizer
 
 
-@pytest.mark.parametrize("fault", ["layers", "weights", "optimizer"])
-def test_a_refused_state_with_other_ends_changes_nothing(fault):
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("method", [ASP(start=3), STE(dense_start=3), BiMask(dense_start=3)])
+def test_a_snapshot_of_the_dense_phase_is_loaded_once_masks_are_in(method, steps):
+    """Loading dense weights under masks must not prune them before the state of the dense phase is there."""
+    torch.manual_seed(0)
+    model = chain()
+    sparsifier = NMSparsifier(model, "2:4", method).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, range(steps))
+    parts = (model, sparsifier, optimizer)
+    snapshot = [copy.deepcopy(part.state_dict()) for part in parts]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, sparsifier, optimizer, range(steps, 6))
+    assert all(layer.masks.has_forward for layer in sparsifier.layers.values())
+    ends = [parameter.detach().clone() for parameter in model.parameters()]
+
+    for part, state in zip(parts, snapshot, strict=True):
+        part.load_state_dict(state)
+    assert not any(layer.masks.has_forward for layer in sparsifier.layers.values())
+    assert all(map(torch.equal, weights, model.parameters()))
+    train(model, sparsifier, optimizer, range(steps, 6))
+    assert all(map(torch.equal, ends, model.parameters()))
+
+
+def test_dense_weights_loaded_under_asps_masks_are_pruned_by_the_next_step():
+    model, sparsifier, optimizer = started(ASP())
+    model.load_state_dict(chain().state_dict())
+    layer = sparsifier.layers["3"]
+    assert nmf.is_nm(model.state_dict()["3.weight"], "2:4")
+    assert nmf.is_nm(layer.forward_weight(), "2:4")
+    train(model, sparsifier, optimizer, [3])
+    assert not layer.weight[~layer.forward_mask].any()
+
+
+@pytest.mark.parametrize("fault", ["layers", "weights"])
+def test_a_refused_state_changes_nothing(fault):
     """Training goes on as if there had been no attempt to load."""
-    ends = {"1": "first convolution", "3": "last linear layer"}
     found = []
     for refused in (False, True):
-        method = OwnsAWeight()
-        model, sparsifier, optimizer = started(method)
+        model, sparsifier, optimizer = started("sr-ste")
         if refused:
-            layers, weights = sparsifier.layers, [p.detach().clone() for p in model.parameters()]
-            state = {**copy.deepcopy(sparsifier.state_dict()), "ends": ends}
-            if fault == "weights":
-                other = NMSparsifier(chain(), "2:4", method).attach(state | {"layers": {}})
-                state = other.state_dict()
-            method.refuses = fault == "optimizer"
-            with pytest.raises(ValueError, match="no optimizer" if method.refuses else "checkpoint"):
+            layers = sparsifier.layers
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+            state = copy.deepcopy(sparsifier.state_dict())
+            if fault == "layers":
+                state = NMSparsifier(chain(), "2:4", "sr-ste", skip_first_last=False).attach().state_dict()
+            else:
+                state["layers"]["1"]["checksum"] = [1e3, 1e3]
+            with pytest.raises(ValueError, match="checkpoint"):
                 sparsifier.load_state_dict(state)
-            method.refuses = False
             assert sparsifier.layers == layers
             assert all(map(torch.equal, weights, model.parameters()))
         train(model, sparsifier, optimizer, range(3, 6))
@@ -250,8 +266,8 @@ def test_a_refused_state_with_other_ends_changes_nothing(fault):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_an_end_that_is_masked_in_the_checkpoint_and_would_be_skipped_now_is_told():
-    model, sparsifier, _ = started("sr-ste", skip_last=False)
+def test_a_last_layer_that_is_masked_in_the_checkpoint_stays_masked():
+    model, sparsifier, _ = started("sr-ste", skip_first_last="first")
     state = sparsifier.state_dict()
     assert list(state["layers"]) == ["1", "3", "4"]
 
@@ -261,38 +277,19 @@ def test_an_end_that_is_masked_in_the_checkpoint_and_would_be_skipped_now_is_tol
         return NMSparsifier(other, "2:4", "sr-ste", **options).attach(state)
 
     other = resumed(state)
-    with pytest.warns(UserWarning, match="this training began with skip_last=False, which stays"):
+    with pytest.warns(UserWarning, match="this training began with its last layer masked, which stays"):
         other.load_state_dict(state)
     assert list(other.layers) == ["1", "3", "4"]
     with pytest.raises(ValueError, match="layer '0' is masked only here"):
-        resumed(state, skip_first=False).load_state_dict(state)
+        resumed(state, skip_first_last="last").load_state_dict(state)
     del state["skip_last"]  # as older versions saved it; warnings are errors here
     resumed(state).load_state_dict(state)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "transposable"])
-def test_a_state_with_other_ends_is_loaded_into_a_model_whose_masks_agree(method):
-    """Loading the weights put latent values back, which the newly selected layers have to know."""
-    model, sparsifier, _ = started(method, skip_last=False)
-    weights, state = copy.deepcopy(model.state_dict()), sparsifier.state_dict()
-    other = chain()
-    with torch.no_grad():  # the latent values
-        for new, trained in zip(other.parameters(), model.parameters(), strict=True):
-            new.copy_(trained)
-    again = NMSparsifier(other, "2:4", method).attach()
-    assert again.layers.keys() < sparsifier.layers.keys()
-    other.load_state_dict(weights)
-    with pytest.warns(UserWarning, match="skip_last=False, which stays"):
-        again.load_state_dict(state)
-    assert again.layers.keys() == sparsifier.layers.keys()
-    assert all(map(torch.equal, other.state_dict().values(), weights.values()))
-
-
-def test_other_reasons_of_the_same_ends_select_nothing_anew():
+def test_other_reasons_for_the_same_first_and_last_layers_are_loaded():
     model, sparsifier, _ = started("sr-ste")
     state, layers = sparsifier.state_dict(), sparsifier.layers
     state["ends"] = {name: f"{reason}, by data flow" for name, reason in state["ends"].items()}
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     sparsifier.load_state_dict(state)
     assert all(sparsifier.layers[name] is layer for name, layer in layers.items())
-    assert sparsifier.selection.ends == state["ends"]

@@ -19,7 +19,8 @@ from lightning_nm.nn.state import dropped, latent_weight
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
     """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    for other in callbacks[callbacks.index(callback) + 1 :]:
+    own_place = callbacks.index(callback)
+    for other in callbacks[own_place + 1 :]:
         if isinstance(other, WeightAveraging):
             fault = f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks"
             raise ValueError(f"{fault}, so its checkpoints would hold dense weights: put it before NMSparsityCallback")
@@ -33,23 +34,33 @@ def mask_average(
 
     Returns, for each key of a masked weight, the layer's name and its :func:`~lightning_nm.nn.state.dropped` entries.
     """
-    by_module = {holder: name for name, layer in layers.items() for holder in layer.spec.holders}
-    names = {  # a module that the model holds twice has two keys
-        plain_name(parameter_key(prefix, parameter)): by_module[module, parameter]
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for parameter in module._parameters
-        if (module, parameter) in by_module
-    }
+    names = _layer_names(model, layers)
     averages: dict[str, dict[str, Any]] = {}
     for key, average in weights.items():
         name = names.get(plain_name(key))
-        if name is not None:
-            layer = layers[name]
-            latent = average.detach().to(layer.param.device)
-            masked = layer.method.forward_weight(layer, latent).detach()
-            averages[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
-            weights[key] = masked.to(average.device)
+        if name is None:
+            continue
+        layer = layers[name]
+        latent = average.detach().to(layer.param.device)
+        masked = layer.method.forward_weight(layer, latent).detach()
+        averages[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
+        weights[key] = masked.to(average.device)
     return averages
+
+
+def _layer_names(model: nn.Module, layers: Mapping[str, NMLayer]) -> dict[str, str]:
+    """The layer of each key of a masked weight; a module that the model holds twice has two keys."""
+    layer_of_holder = {}
+    for name, layer in layers.items():
+        for holder in layer.spec.holders:
+            layer_of_holder[holder] = name
+    names = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters:
+            if (module, parameter) in layer_of_holder:
+                key = parameter_key(prefix, parameter)
+                names[plain_name(key)] = layer_of_holder[module, parameter]
+    return names
 
 
 def restore_average(
@@ -66,9 +77,13 @@ def restore_average(
         return
     weights = dict(checkpoint["state_dict"])
     for key, average in averages.items():
-        packed = state["layers"][average["layer"]]["forward_mask"]
-        mask = None if packed is None else unpack_mask(packed.to(weights[key].device), tuple(weights[key].shape))
-        weights[key] = latent_weight(weights[key], average["dropped"], mask)
+        masked = weights[key]
+        mask = None
+        packed_mask = state["layers"][average["layer"]]["forward_mask"]
+        if packed_mask is not None:
+            mask = unpack_mask(packed_mask.to(masked.device), tuple(masked.shape))
+        weights[key] = latent_weight(masked, average["dropped"], mask)
     checkpoint["state_dict"] = weights
+    # These callbacks come first, so they have read the masked averages already.
     for callback in averaging:
         callback.on_load_checkpoint(trainer, pl_module, checkpoint)

@@ -7,9 +7,14 @@ from lightning.pytorch.callbacks import ModelPruning
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse a Trainer of the package ``pytorch_lightning`` (``TypeError``), and Lightning's own pruning beside ours.
+    """Refuse a Trainer of another package, and Lightning's own pruning beside ours.
 
-    The latter is a ``ValueError``.
+    Raises:
+        TypeError: If the Trainer is that of the package ``pytorch_lightning``.
+        ValueError: If the Trainer has a ModelPruning callback.
+
+    Example:
+        >>> check_trainer(pl.Trainer(logger=False, accelerator="cpu"))
     """
     if not isinstance(trainer, pl.Trainer):
         package = type(trainer).__module__

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_nm.callbacks.report.environment import environment
+from lightning_nm.callbacks.report.figures import can_draw
 from lightning_nm.callbacks.report.history import LayerHistory, layer_column
 from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
 from lightning_nm.callbacks.report.tables import PREFIX
@@ -32,20 +33,33 @@ from lightning_nm.nn.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
 NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
+MAPS_GROWTH = 1.25
+"""Heat maps show the run from its start, so they are drawn again only once it is longer by this factor."""
 
 
 @dataclass
 class _Watched:
-    """The state of logging for one sparsifier in one fit."""
+    """The state of logging for one sparsifier in one fit.
 
-    names: list[str]  # the statistics that are logged
-    introduced: bool = False  # whether the table of layers was written
-    drawn: dict[str, Tensor] = field(default_factory=dict)  # the last image of each forward mask
-    history: LayerHistory = field(default_factory=LayerHistory)  # the columns of the heat maps
-    rows: list[str] | None = None  # the layers of the columns, as last written
-    latest: int | None = None  # step of this fit
-    drawn_step: int | None = None  # that of the last heat maps
-    suffix: str = ""  # of the tags that several callbacks would share
+    Attributes:
+        names: The statistics that are logged.
+        suffix: The end of the tags that several callbacks would share.
+        introduced: Whether the table of layers was written.
+        drawn: The last image of each forward mask.
+        history: The columns of the heat maps.
+        rows: The layers of the columns, as last written.
+        latest: The last step of this fit.
+        drawn_step: The step of the last heat maps.
+    """
+
+    names: list[str]
+    suffix: str = ""
+    introduced: bool = False
+    drawn: dict[str, Tensor] = field(default_factory=dict)
+    history: LayerHistory = field(default_factory=LayerHistory)
+    rows: list[str] | None = None
+    latest: int | None = None
+    drawn_step: int | None = None
 
 
 class MaskMonitor(pl.Callback):
@@ -59,15 +73,17 @@ class MaskMonitor(pl.Callback):
     TensorBoard also gets, once in a fit, the table of layers and the environment as text and a layout of its custom
     scalars, and at intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`), images of
     masks (the upper left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side), and heat
-    maps of the flip rate, the margin and the kept magnitude of every layer over the steps. When fit ends it gets the
-    heat maps again, the summary, and the kernels that ran. If a logger refuses one of these, there is one warning.
+    maps of the flip rate, the margin and the kept magnitude of every layer over the steps, which need matplotlib. When
+    fit ends it gets the heat maps again, the summary, and the kernels that ran. If a logger refuses one of these, or
+    matplotlib is missing, there is one warning.
 
     Args:
         statistics: Names of the statistics to log; all by default.
         log_layers: Also log statistics and histograms of every layer.
         histograms_every: Optimizer steps between two histograms, the first of which come with the first log; 0 for
             none. They are written at the next log.
-        images_every: The same for images of masks and heat maps; with 0 there are no heat maps at the end either.
+        images_every: The same for images of masks and heat maps; heat maps are left out until the run is a quarter
+            longer than in the last ones. With 0 there are no heat maps at the end either.
         image_layers: Globs over names of masked layers to draw; the first masked layer by default.
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers, the environment, the summary and the kernels as text.
@@ -99,9 +115,8 @@ class MaskMonitor(pl.Callback):
         heat_maps: bool = True,
         progress_bar: bool = True,
     ) -> None:
-        for name, number in (("histograms_every", histograms_every), ("images_every", images_every)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
+        _check_interval("histograms_every", histograms_every)
+        _check_interval("images_every", images_every)
         if isinstance(statistics, str):
             raise TypeError(f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]")
         self.statistics = statistics
@@ -115,6 +130,7 @@ class MaskMonitor(pl.Callback):
         self.progress_bar = progress_bar
         self._tensorboard = TensorBoardWriter()
         self._watched: dict[NMSparsifier, _Watched] = {}
+        self._missed_maps = False  # whether the warning was given that matplotlib is missing
 
     @classmethod
     def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
@@ -125,14 +141,18 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If the Trainer has several monitors, or ``log_layers`` is set for one that is not the default.
         """
-        if not monitor or isinstance(monitor, MaskMonitor):
-            return monitor or None
+        if isinstance(monitor, MaskMonitor):
+            return monitor
+        if not monitor:
+            return None
         monitors = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, MaskMonitor)]
         if len(monitors) > 1:
             raise ValueError(f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them")
-        if monitors and log_layers:
+        if not monitors:
+            return cls(log_layers=log_layers)
+        if log_layers:
             raise ValueError(NOT_THE_DEFAULT)
-        return monitors[0] if monitors else cls(log_layers=log_layers)
+        return monitors[0]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
@@ -155,23 +175,35 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic or layer does not exist.
         """
-        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
-        unknown = [name for name in self.statistics or () if name not in names]
-        if unknown and not sparsifier.selection.waiting:  # their methods may have it
-            raise ValueError(f"MaskMonitor: there is no statistic '{unknown[0]}' in this training, only {names}")
-        for glob in self.image_layers or ():
-            there = [*sparsifier.layers, *(layer.name for layer in sparsifier.selection.waiting)]
-            if not any(fnmatchcase(name, glob) for name in there):
-                raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
-        watched = _Watched([name for name in names if self._wanted(name)], suffix=f"/{name}" if name else "")
+        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))  # each once
+        self._check_statistics(names, sparsifier)
+        self._check_image_layers(sparsifier)
+        logged = [statistic for statistic in names if self._wanted(statistic)]
+        watched = _Watched(logged, suffix=f"/{name}" if name else "")
         if history:
             watched.history = LayerHistory.from_state(history)
         self._watched[sparsifier] = watched
 
+    def _check_statistics(self, names: Sequence[str], sparsifier: NMSparsifier) -> None:
+        if self.statistics is None or sparsifier.selection.waiting:  # the methods of frozen layers may have it
+            return
+        for name in self.statistics:
+            if name not in names:
+                raise ValueError(f"MaskMonitor: there is no statistic '{name}' in this training, only {names}")
+
+    def _check_image_layers(self, sparsifier: NMSparsifier) -> None:
+        frozen = [layer.name for layer in sparsifier.selection.waiting]
+        there = [*sparsifier.layers, *frozen]
+        for glob in self.image_layers or ():
+            if not any(fnmatchcase(name, glob) for name in there):
+                raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
+
     def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
         """Return the heat maps' columns for a checkpoint; empty if there are none."""
         watched = self._watched.get(sparsifier)
-        return watched.history.state_dict() if watched is not None and watched.history.steps else {}
+        if watched is None or not watched.history.steps:
+            return {}
+        return watched.history.state_dict()
 
     def stop(self, sparsifier: NMSparsifier) -> None:
         """End a fit."""
@@ -193,30 +225,40 @@ class MaskMonitor(pl.Callback):
         # global_step may count several steps in one.
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
-        watched = self._watched[sparsifier]
+        step = count - 1
         if stepped:
-            watched.latest = count - 1
-            if not watched.introduced:  # the kernels are known after the first step
-                watched.introduced = True
-                self._introduce(trainer, sparsifier, count - 1)
+            self._note_step(trainer, sparsifier, step)
+
         every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
         due = every > 0 and (count % every == 0 or trainer.should_stop)
-        if not due or (automatic and not stepped):
+        within_step = automatic and not stepped
+        if not due or within_step:
             return
         self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also})
-        if TensorBoardWriter.has_logger(trainer):
-            self._record(trainer, sparsifier, count - 1)
-            if _passed(count, every, self.histograms_every):
-                self._draw_margins(trainer, sparsifier, count - 1)
-            if _passed(count, every, self.images_every):
-                self._draw_masks(trainer, sparsifier, count - 1)
-                self._draw_maps(trainer, sparsifier, count - 1)
+        # What follows is computed in all processes, which may share weights, and written by rank 0.
+        if not TensorBoardWriter.has_logger(trainer):
+            return
+        self._record(trainer, sparsifier, step)
+        if _passed(count, every, self.histograms_every):
+            self._draw_margins(trainer, sparsifier, step)
+        if _passed(count, every, self.images_every):
+            self._draw_masks(trainer, sparsifier, step)
+            if self._maps_due(sparsifier, step):
+                self._draw_maps(trainer, sparsifier, step)
+
+    def _note_step(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        watched = self._watched[sparsifier]
+        watched.latest = step
+        if not watched.introduced:  # the kernels are known after the first step
+            watched.introduced = True
+            self._introduce(trainer, sparsifier, step)
 
     def finish(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
         watched = self._watched[sparsifier]
         if watched.latest is None or not TensorBoardWriter.has_logger(trainer):
             return
+        # The last step has a column and maps even if the Trainer did not log it.
         if watched.latest not in watched.history.steps:
             self._record(trainer, sparsifier, watched.latest)
         if self.images_every and watched.drawn_step != watched.latest:
@@ -229,13 +271,12 @@ class MaskMonitor(pl.Callback):
 
     def _introduce(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Write the table of layers and the layout."""
-        router = getattr(trainer.precision_plugin, "router", None)
 
         def draw(writer: Any) -> None:
             if self.layer_table:
-                table = layers_markdown(sparsifier, router if isinstance(router, Router) else None)
-                writer.add_text("nm/layers", table, step)
-                writer.add_text("nm/environment", markdown_table(("part", "value"), environment(trainer).items()), step)
+                writer.add_text("nm/layers", layers_markdown(sparsifier, _router(trainer)), step)
+                parts = markdown_table(("part", "value"), environment(trainer).items())
+                writer.add_text("nm/environment", parts, step)
             if self.custom_scalars:
                 writer.add_custom_scalars(custom_scalars_layout(self._watched[sparsifier].names, self.log_layers))
 
@@ -247,11 +288,11 @@ class MaskMonitor(pl.Callback):
         except ValueError as error:  # a weight holds NaN
             rank_zero_warn(f"MaskMonitor writes no summary: {error}")
             return
-        router = getattr(trainer.precision_plugin, "router", None)
+        router = _router(trainer)
 
         def draw(writer: Any) -> None:
             writer.add_text(f"nm/summary{watched.suffix}", summary, watched.latest)
-            if isinstance(router, Router) and router.used():
+            if router is not None and router.used():
                 writer.add_text("nm/kernels", kernels_markdown(router), watched.latest)
 
         self._tensorboard.write(trainer, draw)
@@ -263,28 +304,37 @@ class MaskMonitor(pl.Callback):
         scalars = {f"nm/{name}": value for name, value in stats.items() if self._wanted(name)}
         if self.log_layers:
             for layer, values in sparsifier.layer_stats().items():
-                scalars.update({f"nm/{name}/{layer}": value for name, value in values.items() if self._wanted(name)})
+                for name, value in values.items():
+                    if self._wanted(name):
+                        scalars[f"nm/{name}/{layer}"] = value
         for tag, value in scalars.items():
             pl_module.log(tag, value, on_step=True, on_epoch=False)
-        if self.progress_bar and trainer.progress_bar_callback is not None:
-            names = {"density": "density", "flips": "flip_rate"}
-            names |= {layer.method.headline: layer.method.headline for layer in sparsifier.layers.values()}
-            for short, name in names.items():
-                if name in stats:
-                    pl_module.log(
-                        PREFIX + short, stats[name], on_step=True, on_epoch=False, prog_bar=True, logger=False
-                    )
+
+        if not self.progress_bar or trainer.progress_bar_callback is None:
+            return
+        # Short names leave room for the model's own metrics.
+        shown = {"density": "density", "flips": "flip_rate"}
+        for watched_layer in sparsifier.layers.values():
+            headline = watched_layer.method.headline
+            shown[headline] = headline
+        for short, name in shown.items():
+            if name in stats:
+                pl_module.log(PREFIX + short, stats[name], on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        computed = {name: margin_histogram(layer) for name, layer in sparsifier.layers.items()}
-        histograms = {name: histogram for name, histogram in computed.items() if histogram is not None}
+        histograms = {}
+        for name, layer in sparsifier.layers.items():
+            histogram = margin_histogram(layer)
+            if histogram is not None:
+                histograms[name] = histogram
         if not histograms:
             return
 
         def draw(writer: Any) -> None:
             draw_histogram(writer, "nm/margin", merge(list(histograms.values())), step)
-            for name, histogram in histograms.items() if self.log_layers else ():
-                draw_histogram(writer, f"nm/margin/{name}", histogram, step)
+            if self.log_layers:
+                for name, histogram in histograms.items():
+                    draw_histogram(writer, f"nm/margin/{name}", histogram, step)
 
         self._tensorboard.write(trainer, draw)
 
@@ -292,30 +342,45 @@ class MaskMonitor(pl.Callback):
         """Add a column to the heat maps, and write its numbers."""
         if not self.heat_maps or not sparsifier.layers:
             return
-        watched, names = self._watched[sparsifier], list(sparsifier.layers)
+        watched = self._watched[sparsifier]
+        names = list(sparsifier.layers)
         column = layer_column(list(sparsifier.layers.values()))
         watched.history.add(step, names, column)
 
         def draw(writer: Any) -> None:
-            if watched.rows != names:
+            if watched.rows != names:  # layers have joined, or this is the first column
                 write_map_rows(writer, names, step, watched.suffix)
             write_map_column(writer, column, step, watched.suffix)
 
         self._tensorboard.write(trainer, draw)
         watched.rows = names
 
+    def _maps_due(self, sparsifier: NMSparsifier, step: int) -> bool:
+        drawn_step = self._watched[sparsifier].drawn_step
+        return drawn_step is None or step + 1 >= MAPS_GROWTH * (drawn_step + 1)
+
     def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         watched = self._watched[sparsifier]
-        if watched.history.steps and self.heat_maps:
+        if not self.heat_maps or not watched.history.steps:
+            return
+        if can_draw():
             self._tensorboard.write(trainer, lambda writer: draw_maps(writer, watched.history, step, watched.suffix))
-            watched.drawn_step = step
+        elif not self._missed_maps:
+            self._missed_maps = True
+            rank_zero_warn(
+                "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib. Their numbers "
+                "are in the log all the same, and `lightning-nm report` shows them"
+            )
+        watched.drawn_step = step
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        drawn, globs, names = self._watched[sparsifier].drawn, self.image_layers, list(sparsifier.layers)
-        wanted = [name for name in names if any(fnmatchcase(name, glob) for glob in globs or ())]
-        names = names[:1] if globs is None else wanted
-        pictures = {name: mask_pictures(sparsifier.layers[name], drawn.get(name)) for name in names}
-        drawn.update({name: kinds["forward_mask"] for name, kinds in pictures.items() if "forward_mask" in kinds})
+        drawn = self._watched[sparsifier].drawn
+        pictures = {}
+        for name in self._drawn_layers(sparsifier):
+            kinds = mask_pictures(sparsifier.layers[name], drawn.get(name))
+            pictures[name] = kinds
+            if "forward_mask" in kinds:
+                drawn[name] = kinds["forward_mask"]
 
         def draw(writer: Any) -> None:
             for name, kinds in pictures.items():
@@ -324,18 +389,43 @@ class MaskMonitor(pl.Callback):
 
         self._tensorboard.write(trainer, draw)
 
+    def _drawn_layers(self, sparsifier: NMSparsifier) -> list[str]:
+        """The layers with images of masks."""
+        names = list(sparsifier.layers)
+        globs = self.image_layers
+        if globs is None:
+            return names[:1]
+        return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+
+def _check_interval(name: str, number: int) -> None:
+    # bool is a subclass of int.
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
+
+
+def _router(trainer: pl.Trainer) -> Router | None:
+    """The router of a precision plugin; other plugins may have an attribute of this name."""
+    router = getattr(trainer.precision_plugin, "router", None)
+    return router if isinstance(router, Router) else None
+
 
 def _passed(count: int, logged_every: int, every: int) -> bool:
     """Whether ``every`` steps have passed since the last log, or since the start of training."""
-    return every > 0 and (count - 1) // every > (count - 1 - logged_every) // every
+    if every == 0:
+        return False
+    step = count - 1
+    last_logged = step - logged_every  # negative in the first log, which therefore always passes
+    return step // every > last_logged // every
 
 
 def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
     """The names of a sparsifier's statistics."""
     names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
     layers = sparsifier.layers.values()
-    if sparsifier.grad_snr_every and any(layer.estimator is not None for layer in layers):
+    if sparsifier.config.grad_snr_every and any(layer.estimator is not None for layer in layers):
         names += ["grad_snr", "grad_density"]
-    for layer in {type(layer.method): layer for layer in layers}.values():
+    layer_of_method = {type(layer.method): layer for layer in layers}
+    for layer in layer_of_method.values():
         names += layer.method.statistics([layer])
     return names

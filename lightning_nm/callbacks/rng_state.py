@@ -73,17 +73,23 @@ class RNGState(pl.Callback):
         own = states[trainer.global_rank]
         # Processes that save at different moments could meet in one gather.
         moment = (trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.current_epoch)
-        received: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+        messages: list[Any] | None = None  # of all ranks, on rank 0
+        if trainer.is_global_zero:
+            messages = [None] * trainer.world_size
         if self._group is not None:
             try:
-                dist.gather_object((moment, own), received, dst=0, group=self._group)
+                dist.gather_object((moment, own), messages, dst=0, group=self._group)
             except RuntimeError:  # a timeout, or a process that has timed out before
                 self._group = None
-        if received is None:
+        if messages is None:
             return
-        for rank, message in enumerate(received):
-            if message is not None and message[0] == moment:
-                states[rank] = message[1]
+
+        for rank, message in enumerate(messages):
+            if message is None:
+                continue
+            sent_at, state = message
+            if sent_at == moment:
+                states[rank] = state
         missing = [rank for rank, state in enumerate(states) if state is None]
         if missing:
             rank_zero_warn(
@@ -103,55 +109,80 @@ class RNGState(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore this process's states, after the sanity check and before the first batch."""
-        saved, self._loaded = self._loaded, []
+        saved = self._loaded
+        self._loaded = []
         if not saved:
             return
-        rank, world, devices = trainer.global_rank, trainer.world_size, _devices(trainer)
-        if len(saved) != world:
-            few, many = sorted((len(saved), world))
-            rank_zero_warn(
-                f"the checkpoint is of {len(saved)} processes, this run has {world}: the random states of ranks "
-                f"{list(range(few, many))} {'are not used' if len(saved) > world else 'go on as they were seeded'}"
-            )
-        state = saved[rank] if rank < len(saved) else None
-        if state is not None:
-            set_rng_state(state, devices)
-            if len(state["cuda"]) != len(devices):
-                then, now = len(state["cuda"]), len(devices)
-                found = f"{then} CUDA devices in the checkpoint and {now} devices here"
-                message = f"rank {rank} has random states of {found}: only those of the first {min(then, now)} continue"
-                warnings.warn(message, stacklevel=2)
-        elif rank < len(saved):
+        _warn_of_world_size(len(saved), trainer.world_size)
+        rank = trainer.global_rank
+        if rank >= len(saved):
+            return
+        state = saved[rank]
+        if state is None:
             lost = f"the checkpoint was written without the random states of rank {rank}"
             warnings.warn(f"{lost}: they go on as they were seeded", stacklevel=2)
+            return
+        devices = _devices(trainer)
+        set_rng_state(state, devices)
+        then = len(state["cuda"])
+        now = len(devices)
+        if then != now:
+            found = f"{then} CUDA devices in the checkpoint and {now} devices here"
+            message = f"rank {rank} has random states of {found}: only those of the first {min(then, now)} continue"
+            warnings.warn(message, stacklevel=2)
+
+
+def _warn_of_world_size(saved: int, now: int) -> None:
+    if saved == now:
+        return
+    ranks = list(range(min(saved, now), max(saved, now)))
+    fate = "are not used" if saved > now else "go on as they were seeded"
+    rank_zero_warn(
+        f"the checkpoint is of {saved} processes, this run has {now}: the random states of ranks {ranks} {fate}"
+    )
 
 
 def _devices(trainer: pl.Trainer) -> list[int]:
     """The CUDA devices of this process."""
     if not torch.cuda.is_initialized():
         return []
+    if trainer.world_size == 1:
+        return list(range(torch.cuda.device_count()))
     root = trainer.strategy.root_device
-    if trainer.world_size > 1:
-        return [torch.cuda.current_device() if root.index is None else root.index] if root.type == "cuda" else []
-    return list(range(torch.cuda.device_count()))
+    if root.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if root.index is None else root.index]
 
 
 def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives."""
+    """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives.
+
+    Example:
+        >>> state = rng_state()
+        >>> first = torch.rand(2)
+        >>> set_rng_state(state)
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
     version, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in devices],
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": None
-        if numpy["bit_generator"] != "MT19937"
-        else {
-            "words": torch.tensor(numpy["state"]["key"].tolist()),
-            "position": int(numpy["state"]["pos"]),
-            "has_gauss": int(numpy["has_gauss"]),
-            "gauss": float(numpy["gauss"]),
-        },
+        "numpy": _numpy_state(),
+    }
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return None
+    return {
+        # torch has no uint32: the words become int64.
+        "words": torch.tensor(state["state"]["key"].tolist()),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
     }
 
 
@@ -160,8 +191,11 @@ def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
     torch.set_rng_state(state["torch"].cpu())
     for device, words in zip(devices, state["cuda"], strict=False):
         torch.cuda.set_rng_state(words.cpu(), device)
-    python, numpy = state["python"], state["numpy"]
+
+    python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+
+    numpy = state["numpy"]
     if numpy is not None:
         words = np.array(numpy["words"].tolist(), np.uint32)
         np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_nm.callbacks.averages import check_averaging_order
@@ -19,19 +18,16 @@ from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
-from lightning_nm.callbacks.report.warnings import each_once, warn_after_first_batch, warn_at_start, warn_of_replaced
+from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
+from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.pattern import PatternLike
-from lightning_nm.presets import PresetName
-from lightning_nm.rules import RuleSpec
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.flow import ValueFlow
 
 
 class NMSparsityCallback(SavedSparsity):
@@ -49,38 +45,10 @@ class NMSparsityCallback(SavedSparsity):
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
             by ``class_path``.
-        grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
-            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``dense`` keeps dY, and so
-            does ``None`` unless the preset has an estimator. By short name, ``mvue`` and ``top-n`` use each layer's own
-            pattern, and ``approx-mvue`` always 2:4.
-        include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
-            maskable.
-        exclude: Globs over names of modules to keep dense.
-        rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
-            ``grad_estimator``, ``conv_layout``; the first match wins.
-        preset: ``paper``: settings of the code of the method's paper, for ``sr-ste``, ``bi-mask``, ``asp`` and
-            ``transposable``, also those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
-            They fill in what is not given: of this callback's arguments ``conv_layout``, ``skip_first``, ``skip_last``
-            and ``grad_estimator``, and all arguments of a method that is given by its short name. A method that is an
-            object is taken as it is, see :func:`~lightning_nm.preset_method`. docs/papers.md has the settings.
-        skip_first: Keep the first convolution dense; by default as ``skip_first_last`` or the preset says, else yes.
-        skip_last: Keep the last linear layer dense; likewise.
-        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it. If Lightning's sanity validation
-            runs, the layers are found by data flow: convolutions that read no other layer's result, and linear layers
-            whose result no other layer reads. With ``num_sanity_val_steps=0`` or without validation data they are the
-            first and the last one of the trained layers that the model registers. A resumed run keeps its choice. The
-            table of layers gives the reason.
-        conv_layout: ``channels``, the default: convolution blocks along the input channels for a fixed kernel tap, as
-            hardware reads them, and as in the code of SR-STE and ASP. ``flat``: along the flattened filter, as in the
-            code of Bi-Mask and transposable masks.
-        seed: Base of all random choices.
-        frozen: ``dense``: layers that no optimizer trains when fit starts, such as a teacher, stay dense; a layer that
-            is unfrozen later is masked from then on. Layers that ``include`` names are masked in any case. ``mask``:
-            all are masked.
+        grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
+            replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
+        config: All settings as one object, instead of the other ones.
         log_layers: Let the default monitor also log every statistic per layer, as ``nm/<statistic>/<layer>``.
-        log_achieved_loss: Removed. Any value but ``None`` is an error that names the replacement.
-        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
-            GEMM in each of four layers, which take turns. 0 for none. Compiled layers are never compared.
         compare_ranks_every: Under a DDPStrategy or a ModelParallelStrategy, optimizer steps between two comparisons of
             all processes' masks, by one all-reduce of two numbers; 0 for none. A difference ends the fit in all
             processes, with the layer's name. The strategy ``nm_ddp`` compares before every step.
@@ -88,6 +56,8 @@ class NMSparsityCallback(SavedSparsity):
         monitor: The :class:`~lightning_nm.MaskMonitor` to use; ``True`` for the one among the Trainer's callbacks, or
             else one with default settings; ``False`` or ``None`` for none.
         name: Distinguishes several of these callbacks of one Trainer in the checkpoint.
+        options: The other settings of :class:`~lightning_nm.SparsityConfig` by name, such as ``include``, ``rules`` and
+            ``preset``.
 
     Raises:
         ValueError: For a bad argument, at once; for layers that cannot be masked, when fit starts and before anything
@@ -104,35 +74,20 @@ class NMSparsityCallback(SavedSparsity):
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
-        include: str | list[str] | None = None,
-        exclude: str | list[str] | None = None,
-        rules: list[RuleSpec] | None = None,
-        skip_first_last: bool | None = None,
-        conv_layout: ConvLayout | None = None,
-        seed: int = 0,
-        frozen: Literal["dense", "mask"] = "dense",
+        *,
+        config: SparsityConfig | None = None,
         log_layers: bool = False,
-        log_achieved_loss: bool | None = None,
-        grad_snr_every: int = 100,
         compare_ranks_every: int = 1,
         show_tables: bool = True,
         name: str | None = None,
         monitor: bool | MaskMonitor | None = True,
-        preset: PresetName | None = None,
-        skip_first: bool | None = None,
-        skip_last: bool | None = None,
+        **options: Any,
     ) -> None:
-        self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
-        self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed}
-        self.options |= {"preset": preset, "skip_first": skip_first, "skip_last": skip_last}
-        self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
-        self.options |= {"grad_snr_every": grad_snr_every, "frozen": frozen}
-        if log_achieved_loss is not None:
-            advice = "`nm/predicted_loss_change` is always logged; AchievedLoss in notebooks/03_masks_in_motion.ipynb"
-            raise ValueError(f"log_achieved_loss={log_achieved_loss} was removed: {advice} measures the achieved one")
+        refuse_unknown(options, NMSparsityCallback)
+        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        self.config = chosen_config(config, given)
         if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
             raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
-        NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any Trainer exists
         if log_layers and monitor is not True:
             raise ValueError(NOT_THE_DEFAULT)
         self.log_layers = log_layers
@@ -146,17 +101,16 @@ class NMSparsityCallback(SavedSparsity):
         self._monitor: MaskMonitor | None = None
         self._consistency: ProcessConsistency | None = None
         self._finished_layers: dict[str, NMLayer] = {}
-        self._flow: ValueFlow | None = None  # until training starts
         self._masked = 0  # layers, in the last batch
-        self._warned: set[str] = set()  # warnings of this fit's first selection
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        return f"{type(self).__name__}(config={self.config})"
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
         self._lifecycle.steps_before = 0
         check_trainer(trainer)
+        self._read_checkpoint = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
@@ -168,15 +122,12 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.begin_fit()
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
-        self._warned.clear()
-        with each_once(self._warned):
-            self._install(trainer, pl_module)
+        self._install(trainer, pl_module)
         log_hyperparameters(trainer, self._installed(), self.name)
-        if self._lifecycle.is_new and self._installed().settings.skips_ends:
-            self._flow = ValueFlow(pl_module)  # of the sanity validation
 
-    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None) -> None:
-        sparsifier, saved = self._attach(trainer, pl_module, flow), self._lifecycle.state or {}
+    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        sparsifier = self._attach(trainer, pl_module)
+        saved = self._lifecycle.state or {}
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
@@ -192,32 +143,16 @@ class NMSparsityCallback(SavedSparsity):
         self.sparsifier, self._masked = sparsifier, len(sparsifier.layers)
         self._lifecycle.phase = Phase.INSTALLED
 
-    def _settle_ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Select anew if the sanity validation showed other first and last layers than the order of registration."""
-        flow, self._flow = self._flow, None
-        sparsifier = self._installed()
-        if flow is None:
-            return
-        ends = sparsifier.ends_by(flow, trainer.optimizers)
-        if ends.keys() == sparsifier.selection.ends.keys():
-            sparsifier.selection.explain_ends(ends)
-            return
-        self._remove(sparsifier)
-        sparsifier.detach()
-        with each_once(self._warned):
-            self._install(trainer, pl_module, flow)
-
-    def _attach(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, flow: ValueFlow | None = None
-    ) -> NMSparsifier:
+    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
-        sparsifier = NMSparsifier(pl_module, **self.options, data_rank=data_rank)
+        sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
+        sparsifier.called_by_callback()
         if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
             planned = planned_steps(trainer, pl_module)
             if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run
                 planned -= self._lifecycle.steps_before
             sparsifier.planned_steps = planned
-        return sparsifier.attach(self._lifecycle.state, trainer.optimizers, flow)
+        return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
 
     def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         if self._lifecycle.state is None:
@@ -248,6 +183,7 @@ class NMSparsityCallback(SavedSparsity):
             self._lifecycle.phase = Phase.INTERRUPTED
         else:
             self._finish()
+        self.refuse_unreadable(trainer, exception)
 
     def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
         return not self._lifecycle.is_new or any(layer.step for layer in layers)
@@ -269,9 +205,6 @@ class NMSparsityCallback(SavedSparsity):
 
     def _remove(self, sparsifier: NMSparsifier) -> None:
         self.sparsifier = None
-        if self._flow is not None:
-            self._flow.__exit__()
-            self._flow = None
         if self._monitor is not None:
             self._monitor.stop(sparsifier)
         if self._consistency is not None:
@@ -280,7 +213,6 @@ class NMSparsityCallback(SavedSparsity):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
-        self._settle_ends(trainer, pl_module)
         sparsifier = self._installed()
         settle_throughput(trainer)
         sparsifier.follow(trainer.optimizers)
@@ -290,16 +222,6 @@ class NMSparsityCallback(SavedSparsity):
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Follow the values of the sanity validation."""
-        if self._flow is not None and trainer.sanity_checking:
-            self._flow.__enter__()
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Stop following."""
-        if self._flow is not None:
-            self._flow.__exit__()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Notice modules that were replaced."""

@@ -12,7 +12,13 @@ from lightning_nm.methods import Method
 
 
 def has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Whether a method or an estimator starts or stops during training."""
+    """Return whether a method or an estimator starts or stops during training.
+
+    Example:
+        >>> from lightning_nm import BAME, SRSTE
+        >>> has_schedule(BAME()), has_schedule(SRSTE()), has_schedule(None)
+        (True, False, False)
+    """
     try:
         return part is not None and bool(part.schedule(None))
     except ValueError:  # the schedule is given as shares of the training length
@@ -20,14 +26,16 @@ def has_schedule(part: Method | GradientEstimator | None) -> bool:
 
 
 def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-    """The number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
+    """Return the number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
     if not pl_module.automatic_optimization:  # a batch takes any number of steps
         return None
     if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
         return 1 << 30
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        # Lightning cannot estimate the number of steps where they have different numbers of batches.
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
     else:
         planned = trainer.estimated_stepping_batches
-    return int(planned) if 0 < planned < math.inf else None
+    is_known = 0 < planned < math.inf
+    return int(planned) if is_known else None

@@ -54,7 +54,8 @@ class CommHookState:
         """End a step: reset the bytes and return their :attr:`ratio`."""
         if self.dense:
             self.ratio = self.sent / self.dense
-        self.sent = self.dense = 0
+        self.sent = 0
+        self.dense = 0
         return self.ratio
 
     def sparse(self, parameter: Tensor) -> NMLayer | None:
@@ -62,16 +63,24 @@ class CommHookState:
         layer = self._layers.get(id(parameter))
         if layer is None or layer.param is not parameter:
             return None
-        return None if layer.forward_mask_view is None or layer.method.gradient_at_pruned(layer) else layer
+        # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
+        if layer.forward_mask_view is None or layer.method.gradient_at_pruned(layer):
+            return None
+        return layer
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        bits, key = layer.masks.bits, id(layer.param)
+        bits = layer.masks.bits
         assert bits is not None
-        cached = self._entries.get(key)
-        if cached is None or cached[0] is not bits or cached[1] != bits._version:
-            cached = self._entries[key] = (bits, bits._version, kept_entries(layer))
-        return cached[2]
+        key = id(layer.param)
+        if key in self._entries:
+            known_bits, version, positions = self._entries[key]
+            # The version tells whether the bits were changed in place.
+            if known_bits is bits and version == bits._version:
+                return positions
+        positions = kept_entries(layer)
+        self._entries[key] = (bits, bits._version, positions)
+        return positions
 
 
 def kept_entries(layer: NMLayer) -> Tensor:
@@ -79,13 +88,15 @@ def kept_entries(layer: NMLayer) -> Tensor:
 
     Blocks that keep fewer entries are filled up with the first pruned ones, so that sizes do not depend on values.
     """
-    kept, pattern = layer.forward_mask_view, layer.method.current_pattern(layer)
-    n, m = pattern.n, pattern.m
+    kept = layer.forward_mask_view
     assert kept is not None
+    pattern = layer.method.current_pattern(layer)
+    m = pattern.m
     blocks = as_blocks(layer.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
-    chosen = torch.where(blocks, place, place - m).topk(n, dim=1, sorted=True).indices
+    keys = torch.where(blocks, place, place - m)
+    chosen = keys.topk(pattern.n, dim=1, sorted=True).indices
     return chosen.to(torch.uint8 if m <= 256 else torch.int16)
 
 
@@ -100,11 +111,15 @@ def kept_entries_hook(
     result is the future of ``bucket.buffer()`` with the averages.
     """
     # Buckets are rebuilt after the first step, so the parameters must tell whose gradients this one holds.
-    buffer, parameters = bucket.buffer(), bucket.parameters()
+    buffer = bucket.buffer()
+    parameters = bucket.parameters()
     layers = [state.sparse(parameter) for parameter in parameters]
     full = not any(layers)
-    grads = [] if full else [_as_stored(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
-    message = buffer if full else torch.cat([_pack(*pair, state) for pair in zip(grads, layers, strict=True)])
+    grads: list[Tensor] = []
+    message = buffer
+    if not full:
+        grads = list(map(_as_stored, bucket.gradients(), parameters))
+        message = torch.cat([_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)])
     message = message.div_(dist.get_world_size(state.group)).to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += buffer.numel() * buffer.element_size()
@@ -115,15 +130,19 @@ def kept_entries_hook(
         mean: Tensor = future.value()[0]
         if full:
             return buffer if mean is buffer else buffer.copy_(mean)
-        parts = mean.split([grad.numel() if e is None else e.numel() for grad, e in zip(grads, entries, strict=True)])
-        for grad, layer, positions, part in zip(grads, layers, entries, parts, strict=True):
+        start = 0
+        for grad, layer, positions in zip(grads, layers, entries, strict=True):
+            sent = grad if positions is None else positions
+            part = mean[start : start + sent.numel()]
+            start += sent.numel()
             if layer is None or positions is None:
                 grad.copy_(part.view(grad.shape))
             else:
                 grad.copy_(_unpack(part.to(grad.dtype), layer, positions))
         return buffer
 
-    return dist.all_reduce(message, group=state.group, async_op=True).get_future().then(unpack)
+    work = dist.all_reduce(message, group=state.group, async_op=True)
+    return work.get_future().then(unpack)
 
 
 def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
@@ -136,10 +155,14 @@ def _pack(grad: Tensor, layer: NMLayer | None, state: CommHookState) -> Tensor:
     """The part of a gradient that is sent, one-dimensional."""
     if layer is None:
         return grad.reshape(-1)
-    kept, positions, m = layer.forward_mask_view, state.entries(layer).long(), layer.pattern.m
+    kept = layer.forward_mask_view
     assert kept is not None
+    m = layer.pattern.m
+    positions = state.entries(layer).long()
     values = as_blocks(layer.rows(grad), m).gather(1, positions)
-    return torch.where(as_blocks(layer.rows(kept), m).gather(1, positions), values, 0).flatten()
+    # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
+    is_kept = as_blocks(layer.rows(kept), m).gather(1, positions)
+    return torch.where(is_kept, values, 0).flatten()
 
 
 def _unpack(values: Tensor, layer: NMLayer, positions: Tensor) -> Tensor:

@@ -45,20 +45,28 @@ def checksum(layer: NMLayer) -> Tensor:
     The words are of the settings and counters, both masks, the permutation, and the parameters that the method owns. A
     change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
     """
-    return torch.cat(
-        [_settings([layer]).to(layer.param.device), _of_masks(layer), _sum(layer, layer.parameters.values())[None]]
-    )
+    settings = _settings([layer]).to(layer.param.device)
+    parameters = _sum(layer, layer.parameters.values())
+    return torch.cat([settings, _of_masks(layer), parameters[None]])
 
 
 def _settings(layers: Iterable[NMLayer]) -> Tensor:
     """The first word of each layer's checksum, on the CPU."""
-    keys = (hashlib.sha256(repr(_fingerprint(layer)).encode()).digest()[:8] for layer in layers)
-    return torch.tensor([int.from_bytes(key, "little", signed=True) for key in keys], dtype=torch.int64)
+    words = []
+    for layer in layers:
+        text = repr(_fingerprint(layer))
+        digest = hashlib.sha256(text.encode()).digest()
+        words.append(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.tensor(words, dtype=torch.int64)
 
 
 def _of_masks(layer: NMLayer) -> Tensor:
     """The words of the masks and of the permutation."""
-    return torch.stack([_sum(layer, [] if t is None else [t]) for t in (layer.masks.bits, layer.permutation)])
+    words = []
+    for tensor in (layer.masks.bits, layer.permutation):
+        present = [] if tensor is None else [tensor]
+        words.append(_sum(layer, present))
+    return torch.stack(words)
 
 
 def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
@@ -104,7 +112,9 @@ class RankComparison:
         device = self.layers[0].param.device if self.layers else torch.device("cpu")
         words = [_settings(self.layers).to(device, non_blocking=True)]
         for layer in self.layers:
-            words += [self._of_masks(layer).to(device), _sum(layer, layer.parameters.values())[None].to(device)]
+            words.append(self._of_masks(layer).to(device))
+            parameters = _sum(layer, layer.parameters.values())
+            words.append(parameters[None].to(device))
         total = mix(torch.cat(words)).sum()
         # ~x falls as x rises, so one maximum gives the largest and the smallest.
         extremes = torch.stack([total, ~total])
@@ -116,17 +126,22 @@ class RankComparison:
     def _of_masks(self, layer: NMLayer) -> Tensor:
         tensors = [t for t in (layer.masks.bits, layer.permutation) if t is not None]
         versions = [t._version for t in tensors]
-        known = self._known.get(layer.name)
-        if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
-            known = self._known[layer.name] = (tensors, versions, _of_masks(layer))
-        return known[2]
+        if layer.name in self._known:
+            known_tensors, known_versions, words = self._known[layer.name]
+            # Equal ids are the same tensors, because the cache holds the old ones; versions tell changes in place.
+            if list(map(id, known_tensors)) == list(map(id, tensors)) and known_versions == versions:
+                return words
+        words = _of_masks(layer)
+        self._known[layer.name] = (tensors, versions, words)
+        return words
 
     def _explain(self, group: dist.ProcessGroup | None) -> None:
         """Gather all words and settings, and raise an error that names the differences."""
         own = {}
         for layer in self.layers:
-            words = dict(zip(("masks", "permutation", "parameters"), checksum(layer)[1:].tolist(), strict=True))
-            own[layer.name] = {**_fingerprint(layer), **words}
+            _, masks, permutation, parameters = checksum(layer).tolist()
+            words = {"masks": masks, "permutation": permutation, "parameters": parameters}
+            own[layer.name] = _fingerprint(layer) | words
         everyone: list[Any] = [None] * processes(group)
         dist.all_gather_object(everyone, own, group)
         differences = []
@@ -141,7 +156,9 @@ class RankComparison:
                 if others:
                     differences.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
         differences = differences or ["their layers come in another order"]
-        shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+        shown = "; ".join(differences[:8])
+        if len(differences) > 8:
+            shown += f"; and {len(differences) - 8} more"
         raise RuntimeError(
             f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
             "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
@@ -163,17 +180,23 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     for dtype in dict.fromkeys(p.dtype for p in owned):
         same = [p for p in owned if p.dtype == dtype]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        present = torch.tensor([float(p.grad is not None) for p in same], dtype=dtype).to(same[0].device)
-        flat = torch.cat([*(grad.flatten() for grad in grads), present]).div_(world)
+        # One flag a parameter travels with the gradients: whether any process has a gradient for it.
+        flags = [float(p.grad is not None) for p in same]
+        present = torch.tensor(flags, dtype=dtype).to(same[0].device)
+        flat = torch.cat([*map(torch.flatten, grads), present])
+        flat.div_(world)
         dist.all_reduce(flat, group=group)
-        *means, present = flat.split([*(p.numel() for p in same), len(same)])
-        for k, (p, mean) in enumerate(zip(same, means, strict=True)):
+        sizes = [p.numel() for p in same]
+        *means, present = flat.split([*sizes, len(same)])
+        for p, mean, anywhere in zip(same, means, present, strict=True):
             if p.grad is not None:
                 p.grad.copy_(mean.view_as(p))
-            elif bool(present[k]):
+            elif bool(anywhere):
                 p.grad = mean.view_as(p).clone()
 
 
 def processes(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes of the group; 1 outside distributed training."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)

@@ -52,5 +52,7 @@ class BlockEstimator(GradientEstimator):
         padding = -tokens % pattern.m
         padded = F.pad(grad, (0, 0, 0, padding)) if padding else grad
         blocks = padded.shape[0] // pattern.m
-        uniform = counter_uniform(self.numbers * blocks * out, seed).view(self.numbers, blocks, out)
-        return self.prune(padded, pattern, uniform)[:tokens]
+        numbers = counter_uniform(self.numbers * blocks * out, seed)
+        uniform = numbers.view(self.numbers, blocks, out)
+        pruned = self.prune(padded, pattern, uniform)
+        return pruned[:tokens]

@@ -23,4 +23,6 @@ class TopN(BlockEstimator):
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """The largest; a NaN counts as such, so that a GradScaler sees it."""
-        return torch.where(nm_mask(grad.abs().nan_to_num(nan=torch.inf, posinf=torch.inf), pattern, 0), grad, 0)
+        magnitudes = grad.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        mask = nm_mask(magnitudes, pattern, 0)
+        return torch.where(mask, grad, 0)

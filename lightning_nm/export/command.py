@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
+from lightning_nm.nn.ranges import grouped
 
 SCHEMA = 1
 
@@ -28,13 +29,20 @@ def main(args: Sequence[str]) -> int:
         if several:
             console.print(f"{checkpoint}:", style="bold", highlight=False, markup=False, soft_wrap=True)
         try:
-            result = verify(checkpoint, options.pattern, options.include, options.min_share)
+            result = verify(
+                checkpoint,
+                options.pattern,
+                options.include,
+                options.min_share,
+                allow_dense=options.allow_dense,
+                base=options.base,
+            )
         except ValueError as error:
             errors.print(f"lightning-nm verify: {error}", highlight=False, markup=False, soft_wrap=True)
             contents.append({"checkpoint": checkpoint, "ok": False, "error": str(error)})
             statuses.append(2)
         else:
-            _print(result, console)
+            _print(result, console, options.quiet)
             contents.append({"checkpoint": checkpoint, "ok": result.ok, **_content(result)})
             statuses.append(0 if result.ok else 1)
     if several:
@@ -74,15 +82,26 @@ def _parser() -> argparse.ArgumentParser:
         "--min-share",
         metavar="S",
         type=float,
-        default=0.0,
         help="the least share, from 0 to 1, of the entries of all matrices that must be in N:M matrices",
     )
+    parser.add_argument(
+        "--allow-dense",
+        action="store_true",
+        help="with --pattern: matrices may be dense; without it, --min-share or --base, a dense matrix is a failure",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="CKPT",
+        help="with --pattern: every matrix that is N:M in this checkpoint must be N:M, for example after a merge",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no table")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
     return parser
 
 
-def _print(result: Verification, console: Console) -> None:
-    console.print(_table(result.verdicts))
+def _print(result: Verification, console: Console, quiet: bool) -> None:
+    if not quiet:
+        console.print(_table(result.verdicts))
     sparse, dense, total = result.count("N:M"), result.count("dense"), len(result.matrices)
     verb = "is" if dense == 1 else "are"
     text = f"{sparse} of {total} matrices are N:M, with {result.share:.1%} of all entries; {dense} {verb} dense"
@@ -113,7 +132,12 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("note", overflow="fold", min_width=12)
     styles = {"N:M": "green", "broken": "red", "dense": "dim"}
-    for v in verdicts:
-        cells = (v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", f"{v.density:.4f}", v.note)
-        table.add_row(*cells, style=styles[v.verdict])
+    rows = [(v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", _density(v), v.note) for v in verdicts]
+    for row in grouped(rows):
+        table.add_row(*row, style=styles[row[2]])
     return table
+
+
+def _density(verdict: Verdict) -> str:
+    """The share of nonzeros; that of a dense weight in two places, so that equal layers share a row."""
+    return f"{verdict.density:.2f}" if verdict.verdict == "dense" else f"{verdict.density:.4f}"

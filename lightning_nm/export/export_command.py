@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -21,6 +23,28 @@ from lightning_nm.export.sources import Source, read_source
 def main(args: Sequence[str]) -> int:
     """Run ``lightning-nm export`` and return its exit status."""
     options = _parser().parse_args(list(args))
+    try:
+        with _stopped_as_by_keyboard():
+            return _export(options)
+    except KeyboardInterrupt:
+        print(f"lightning-nm export: stopped, '{options.output}' was not written", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _stopped_as_by_keyboard() -> Iterator[None]:
+    """Let SIGTERM end the export as Ctrl-C does, so that temporary files are removed."""
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _export(options: argparse.Namespace) -> int:
     console = Console()
     try:
         _check(options)
@@ -52,6 +76,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--pattern is for --to packed")
     if graph and Path(options.output).suffix != f".{options.to}":
         raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
+    if options.to != "torch" and Path(options.output).is_dir():
+        raise ValueError(f"'{options.output}' is a folder: name a file")
     check_folder(Path(options.output))  # before a large checkpoint is read
 
 

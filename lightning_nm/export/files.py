@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
+_ONNX = b"\x08"  # the first byte of an ONNX file: its first field is the version of the format
+_OF_PROGRAMS = ("archive_format", "serialized_exported_program.json")  # records of torch.export, new and old
 _SHOWN = 40  # characters of a text file
 
 
@@ -43,7 +45,7 @@ def read_file(path: Path) -> Any:
     Raises:
         ValueError: Naming the file, and why it cannot be read.
     """
-    fault = _fault(path)
+    fault = file_fault(path)
     if fault:
         raise ValueError(f"cannot read '{path}': {fault}")
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -73,13 +75,15 @@ def _read_torch(path: Path) -> Any:
         raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
 
 
-def _fault(path: Path) -> str:
+def file_fault(path: Path) -> str:
     """What a look at its first bytes and its size shows to be wrong with a file; empty if it seems sound."""
     size = path.stat().st_size
     if not size:
         return "it is empty (0 bytes), as after an interrupted copy or on a full disk"
     with path.open("rb") as file:
         start = file.read(256)
+    if graph := _graph(path, start):
+        return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
     archive = start[:4] == _ARCHIVE[: len(start)]
     text = "" if archive else _text(start)
     if text.startswith("version https://git-lfs"):
@@ -93,6 +97,18 @@ def _fault(path: Path) -> str:
             return f"it is truncated: {size} bytes of at least {needed} are there"
     elif archive and not zipfile.is_zipfile(path):
         return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
+    return ""
+
+
+def _graph(path: Path, start: bytes) -> str:
+    """The kind of a file that holds a graph of a model; empty for other files."""
+    if path.suffix == ".onnx" and start[:1] == _ONNX:
+        return "an ONNX graph"
+    if start[:4] == _ARCHIVE and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any(name.rpartition("/")[2] in _OF_PROGRAMS for name in names):
+            return "a program of torch.export"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,10 @@ def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.Path
         OSError: If it cannot be written.
     """
     program = _in_evaluation(model, lambda: torch.export.export(model, example, dynamic_shapes=_dynamic(example)))
+    content = io.BytesIO()  # torch aborts the process where it cannot write a file to its end
+    torch.export.save(program, content)
     with replacing(Path(output)) as new:
-        named = new.with_suffix(".pt2")  # torch warns of other names
-        try:
-            torch.export.save(program, named)
-            named.replace(new)
-        finally:
-            named.unlink(missing_ok=True)
+        new.write_bytes(content.getbuffer())
 
 
 def export_onnx(model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]) -> float:

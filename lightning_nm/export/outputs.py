@@ -17,7 +17,7 @@ from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.safetensors_file import check_folder, replacing, write_safetensors
 from lightning_nm.export.sources import Source, other_files
-from lightning_nm.functional.nm_packing import position_bytes
+from lightning_nm.functional.nm_format import position_bytes
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
@@ -123,6 +123,9 @@ def _write_folder(source: Source, path: Path) -> None:
             shutil.copyfile(file, new / file.name)
         _write_dense(source.weights, new / "model.safetensors")
         new.rename(path)
+    except OSError as error:
+        fault = error.__cause__ or error  # the name of the temporary folder tells nothing
+        raise type(error)(f"'{path}' was not written: {getattr(fault, 'strerror', None) or fault}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

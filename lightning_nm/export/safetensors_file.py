@@ -226,13 +226,22 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which takes its place unless there is an error.
 
     Raises:
-        OSError: If the folder does not exist or cannot be written.
+        OSError: If the folder does not exist, or the file cannot be written: the message names `path`. An older file
+            is then as it was.
     """
     check_folder(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"'{path}' is a folder: name a file")
     new = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         yield new
         new.replace(path)
+    except OSError as error:
+        raise type(error)(f"'{path}' was not written: {error.strerror or error}") from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
+            raise
+        raise OSError(f"'{path}' was not written: torch could not write the whole file, as on a full disk") from error
     finally:
         new.unlink(missing_ok=True)
 

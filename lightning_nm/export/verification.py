@@ -20,6 +20,7 @@ from lightning_nm.nn.layout import rows_of
 from lightning_nm.nn.names import key_of_layer, plain_name
 from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.nn.ranges import expanded, grouped, quoted
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
@@ -51,10 +52,10 @@ class Verification:
     @property
     def warnings(self) -> list[str]:
         """Messages about weights that are N:M only because they are all zero."""
+        rows = [(v.key,) for v in self.verdicts if v.verdict == "N:M" and not v.density]
         return [
-            f"'{v.key}' is all zero, which is N:M in every pattern: its layer was not loaded, or died"
-            for v in self.verdicts
-            if v.verdict == "N:M" and not v.density
+            f"{quoted(key)} is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+            for (key,) in grouped(rows)
         ]
 
     @property
@@ -67,9 +68,15 @@ def verify(
     checkpoint: str | Path,
     pattern: PatternLike | None = None,
     include: str | Sequence[str] = (),
-    min_share: float = 0.0,
+    min_share: float | None = None,
+    *,
+    allow_dense: bool = False,
+    base: str | Path | None = None,
 ) -> Verification:
     """Check that every block of a checkpoint's masked weights holds at most N nonzeros in M.
+
+    A file without sparsifier state does not tell which of its weights are dense by intention. With a pattern, dense
+    matrices are therefore a problem, unless `allow_dense`, `min_share` or `base` says which may be.
 
     Args:
         checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model, or
@@ -78,10 +85,13 @@ def verify(
             of the sparsifier state in the file, or of the header of a packed model.
         include: Globs over keys or module names of weights that must be N:M.
         min_share: The least share of the entries of all matrices that must be in N:M matrices, from 0 to 1.
+        allow_dense: With a pattern, allow matrices that are dense.
+        base: The checkpoint that this one was made from, for example by merging adapters. Every matrix that is N:M
+            there must be N:M here, the others may be dense. It needs a pattern.
 
     Raises:
-        ValueError: If the file cannot be read, positions of a packed model are damaged, or it has no sparsifier state
-            and no pattern is given.
+        ValueError: If a file cannot be read, positions of a packed model are damaged, it has no sparsifier state and
+            no pattern is given, or `base` is given without a pattern or has no N:M matrix.
 
     Example::
 
@@ -94,17 +104,57 @@ def verify(
         True
     """
     parsed = None if pattern is None else NMPattern.parse(pattern)
-    if not 0 <= min_share <= 1:
+    if min_share is not None and not 0 <= min_share <= 1:
         raise ValueError(f"min_share={min_share} must be a share from 0 to 1")
-    if is_packed(checkpoint):
-        verdicts, sizes = _verify_packed(PackedFile(checkpoint), parsed)
-    else:
-        verdicts, sizes = _verify_dense(Path(checkpoint), parsed)
+    if base is not None and parsed is None:
+        raise ValueError(f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4")
+    verdicts, sizes = _verify_file(checkpoint, parsed)
     problems = _problems(verdicts, [include] if isinstance(include, str) else include)
+    if base is not None:
+        problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
+    elif parsed is not None and min_share is None and not allow_dense and not problems:
+        problems += _dense(verdicts)
     share = _share(verdicts, sizes)
-    if share < min_share:
+    if min_share is not None and share < min_share:
         problems.append(f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}")
     return Verification(verdicts, problems, sizes)
+
+
+def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+    """The verdicts of a file, and the number of entries of every matrix."""
+    if is_packed(checkpoint):
+        return _verify_packed(PackedFile(checkpoint), pattern)
+    return _verify_dense(Path(checkpoint), pattern)
+
+
+def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
+    """What is N:M in the base alone.
+
+    Raises:
+        ValueError: If the base has no N:M matrix.
+    """
+    wanted = {plain_name(v.key) for v in of_base if v.verdict == "N:M" and v.density}
+    if not wanted:
+        raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
+    found = {plain_name(v.key): v.verdict for v in verdicts}
+    rows = [
+        (key, f"{found[key]} here" if key in found else "not in the file")
+        for key in sorted(wanted)
+        if found.get(key) != "N:M"
+    ]
+    lost = [f"{quoted(key)} is N:M in the base, but {fate}" for key, fate in grouped(rows)]
+    return [f"only {len(wanted) - len(rows)} of the base's {len(wanted)} N:M matrices are N:M", *lost] if rows else []
+
+
+def _dense(verdicts: Sequence[Verdict]) -> list[str]:
+    """What is said of dense matrices that nothing allows."""
+    dense = [(v.key,) for v in verdicts if v.verdict == "dense"]
+    if not dense:
+        return []
+    names = [quoted(key) for (key,) in grouped(dense)]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    advice = "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+    return [f"{len(dense)} of {len(verdicts)} matrices are dense: {shown}; {advice}"]
 
 
 def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
@@ -199,18 +249,25 @@ def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
 
 
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
+    broken = [(v.key, v.pattern, str(v.violations), str(v.blocks)) for v in verdicts if v.verdict == "broken"]
     problems = [
-        f"'{v.key}' is not {v.pattern}: {v.violations} of {v.blocks} blocks hold more"
-        for v in verdicts
-        if v.verdict == "broken"
+        f"{quoted(key)} is not {pattern}: {violations} of {blocks} blocks hold more"
+        for key, pattern, violations, blocks in grouped(broken)
     ]
     if not any(verdict.verdict == "N:M" for verdict in verdicts):
         problems.append("no weight is N:M sparse")
     elif not any(verdict.verdict == "N:M" and verdict.density for verdict in verdicts):
         problems.append("every weight that is N:M is all zero")
     for glob in include:
-        named = [v for v in verdicts if fnmatchcase(v.key, glob) or fnmatchcase(v.key.rpartition(".")[0], glob)]
-        if not named:
+        globs = expanded(glob)
+        named = [v for v in verdicts if any(_matches(v.key, each) for each in globs)]
+        if not all(any(_matches(v.key, each) for v in named) for each in globs):
             problems.append(f"`include` '{glob}' matches no weight")
-        problems += [f"'{v.key}' is named by `include` but is dense" for v in named if v.verdict == "dense"]
+        dense = grouped([(v.key,) for v in named if v.verdict == "dense"])
+        problems += [f"{quoted(key)} is named by `include` but is dense" for (key,) in dense]
     return problems
+
+
+def _matches(key: str, glob: str) -> bool:
+    """Whether a glob over keys or names of modules matches a weight."""
+    return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,7 +88,7 @@ def _observe(
 
 
 def _is_scheduled(callback: NMSparsityCallback) -> bool:
-    sparsifier = NMSparsifier(torch.nn.Module(), **callback.options)
+    sparsifier = NMSparsifier(torch.nn.Module(), config=callback.config)
     return any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator))
 
 
@@ -97,9 +98,9 @@ def _report(
     sparsifiers: list[NMSparsifier] = []
     try:
         for callback in callbacks:
-            given = {**callback.options, **({} if pattern is None else {"pattern": pattern})}
-            sparsifier = NMSparsifier(cli.model, **given, planned_steps=plan.steps)
-            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None, flow=forward.flow))
+            config = callback.config if pattern is None else replace(callback.config, pattern=pattern)
+            sparsifier = NMSparsifier(cli.model, config=config, planned_steps=plan.steps)
+            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None))
             charge_plan(list(sparsifier.layers.values()), plan.steps)
         layers = layers_of(cli.model, forward.macs, sparsifiers)
         lines = dict.fromkeys(line for sparsifier in sparsifiers for line in phases(sparsifier))

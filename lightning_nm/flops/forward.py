@@ -1,4 +1,4 @@
-"""One dense forward pass of a model: the multiply-adds of every weight, and which layers come first and last."""
+"""One dense forward pass of a model: the multiply-adds of every weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.callbacks.training_length import planned_steps
-from lightning_nm.training.flow import ValueFlow
 from lightning_nm.training.macs import MacsCounter
 
 
@@ -25,7 +24,6 @@ class Forward:
 
     macs: Mapping[str, int]
     """Multiply-adds by layer name, as :class:`~lightning_nm.training.macs.MacsCounter` counts them."""
-    flow: ValueFlow
     inputs: tuple[str, ...]
     """Dtype and shape of each tensor that went in."""
 
@@ -75,7 +73,7 @@ def first_forward(
     watcher = _fit(trainer, model, datamodule, _Watch(model, runs=True))
     assert watcher.plan is not None
     assert watcher.counter is not None
-    return Forward(watcher.counter.macs, watcher.flow, watcher.inputs), watcher.plan
+    return Forward(watcher.counter.macs, watcher.inputs), watcher.plan
 
 
 def plan_of(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Plan:
@@ -112,7 +110,6 @@ class _Watch(pl.Callback):
 
     def __init__(self, model: nn.Module, *, runs: bool) -> None:
         self.runs = runs
-        self.flow = ValueFlow(model)
         self.counter: MacsCounter | None = None
         self.plan: Plan | None = None
         self.inputs: tuple[str, ...] = ()
@@ -126,7 +123,6 @@ class _Watch(pl.Callback):
             raise _Enough
         self.inputs = tuple(_shapes(batch))
         self.counter = MacsCounter(pl_module)
-        self.flow.__enter__()
 
     def on_before_backward(self, *_: Any) -> None:
         """The forward pass has ended."""
@@ -138,26 +134,25 @@ class _Watch(pl.Callback):
 
     def close(self) -> None:
         """Remove what was registered at the model."""
-        self.flow.__exit__()
         if self.counter is not None:
             self.counter.close()
 
 
 def _run(model: nn.Module, inputs: Any) -> Forward:
-    counter, flow = MacsCounter(model), ValueFlow(model)
+    counter = MacsCounter(model)
     args, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), {}
     if isinstance(inputs, dict):
         args, kwargs = (), inputs
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), flow:
+        with torch.no_grad():
             model(*args, **kwargs)
     finally:
         counter.close()
         for module, mode in training.items():
             module.training = mode
-    return Forward(counter.macs, flow, tuple(_shapes(inputs)))
+    return Forward(counter.macs, tuple(_shapes(inputs)))
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -9,9 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.tables import Whole, grouped
+from lightning_nm.callbacks.report.tables import Whole
 from lightning_nm.flops.report import GEMMS, LayerFlops, Report
 from lightning_nm.functional import FlopsKind
+from lightning_nm.nn.ranges import grouped
 
 _MEANINGS: Mapping[FlopsKind, str] = {
     "arithmetic": "nonzero operands, needed outputs",

@@ -17,7 +17,8 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Ten
     Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv 2306.11695.
 
     Args:
-        weight: ``[out, in]``, real.
+        weight: ``[out, in]``, real. Scores are computed in the wider dtype of ``weight`` and ``input_norms``, and in
+            float32 at least.
         input_norms: ``[in]``, the Euclidean norm of each input feature over the calibration tokens.
         pattern: What :meth:`NMPattern.parse` reads; blocks lie along `in`.
 
@@ -33,7 +34,9 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Ten
     """
     if weight.dim() != 2 or input_norms.shape != weight.shape[1:]:
         raise ValueError(f"input norms {tuple(input_norms.shape)} do not belong to a weight {tuple(weight.shape)}")
-    return nm_mask(weight.abs() * input_norms, pattern, dim=1)
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, input_norms.dtype), torch.float32)
+    scores = weight.to(dtype).abs() * input_norms.to(dtype)
+    return nm_mask(scores, pattern, dim=1)
 
 
 @torch.no_grad()

@@ -49,13 +49,15 @@ def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -
     ``blocks`` are numbers of blocks, ``entries`` the entry within each of them, both int64 of one shape.
     """
     per_row = shape[1] // m
-    outer = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
-    return outer[0], blocks % per_row * m + entries, *outer[1:]
+    out, *taps = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
+    column = blocks % per_row * m + entries
+    return out, column, *taps
 
 
 def look_ahead_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float) -> Tensor:
     r"""The magnitude of each entry one dense step ahead, :math:`|m W - \eta G|`; ``step`` is :math:`\eta`."""
-    return (torch.where(mask, weight, 0) - step * grad).abs()
+    masked = torch.where(mask, weight, 0)
+    return (masked - step * grad).abs()
 
 
 def evidence_scores(weight: Tensor, evidence: Tensor, mask: Tensor) -> Tensor:
@@ -94,13 +96,23 @@ def expected_loss_change(weight: Tensor, grad: Tensor, mask: Tensor, step: Tenso
         swaps: The exchanges.
     """
     absence = step * grad.square() - torch.where(mask, grad * weight, 0)
-    pruned, regrown = (absence.gather(1, entry.long().unsqueeze(1)).squeeze(1) for entry in swaps[:2])
+    pruned = _entry(absence, swaps.pruned)
+    regrown = _entry(absence, swaps.regrown)
     return torch.where(swaps.gain > 0, pruned - regrown, 0)
+
+
+def _entry(blocks: Tensor, entries: Tensor) -> Tensor:
+    """One entry ``[B]`` of every block ``[B, M]``."""
+    index = entries.long().unsqueeze(1)
+    return blocks.gather(1, index).squeeze(1)
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:
     r"""How many of B blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`, with p from 0 to 1."""
-    return math.ceil(round(blocks * share * 0.5 * (1 + math.cos(math.pi * progress)), 6))  # 7.000000000000001 is 7
+    decay = 1 + math.cos(math.pi * progress)
+    budget = blocks * share * 0.5 * decay
+    # Rounding errors must not add a block: 7.000000000000001 is 7.
+    return math.ceil(round(budget, 6))
 
 
 def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
@@ -120,9 +132,11 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
     if budget == 0:
         candidates = torch.zeros_like(candidates)
     elif int(candidates.sum()) > budget:
-        joint = torch.where(candidates, value / (1 + oscillation.to(value.dtype)), -torch.inf)
+        damping = 1 + oscillation.to(value.dtype)
+        joint = torch.where(candidates, value / damping, -torch.inf)
         last = joint.topk(budget, sorted=False).values.min()  # the least that is chosen; a sort would take more memory
         candidates = joint > last
         ties = (joint == last).nonzero().squeeze(1)
-        candidates[ties[: budget - int(candidates.sum())]] = True
+        missing = budget - int(candidates.sum())
+        candidates[ties[:missing]] = True
     return candidates.nonzero().squeeze(1)

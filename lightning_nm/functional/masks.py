@@ -107,7 +107,10 @@ def backward_mask(
         mask = torch.empty_like(magnitudes, dtype=torch.bool)
         mask[permutation] = _mask(magnitudes[permutation], pattern, 0, magnitude=False)
     mask = mask.view(weight.shape)
-    return mask if forward_mask is None else mask & forward_mask
+    # A block may be filled up with entries that the forward mask prunes.
+    if forward_mask is not None:
+        mask = mask & forward_mask
+    return mask
 
 
 def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -150,7 +153,8 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
     """
     pattern = NMPattern.parse(pattern)
     dim = _check_blocks(tensor, pattern, dim)
-    nonzeros = tensor.detach().bool().unflatten(dim, (-1, pattern.m)).sum(dim + 1, dtype=torch.int32)
+    blocks = tensor.detach().bool().unflatten(dim, (-1, pattern.m))
+    nonzeros = blocks.sum(dim + 1, dtype=torch.int32)
     return (nonzeros > pattern.n).sum()
 
 
@@ -206,7 +210,9 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
 def _comparable(scores: Tensor) -> Tensor:
     """Widen the floating dtypes under two bytes, which have no comparisons; the cast keeps order and ties."""
     dtype = scores.dtype  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
-    return scores.float() if dtype.is_floating_point and dtype.itemsize < 2 else scores
+    if dtype.is_floating_point and dtype.itemsize < 2:
+        return scores.float()
+    return scores
 
 
 def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
@@ -218,8 +224,11 @@ def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Te
     if pattern.m > _MAX_PAIRWISE_M:
         return sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
     if torch.compiler.is_compiling():
+        if magnitude:
+            scores = scores.abs()
+        # Unrolled, the pairs of a long block would make a graph that takes long to compile.
         traced = unrolled_mask if pattern.m <= _MAX_STRIDED_M else broadcast_mask
-        return traced(scores.abs() if magnitude else scores, pattern, dim)
+        return traced(scores, pattern, dim)
     return _chunked_mask(scores, pattern, dim, magnitude)
 
 
@@ -239,7 +248,8 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool)
     for part, kept in zip(blocks.split(step), mask.view(torch.uint8).split(step), strict=True):
         if keep is None or keep.size != len(part):  # the first chunk, and a shorter last one
             keep = (_Strided if strided else _Gathered)(part, pattern)
-        for entry, row in zip(kept.unbind(1), keep(part.abs() if magnitude else part).unbind(0), strict=True):
+        found = keep(part.abs() if magnitude else part)
+        for entry, row in zip(kept.unbind(1), found.unbind(0), strict=True):
             entry.copy_(row)
     return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
 
@@ -252,13 +262,15 @@ def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
         won = (entries[i] >= entries[j]) | entries[j].isnan()
         ranks[i] = ranks[i] + ~won
         ranks[j] = ranks[j] + won
-    return torch.stack([rank < pattern.n for rank in ranks], -1).flatten(-2).movedim(-1, dim)
+    kept = torch.stack([rank < pattern.n for rank in ranks], -1)
+    return kept.flatten(-2).movedim(-1, dim)
 
 
 def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Compare all pairs in one expression without side effects: a compiler need not store them."""
     blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
-    mine, other = blocks.unsqueeze(-1), blocks.unsqueeze(-2)
+    mine = blocks.unsqueeze(-1)
+    other = blocks.unsqueeze(-2)
     index = torch.arange(pattern.m, device=scores.device)
     beaten_by_earlier = (other >= mine) | mine.isnan()
     beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
@@ -270,17 +282,21 @@ def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Mark the first N of a stable descending sort."""
     blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
     # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
-    floating = scores.dtype.is_floating_point
-    order = (0 - blocks if floating else blocks).argsort(dim=-1, stable=True, descending=not floating)
+    if scores.dtype.is_floating_point:
+        order = (0 - blocks).argsort(dim=-1, stable=True)
+    else:
+        order = blocks.argsort(dim=-1, stable=True, descending=True)
     mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
-    return mask.scatter_(-1, order[..., : pattern.n], True).flatten(-2).movedim(-1, dim)
+    mask.scatter_(-1, order[..., : pattern.n], True)
+    return mask.flatten(-2).movedim(-1, dim)
 
 
 class _Strided:
     """Compare the entries of blocks [B, M, I] pair by pair, where they lie."""
 
     def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
-        self.pattern, self.size = pattern, len(blocks)
+        self.pattern = pattern
+        self.size = len(blocks)
         self.start, self.ranks = _start_ranks(blocks)
         self.won = torch.empty_like(self.ranks[0], dtype=torch.bool)
 
@@ -288,7 +304,8 @@ class _Strided:
         """Return the mask, as uint8 ``[M, B, I]``."""
         blocks = _wide(blocks)
         nan = _find_nan(blocks)
-        entries, ranks = blocks.unbind(1), self.ranks.copy_(self.start).unbind(0)
+        entries = blocks.unbind(1)
+        ranks = self.ranks.copy_(self.start).unbind(0)
         for i, j in combinations(range(self.pattern.m), 2):
             torch.ge(entries[i], entries[j], out=self.won)
             if nan is not None:
@@ -303,7 +320,8 @@ class _Gathered:
     """Gather the M entries of blocks [B, M, I] into M rows, and compare all rows at a distance d at once."""
 
     def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
-        self.pattern, self.size = pattern, len(blocks)
+        self.pattern = pattern
+        self.size = len(blocks)
         self.start, self.ranks = _start_ranks(blocks)
         self.scores = torch.empty_like(self.ranks, dtype=_wide(blocks[:0]).dtype)
         # On a CPU a comparison into its own dtype and a narrowing copy are several times faster than one into bool.
@@ -335,7 +353,8 @@ def _start_ranks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the initial ranks, each entry losing to all that follow it, and room for those of blocks [B, M, I]."""
     size, m, inner = blocks.shape
     start = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=blocks.device)
-    return start.view(m, 1, 1), torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)
+    ranks = torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)
+    return start.view(m, 1, 1), ranks
 
 
 def _first_largest(scores: Tensor) -> Tensor:
@@ -355,10 +374,14 @@ def _find_nan(scores: Tensor) -> Tensor | None:
         return None
     # Reading a value would stall an accelerator, and a fake tensor has none. A sum of inf and -inf only costs time.
     plain = type(scores) is Tensor and scores.device.type == "cpu"
-    return None if plain and not scores.sum().isnan() else scores.isnan()
+    if plain and not scores.sum().isnan():
+        return None
+    return scores.isnan()
 
 
 def _wide(scores: Tensor) -> Tensor:
     """Widen half dtypes, whose comparisons are slow on a CPU; the cast keeps order and ties."""
     half = scores.is_floating_point() and scores.itemsize < 4
-    return scores.float() if half and scores.device.type == "cpu" else scores
+    if half and scores.device.type == "cpu":
+        return scores.float()
+    return scores

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -60,7 +61,8 @@ def permutation_score(
     Source: Zhang et al., ICML 2023, arXiv:2302.06058.
     """
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
-    return float(_scores(problem, checked_permutation(permutation, weight, groups)[None])[0])
+    permutation = checked_permutation(permutation, weight, groups)
+    return float(_scores(problem, permutation[None])[0])
 
 
 @torch.no_grad()
@@ -116,10 +118,13 @@ def search_permutation(
         raise ValueError(f"candidates={candidates}: the search needs at least one, for example candidates=100")
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
     start = checked_permutation(initial, weight, groups)
-    if problem.table.numel() == 0 or len(start) == groups * problem.pattern.m:  # one block a group: all score the same
+    one_block_a_group = len(start) == groups * problem.pattern.m  # all permutations score the same
+    if problem.table.numel() == 0 or one_block_a_group:
         return start
-    if search != "swap":
-        return _best_of(problem, start if search == "random" else None, candidates, generator)
+    if search == "random":
+        return _best_of(problem, start, candidates, generator)
+    if search == "redraw":
+        return _best_of(problem, None, candidates, generator)
     rounds = max(1, candidates * (problem.pattern.m + 4) // 260)  # measured
     with torch.autocast(start.device.type, enabled=False):
         found = _swap(problem, start, rounds, generator)
@@ -148,13 +153,19 @@ def _problem(
     _choice("criterion", criterion, get_args(Criterion))
     check_output_blocks(weight, forward_mask, pattern, groups)
     weight = weight.detach()
-    table = weight.abs() if criterion == "l1" else weight.bool()
-    if forward_mask is not None:
-        table = table.where(forward_mask, 0) if criterion == "l1" else table & forward_mask
+    if criterion == "l1":
+        table = weight.abs()
+        if forward_mask is not None:
+            table = table.where(forward_mask, 0)
+    else:
+        table = weight.bool()
+        if forward_mask is not None:
+            table = table & forward_mask
     return _Problem(table.flatten(1).contiguous(), pattern, criterion, groups)
 
 
 def _first_rows(rows: Tensor, groups: int) -> Tensor:
+    """The number of the first row of every group, ``[groups, 1]``."""
     return torch.arange(0, len(rows), len(rows) // groups, device=rows.device)[:, None]
 
 
@@ -168,14 +179,16 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
 
 
 def _best_of(problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None) -> Tensor:
-    rows, size = problem.table, len(problem.table) // problem.groups
+    rows = problem.table
+    size = len(rows) // problem.groups
     best = rows.new_empty(0, len(rows), dtype=torch.int64) if initial is None else initial[None]
     for done in range(0, candidates, 1000):  # bounds memory
         count = min(1000, candidates - done)
         drawn = _shuffles(count * problem.groups, size, generator, rows.device).view(count, -1, size)
         drawn += _first_rows(rows, problem.groups)
         permutations = torch.cat([best, drawn.view(count, -1)])
-        best = permutations[_scores(problem, permutations).argmax()][None]
+        first_best = _scores(problem, permutations).argmax()
+        best = permutations[first_best][None]
     return best[0]
 
 
@@ -188,15 +201,21 @@ def _scores(problem: _Problem, permutations: Tensor) -> Tensor:
         words = _pack(table)
         parts = permutations.split(max(1, _CACHE // words.numel()))
         counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
-        return counts if criterion == "retained" else table.numel() // pattern.m - counts
-    table = table if table.dtype == torch.float64 else table.float()
+        if criterion == "retained":
+            return counts
+        blocks = table.numel() // pattern.m
+        return blocks - counts
+    if table.dtype != torch.float64:
+        table = table.float()
     scores = torch.zeros(len(permutations), dtype=torch.float64, device=table.device)
     for columns in table.split(max(1, _CACHE // len(table)), dim=1):
         columns = columns.contiguous()
         step = max(1, _CACHE // columns.numel())
         for part, score in zip(permutations.split(step), scores.split(step), strict=True):
-            kept = _top(_slots(columns, part, pattern.m), pattern.n, torch.maximum, torch.minimum)
-            score += sum(kept[1:], kept[0]).view(len(part), -1).sum(1, dtype=torch.float64)
+            slots = _slots(columns, part, pattern.m)
+            kept = _top(slots, pattern.n, torch.maximum, torch.minimum)
+            of_blocks = reduce(torch.add, kept).view(len(part), -1)
+            score += of_blocks.sum(1, dtype=torch.float64)
     return scores
 
 
@@ -221,7 +240,8 @@ def _top(rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Calla
 
 def _pack(bits: Tensor) -> Tensor:
     """Boolean ``[out, K]`` as ``[out, ceil(K / 64)]`` words of 64 bits; which bit is where is of no concern."""
-    octets = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 64)).view(torch.uint8).view(len(bits), -1, 8)
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 64))
+    octets = padded.view(torch.uint8).view(len(bits), -1, 8)
     packed = octets[..., 0].clone()
     for k in range(1, 8):
         packed |= octets[..., k] << k
@@ -230,18 +250,27 @@ def _pack(bits: Tensor) -> Tensor:
 
 def _bit_scores(words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
     """Retained entries, or blocks not eligible, of each permutation: a block's k-th largest bit says nnz >= k."""
-    eligible = criterion == "eligible"
-    planes = _top(_slots(words, permutations, pattern.m), pattern.n + eligible, torch.bitwise_or, torch.bitwise_and)
-    planes = planes[-1:] if eligible else planes
-    count, length = len(permutations), planes[0].numel() // len(permutations)
+    slots = _slots(words, permutations, pattern.m)
+    if criterion == "eligible":  # a block with N + 1 nonzeros or more is not
+        planes = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)[-1:]
+    else:
+        planes = _top(slots, pattern.n, torch.bitwise_or, torch.bitwise_and)
+    count = len(permutations)
+    length = planes[0].numel() // count
     scores = permutations.new_zeros(count)
     for i in range(0, len(planes), 3):  # no field overflows: 3 planes of 4 ones fill a nibble with 12, 8 bytes make 192
-        total = sum((_nibble_counts(plane) for plane in planes[i + 1 : i + 3]), _nibble_counts(planes[i]))
-        total = (total & 0x0F0F0F0F0F0F0F0F).add_((total >> 4).bitwise_and_(0x0F0F0F0F0F0F0F0F))
-        total = total.view(count, math.gcd(length, 8), -1).sum(1)
-        total = (total & 0x00FF00FF00FF00FF).add_((total >> 8).bitwise_and_(0x00FF00FF00FF00FF))
+        nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
+        octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
+        octets = octets.view(count, math.gcd(length, 8), -1).sum(1)
+        total = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
         scores += total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)  # top 16 bits: the four fields' sum
     return scores
+
+
+def _add_neighbours(fields: Tensor, width: int, lower: int) -> Tensor:
+    """Sums of neighbouring fields of so many bits; ``lower`` has the bits of every second field."""
+    upper = (fields >> width).bitwise_and_(lower)
+    return (fields & lower).add_(upper)
 
 
 def _nibble_counts(words: Tensor) -> Tensor:
@@ -254,7 +283,10 @@ def _nibble_counts(words: Tensor) -> Tensor:
 
 def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:
     """Rounds that take the row in one slot out of every block and put these rows back where they cost less."""
-    table, (n, m), device = problem.table, (problem.pattern.n, problem.pattern.m), start.device
+    table = problem.table
+    n = problem.pattern.n
+    m = problem.pattern.m
+    device = start.device
     if problem.criterion == "l1":
         # the N largest |v| add up to the integral over u of min(#(|v| > u), N): "retained", at a few thresholds u
         table, worth = _thresholded(table)
@@ -266,22 +298,30 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         count += ones.index_select(0, rows[:, slot])
 
     per_group = len(rows) // problem.groups
-    tiles = -(-per_group // _TILE)
+    tiles = math.ceil(per_group / _TILE)
     tile = per_group // tiles
     used = tile * tiles  # of every group; the blocks after them sit the round out
     stay = torch.arange(tile, device=device)
     # tiles are contiguous: over all groups, or within one group if blocks are left over
-    runs = [(0, len(rows))] if used == per_group else [(g, g + used) for g in range(0, len(rows), per_group)]
+    if used == per_group:
+        runs = [(0, len(rows))]
+    else:
+        runs = [(begin, begin + used) for begin in range(0, len(rows), per_group)]
     at_once = tile * max(1, 8 * _CACHE // (tile * columns))  # bounds memory
-    spans = [(first, min(first + at_once, end)) for begin, end in runs for first in range(begin, end, at_once)]
+    spans = []
+    for begin, end in runs:
+        for first in range(begin, end, at_once):
+            spans.append((first, min(first + at_once, end)))
     idle = 0
     for step in range(rounds):
         slot = step % m
         if step and slot == 0:  # let other rows meet
             rows = rows.gather(1, _shuffles(len(rows), m, generator, device))
         if tiles > 1:  # let other blocks meet
-            order = _shuffles(problem.groups, per_group, generator, device) + _first_rows(rows, problem.groups)
-            rows, count = rows[order.view(-1)], count.index_select(0, order.view(-1))
+            shuffled = _shuffles(problem.groups, per_group, generator, device) + _first_rows(rows, problem.groups)
+            blocks = shuffled.view(-1)
+            rows = rows[blocks]
+            count = count.index_select(0, blocks)
         gained = False
         for first, last in spans:
             moving = rows[first:last, slot]
@@ -291,13 +331,17 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             full = rest == n if problem.criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
             price = full * worth if problem.criterion == "l1" else full.float()
             # of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so
-            cost = price.view(-1, tile, columns) @ taken.float().view(-1, tile, columns).transpose(1, 2)
+            price_tbc = price.view(-1, tile, columns)  # tiles, blocks, columns
+            taken_trc = taken.float().view(-1, tile, columns)  # tiles, rows, columns
+            cost = price_tbc @ taken_trc.transpose(1, 2)
             order = _assign(cost)
             before = cost.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
-            better = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64) < before
+            after = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64)
+            better = after < before
             if not better.all():
                 order = torch.where(better[:, None], order, _exchange(cost))
-            gained = gained or not torch.equal(order, stay.expand_as(order))
+            if not torch.equal(order, stay.expand_as(order)):
+                gained = True
             moving = moving.reshape(-1, tile).gather(1, order).view(-1)
             rows[first:last, slot] = moving
             rest += ones.index_select(0, moving)
@@ -342,15 +386,19 @@ def _assign(cost: Tensor) -> Tensor:
     column, row = none, none  # of every row, of every column; size while it has none
     for _ in range(3):
         best, choice = plan.max(2)
-        mutual = (best >= plan.amax(1).gather(1, choice)) & (best > 0)
-        winner = none.scatter_reduce(1, choice, torch.where(mutual, index, none), "amin")  # one of equals
+        best_of_column = plan.amax(1).gather(1, choice)
+        mutual = (best >= best_of_column) & (best > 0)
+        suitor = torch.where(mutual, index, none)
+        winner = none.scatter_reduce(1, choice, suitor, "amin")  # one of equals
         column = torch.where(winner.gather(1, choice) == index, choice, column)
         row = torch.minimum(row, winner)
         plan *= (column == size).float()[..., None]
         plan *= (row == size).float()[:, None]
     # sorting puts the free ones first, as many rows as columns
-    free_rows, free_columns = (torch.argsort(side, dim=1, descending=True, stable=True) for side in (column, row))
-    return torch.where(column == size, torch.empty_like(index).scatter_(1, free_rows, free_columns), column)
+    free_rows = column.argsort(dim=1, descending=True, stable=True)
+    free_columns = row.argsort(dim=1, descending=True, stable=True)
+    in_order = torch.empty_like(index).scatter_(1, free_rows, free_columns)
+    return torch.where(column == size, in_order, column)
 
 
 def _exchange(cost: Tensor) -> Tensor:
@@ -362,5 +410,6 @@ def _exchange(cost: Tensor) -> Tensor:
         moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]
         gain, partner = (moved + moved.transpose(1, 2)).min(2)
         mutual = (gain < 0) & (partner.gather(1, partner) == index)
-        order = order.gather(1, torch.where(mutual, partner, index))
+        exchanged = torch.where(mutual, partner, index)
+        order = order.gather(1, exchanged)
     return order

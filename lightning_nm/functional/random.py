@@ -7,6 +7,8 @@ numbers in eager mode, in a compiled graph and on every device; a run that resum
 from __future__ import annotations
 
 import hashlib
+import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,9 +40,10 @@ def fold_seed(*words: int | str) -> Tensor:
         >>> fold_seed(0, "encoder.fc1", 17).equal(fold_seed(0, "encoder.fc1", 17))
         True
     """
-    text = repr(tuple(word if isinstance(word, str) else int(word) for word in words))
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return torch.tensor([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)], dtype=torch.int64)
+    # Booleans and the integers of other libraries have other representations.
+    plain = tuple(word if isinstance(word, str) else int(word) for word in words)
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
+    return torch.tensor(struct.unpack("<4I", digest), dtype=torch.int64)
 
 
 def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | None = None) -> Tensor:
@@ -73,33 +76,39 @@ def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | No
     words = seed.to(device) & _WORD
     counters = (count + 3) // 4
     if torch.compiler.is_compiling() or words.device.type != "cpu":
-        return _uniform(torch.arange(counters, device=words.device), words).flatten()[:count]
-    numbers, step = torch.empty(counters, 4), _CHUNK * torch.get_num_threads()
-    for start, part in zip(range(0, counters, step), numbers.split(step), strict=False):
-        part.copy_(_uniform(torch.arange(start, start + len(part)), words))
+        index = torch.arange(counters, device=words.device)
+        return _uniform(index, words).flatten()[:count]
+    numbers = torch.empty(counters, 4)
+    step = _CHUNK * torch.get_num_threads()
+    for start in range(0, counters, step):
+        part = numbers[start : start + step]
+        index = torch.arange(start, start + len(part))
+        part.copy_(_uniform(index, words))
     return numbers.flatten()[:count]
 
 
 def _uniform(index: Tensor, seed: Tensor) -> Tensor:
     """Return the four numbers of each counter, as float32 [..., 4]."""
     key0, key1, word2, word3 = seed.unbind()
-    words = _philox((index & _WORD, index >> 32, word2, word3), (key0, key1))
+    counter = (index & _WORD, index >> 32, word2, word3)
+    words = _philox(counter, (key0, key1))
+    # The upper 24 bits of a word: a float32 holds no more.
     return torch.stack([(word >> 8).float() * 2.0**-24 for word in words], -1)
 
 
-def _philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the four words Philox4x32-10 makes of words in [0, 2^32), all int64."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) + c2) ^ c1 ^ key0,
-            product1 & _WORD,
-            ((product0 >> 32) + c0) ^ c3 ^ key1,
-            product0 & _WORD,
-        )
-        key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        # c2 still needs the c0 of the round before.
+        next0 = ((product1 >> 32) + c2) ^ c1 ^ key0
+        c1 = product1 & _WORD
+        c2 = ((product0 >> 32) + c0) ^ c3 ^ key1
+        c3 = product0 & _WORD
+        c0 = next0
+        key0 = (key0 + _KEY_STEPS[0]) & _WORD
+        key1 = (key1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3

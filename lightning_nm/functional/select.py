@@ -19,7 +19,8 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     if not _by_bits(x, mask):
         return torch.where(mask, x, 0)
     word = _WORDS[x.element_size()]
-    return mask.to(word).neg_().bitwise_and_(x.view(word)).view(x.dtype)
+    bits = mask.to(word).neg_()  # all ones where the mask is True
+    return bits.bitwise_and_(x.view(word)).view(x.dtype)
 
 
 def merged(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -28,7 +29,9 @@ def merged(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return torch.where(mask, x, y)
     word = _WORDS[x.element_size()]
     other = y.view(word)
-    return mask.to(word).neg_().bitwise_and_(x.view(word) ^ other).bitwise_xor_(other).view(x.dtype)
+    bits = mask.to(word).neg_()
+    bits.bitwise_and_(x.view(word) ^ other)  # y ^ (x ^ y) is x, and y ^ 0 is y
+    return bits.bitwise_xor_(other).view(x.dtype)
 
 
 def mask_(x: Tensor, mask: Tensor) -> Tensor:

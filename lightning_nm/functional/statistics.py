@@ -33,7 +33,9 @@ class Ratio(NamedTuple):
         part = torch.as_tensor(part, dtype=torch.float64)
         whole = torch.as_tensor(whole, dtype=torch.float64, device=part.device)
         value = part / whole
-        return torch.where(whole == 0, self.empty, value.sqrt() if self.root else value)
+        if self.root:
+            value = value.sqrt()
+        return torch.where(whole == 0, self.empty, value)
 
     def __call__(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
         """Return the statistic in float32, divided in float64."""
@@ -146,12 +148,16 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
     if before is None:
         raise ValueError("no masks were given: pass the masks of one weight in the order of time")
     check_masks({"masks[0]": before})
-    flipped, returns, entries = torch.zeros_like(before), torch.count_nonzero(before.new_zeros(0)), 0
+    flipped = torch.zeros_like(before)
+    returns = torch.zeros((), dtype=torch.int64, device=before.device)
+    entries = 0
     for step, after in enumerate(history, 1):
         check_masks({f"masks[{step - 1}]": before, f"masks[{step}]": after})
         flips = before ^ after
-        returns, entries = returns + torch.count_nonzero(flips & flipped), entries + after.numel()
-        before, flipped = after, flipped | flips
+        returns = returns + torch.count_nonzero(flips & flipped)
+        entries += after.numel()
+        flipped = flipped | flips
+        before = after
     return OSCILLATION(returns, entries)
 
 
@@ -204,15 +210,17 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
     pattern = NMPattern.parse(pattern)
     _check_weight(weight, mask)
     axis = _check_blocks(weight, pattern, dim)
-    magnitude = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).abs()
-    magnitude, mask = (x.unflatten(axis, (-1, pattern.m)) for x in (magnitude, mask))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    magnitude = weight.detach().to(wide).abs().unflatten(axis, (-1, pattern.m))
+    mask = mask.unflatten(axis, (-1, pattern.m))
     nan = torch.isnan(magnitude).any(axis + 1)
     kept = torch.where(mask, magnitude, torch.inf).amin(axis + 1)
     dropped = torch.where(mask, -torch.inf, magnitude).amax(axis + 1)
     larger = torch.maximum(kept, dropped)
     margin = torch.where(larger == 0, 0, (kept - dropped) / larger)
-    whole = mask.all(axis + 1) | ~mask.any(axis + 1)
-    return torch.where(whole | nan, torch.nan, margin)
+    # A block without kept or without dropped entries has no gap.
+    one_sided = mask.all(axis + 1) | ~mask.any(axis + 1)
+    return torch.where(one_sided | nan, torch.nan, margin)
 
 
 def density_counts(tensor: Tensor) -> tuple[Tensor, int]:
@@ -229,7 +237,8 @@ def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[
 def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of kept and of all magnitudes, in float64."""
     _check_weight(weight, mask, layer)
-    return magnitude_sum(torch.where(mask, weight.detach(), 0)), magnitude_sum(weight)
+    kept = torch.where(mask, weight.detach(), 0)
+    return magnitude_sum(kept), magnitude_sum(weight)
 
 
 def magnitude_sum(weight: Tensor) -> Tensor:
@@ -242,10 +251,16 @@ def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple
     gradients = {"exact": exact, "estimate": estimate}
     _check_floating(gradients, layer)
     _check_shapes(gradients, layer)
-    wide = torch.promote_types(torch.promote_types(exact.dtype, estimate.dtype), torch.float32)
-    exact, estimate = exact.detach().to(wide), estimate.detach().to(wide)
-    signal, error = (torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (exact, estimate - exact))
-    return signal, error
+    common = torch.promote_types(exact.dtype, estimate.dtype)
+    wide = torch.promote_types(common, torch.float32)
+    exact = exact.detach().to(wide)
+    error = estimate.detach().to(wide) - exact
+    return _energy(exact), _energy(error)
+
+
+def _energy(x: Tensor) -> Tensor:
+    """Sum of squares in float64, without a copy in it."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
@@ -257,8 +272,10 @@ def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], layer: str = "") -> None:
-    (first, one), *others = ((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    for name, other in others:
+    first = next(iter(tensors))
+    one = tuple(tensors[first].shape)
+    for name, tensor in tensors.items():
+        other = tuple(tensor.shape)
         if other != one:
             raise ValueError(f"{first}{_of(layer)} has shape {one} and {name} has shape {other}: pass one shape")
 

@@ -68,7 +68,9 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     rows, columns = (size // pattern.m for size in weight.shape[:2])
     tiles = weight.reshape(rows, pattern.m, columns, pattern.m, -1)
     found = mask.view(tiles.shape)
-    table = _masks_of_a_tile(pattern).to(weight.device) if pattern.m <= _MAX_TABLE_M else None
+    table = None
+    if pattern.m <= _MAX_TABLE_M:
+        table = _masks_of_a_tile(pattern).to(weight.device)
     chunk = _CHUNK * torch.get_num_threads() if weight.device.type == "cpu" else _DEVICE_CHUNK
     # Pieces of whole rows of tiles, or of one if that is already too much.
     step_rows = max(1, chunk // tiles[0].numel())
@@ -107,7 +109,8 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     """
     top = 28 - pattern.m.bit_length()  # M losses add up to less than half of `_NEVER`
     magnitudes = tiles.double().abs()  # neither a denormal float32 nor the integer -2**31 is in trouble
-    nan, infinite = magnitudes.isnan(), magnitudes.isinf()
+    nan = magnitudes.isnan()
+    infinite = magnitudes.isinf()
     magnitudes.masked_fill_(nan | infinite, 0)
     exponents = magnitudes.amax((0, 1)).frexp().exponent
     room = (pattern.n * pattern.m).bit_length()
@@ -115,16 +118,22 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     shift = bits - exponents.long()
     first = shift.clamp(max=1000)
     for part in (first, shift - first):  # one factor could overflow for float64
-        magnitudes *= ((part + 1023) << 52).view(torch.float64)  # 2 ** part, without the rounding that a power may have
+        exponent_bits = (part + 1023) << 52
+        magnitudes *= exponent_bits.view(torch.float64)  # 2 ** part, without the rounding that a power may have
     values = magnitudes.round_().int()
-    return values.masked_fill_(infinite, 1 << top).masked_fill_(nan, -1)
+    values.masked_fill_(infinite, 1 << top)
+    return values.masked_fill_(nan, -1)
 
 
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
-    n, m = pattern.n, pattern.m
-    rows = [[column in chosen for column in range(m)] for chosen in combinations(range(m), n)]
-    masks = [mask for mask in product(rows, repeat=m) if all(sum(column) == n for column in zip(*mask, strict=True))]
+    m = pattern.m
+    rows = [[column in chosen for column in range(m)] for chosen in combinations(range(m), pattern.n)]
+    masks = []
+    for mask in product(rows, repeat=m):
+        column_counts = map(sum, zip(*mask, strict=True))
+        if all(count == pattern.n for count in column_counts):
+            masks.append(mask)
     return torch.tensor(masks)
 
 
@@ -137,17 +146,25 @@ def _by_table(values: Tensor, table: Tensor) -> Tensor:
 def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:
     """The best mask for every tile of values [M, M, B]."""
     mask = _rows_alone(values - _prices(values, pattern), pattern)
-    unsettled = (mask.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
-    values, some = values.index_select(2, unsettled), mask.index_select(2, unsettled)
+    unsettled = _unbalanced(mask, pattern)
+    values = values.index_select(2, unsettled)
+    some = mask.index_select(2, unsettled)
     for _ in range(pattern.n * pattern.m):  # enough: every round takes one surplus entry from every tile left
         if len(unsettled) == 0:
             break
         _augment(values, some, pattern)
         mask.index_copy_(2, unsettled, some)
-        left = (some.sum(0) != pattern.n).any(0).nonzero().squeeze(1)
+        left = _unbalanced(some, pattern)
         unsettled = unsettled.index_select(0, left)
-        values, some = values.index_select(2, left), some.index_select(2, left)
+        values = values.index_select(2, left)
+        some = some.index_select(2, left)
     return mask
+
+
+def _unbalanced(mask: Tensor, pattern: NMPattern) -> Tensor:
+    """The numbers of the tiles of ``mask [M, M, B]`` with a column that does not have N entries."""
+    wrong = mask.sum(0) != pattern.n
+    return wrong.any(0).nonzero().squeeze(1)
 
 
 def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
@@ -157,10 +174,12 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     """
     m = pattern.m
     index = torch.arange(m, device=values.device)
-    turned = index.unsqueeze(1) * m + (index.unsqueeze(1) + index) % m
+    row = index.unsqueeze(1)
+    turned = row * m + (row + index) % m  # row i of a tile begins at its entry i
     back = turned.flatten().argsort()
     flat = values.flatten(0, 1)
-    return nm_mask(flat[turned], pattern, dim=1).flatten(0, 1)[back].view(values.shape)
+    mask = nm_mask(flat[turned], pattern, dim=1)
+    return mask.flatten(0, 1)[back].view(values.shape)
 
 
 def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
@@ -220,15 +239,19 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
         if torch.equal(before, total):
             break
 
-    column = total.masked_fill(counts >= pattern.n, 4 * _NEVER).max(0).indices.unsqueeze(0)
+    # Paths end where a column has too few, and are followed back to where they start.
+    ends = total.masked_fill(counts >= pattern.n, 4 * _NEVER)
+    column = ends.max(0).indices.unsqueeze(0)
     cells = mask.view(m * m, -1)
     for _ in range(m - 1):
         source = parent.gather(0, column)
         moves = source != column
-        row = (_pick(give, source) + _pick(take, column)).max(0).indices
+        gains = _pick(give, source) + _pick(take, column)
+        row = gains.max(0).indices
         for end in (source, column):
             cell = row * m + end
-            cells.scatter_(0, cell, cells.gather(0, cell) ^ moves)  # where the path has ended already, nothing moves
+            flipped = cells.gather(0, cell) ^ moves  # where the path has ended already, nothing moves
+            cells.scatter_(0, cell, flipped)
         column = source
 
 

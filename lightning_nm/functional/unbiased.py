@@ -54,8 +54,9 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
     Source: Chmiel et al., arXiv:2203.10991, as :func:`mvue`, for 1:2 and 2:4.
     """
     pattern = NMPattern.parse(pattern)
-    uniform = _uniform(x, pattern, dim, 0, None, None)
-    return _map_blocks(partial(_probabilities, n=pattern.n), x, pattern, dim, uniform, _wide(x))
+    no_numbers = _uniform(x, pattern, dim, 0, None, None)
+    function = partial(_probabilities, n=pattern.n)
+    return _map_blocks(function, x, pattern, dim, no_numbers, _wide(x))
 
 
 def mvue(
@@ -96,8 +97,10 @@ def mvue(
     II", 1949, doi:10.1214/aoms/1177729988, for sampling with given probabilities.
     """
     pattern = NMPattern.parse(pattern)
-    rows = _uniform(x, pattern, dim, 1, None if uniform is None else uniform.unsqueeze(0), generator)
-    return _map_blocks(partial(_sample, n=pattern.n), x, pattern, dim, rows, x.dtype)
+    given = None if uniform is None else uniform.unsqueeze(0)
+    rows = _uniform(x, pattern, dim, 1, given, generator)
+    function = partial(_sample, n=pattern.n)
+    return _map_blocks(function, x, pattern, dim, rows, x.dtype)
 
 
 def approx_mvue(
@@ -153,7 +156,11 @@ def _uniform(
     if generator is not None:
         raise ValueError("uniform and generator are two sources of the same numbers: pass one of them")
     if uniform.shape != shape:
-        given, wanted = (tuple(uniform.shape), shape) if rows > 1 else (tuple(uniform.shape[1:]), shape[1:])
+        given = tuple(uniform.shape)
+        wanted = shape
+        if rows == 1:  # callers pass the one row without this axis
+            given = given[1:]
+            wanted = wanted[1:]
         raise ValueError(f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}")
     return uniform.detach().to(_wide(x))
 
@@ -167,10 +174,14 @@ def _map_blocks(
     dtype: torch.dtype,
 ) -> Tensor:
     """Apply ``function(planes of x, random numbers, careful)``, which returns planes, to all blocks along ``dim``."""
-    x, dim, wide, m = x.detach(), dim % x.dim(), _wide(x), pattern.m
+    x = x.detach()
+    dim = dim % x.dim()
+    wide = _wide(x)
+    m = pattern.m
     if torch.compiler.is_compiling():
         entries = x.to(wide).unflatten(dim, (-1, m)).unbind(dim + 1)
-        return torch.stack(function(list(entries), uniform, True), dim + 1).flatten(dim, dim + 1).to(dtype)
+        results = function(list(entries), uniform, True)
+        return torch.stack(results, dim + 1).flatten(dim, dim + 1).to(dtype)
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
     order = sorted(range(x.dim()), key=lambda axis: x.stride()[axis], reverse=True)
     dense = x.permute(order)
@@ -178,10 +189,13 @@ def _map_blocks(
     result = torch.empty(dense.shape, dtype=dtype, device=x.device)
     if x.numel():
         on_cpu = x.device.type == "cpu"
-        chunk = max(1, (_CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK) // m)
-        height, width = max(1, chunk // inner), min(chunk, inner)
-        ordered = uniform.permute(0, *(axis + 1 for axis in order))
-        numbers = ordered.reshape(len(uniform), x.numel() // (m * inner), inner)
+        entries_at_once = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
+        chunk = max(1, entries_at_once // m)
+        # Pieces of whole rows of blocks, or of one row if that is already too much.
+        height = max(1, chunk // inner)
+        width = min(chunk, inner)
+        axes = [axis + 1 for axis in order]
+        numbers = uniform.permute(0, *axes).reshape(len(uniform), x.numel() // (m * inner), inner)
         readable = on_cpu and type(x) is Tensor  # a fake tensor has no values, and reading stalls an accelerator
         for part, draw, out in zip(
             dense.reshape(-1, m, inner).split(height),
@@ -191,8 +205,10 @@ def _map_blocks(
         ):
             for block, u, to in zip(part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True):
                 planes = torch.stack([plane.to(wide) for plane in block.unbind(1)])
-                careful = not (readable and bool(planes.abs().sum() < torch.finfo(wide).max / 4))
-                for row, plane in zip(to.unbind(1), function(list(planes), u, careful), strict=True):
+                # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
+                careful = not readable or not bool(planes.abs().sum() < torch.finfo(wide).max / 4)
+                results = function(list(planes), u, careful)
+                for row, plane in zip(to.unbind(1), results, strict=True):
                     row.copy_(plane)
     return result.permute([order.index(axis) for axis in range(x.dim())])
 
@@ -211,7 +227,9 @@ class _Saturated(NamedTuple):
 def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
     """Take the entries that exceed the level ``total / due`` of their block, until none does."""
     live = [_positive(entry) for entry in magnitudes]
-    few = (reduce(torch.add, live) <= n).to(live[0].dtype)
+    nonzeros = reduce(torch.add, live)
+    # All of a block with at most N nonzeros is kept, and nothing is left to be drawn.
+    few = (nonzeros <= n).to(nonzeros.dtype)
     due = n - n * few
     exact = [few * entry for entry in live]
     tail = magnitudes
@@ -223,12 +241,15 @@ def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
         if not careful and not taken.any():
             break
         due = due - taken
-        exact = [entry + more for entry, more in zip(exact, over, strict=True)]
+        exact = list(map(torch.add, exact, over))
+        # The entries that were taken leave the tail: x - x * 1 is 0.
         tail = [torch.addcmul(entry, entry, more, value=-1) for entry, more in zip(tail, over, strict=True)]
     part, unit = _scale(tail, careful)
     reach = list(accumulate(part, torch.add))
-    live = live if n == 1 else [_positive(entry) for entry in tail]
-    return _Saturated(exact, live, part, reach, due, reach[-1] / due.clamp(min=1) / unit)
+    if n > 1:  # entries may have left the tail
+        live = [_positive(entry) for entry in tail]
+    level = reach[-1] / due.clamp(min=1) / unit
+    return _Saturated(exact, live, part, reach, due, level)
 
 
 def _probabilities(planes: Planes, _: Tensor, careful: bool, n: int) -> Planes:
@@ -237,16 +258,20 @@ def _probabilities(planes: Planes, _: Tensor, careful: bool, n: int) -> Planes:
     result = []
     for part, exact in zip(blocks.part, blocks.exact, strict=True):
         # Nothing is due where few entries are nonzero, and all of those are exact.
-        p = (part / blocks.reach[-1] * blocks.due).clamp(max=1).nan_to_num(nan=0.0)
+        p = part / blocks.reach[-1] * blocks.due
+        p = p.clamp(max=1).nan_to_num(nan=0.0)
         p = torch.where(exact > 0, 1, p)
-        result.append(p if broken is None else torch.where(broken, torch.nan, p))
+        if broken is not None:
+            p = torch.where(broken, torch.nan, p)
+        result.append(p)
     return result
 
 
 def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
     magnitudes, broken = _clean(planes, careful)
     blocks = _saturate(magnitudes, n, careful)
-    due, total = blocks.due, blocks.reach[-1]
+    due = blocks.due
+    total = blocks.reach[-1]
     taken = torch.zeros_like(due)
     wanted = due - reduce(torch.add, blocks.live)
     result = []
@@ -267,13 +292,15 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
 def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Planes:
     magnitudes, broken = _clean(planes, careful)
     live = [_positive(entry) for entry in magnitudes]
-    few = (reduce(torch.add, live) <= 2).to(live[0].dtype)
+    nonzeros = reduce(torch.add, live)
+    few = (nonzeros <= 2).to(nonzeros.dtype)
     a, unit = _scale(magnitudes, careful)
     first, total = _draw(a, uniform[0])
     rest = [torch.addcmul(entry, entry, hit, value=-1) for entry, hit in zip(a, first, strict=True)]
     second, _ = _draw(rest, uniform[1])
     # S - a_k as a sum of the others: a difference would cancel where one entry is most of the block.
-    low, high = a[0] + a[1], a[2] + a[3]
+    low = a[0] + a[1]
+    high = a[2] + a[3]
     others = [a[1] + high, a[0] + high, a[3] + low, a[2] + low]
     # The clamps only keep 0 / 0 out: nothing lies between 0 and the least subnormal number, and a p below the smallest
     # normal number is beyond the resolution of any draw.
@@ -287,16 +314,23 @@ def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Plane
         for k in range(4):
             if k != i:
                 p = p + share[k] * (a[i] / others[k])
+        exact = few * live[i]
         take = (first[i] + second[i]) * (1 - few)
-        result.append(_assemble(x, magnitudes[i], few * live[i], take, a[i] / p.clamp(min=tiny) / unit, broken))
+        value = a[i] / p.clamp(min=tiny) / unit
+        result.append(_assemble(x, magnitudes[i], exact, take, value, broken))
     return result
 
 
 def _draw(weights: Planes, uniform: Tensor) -> tuple[Planes, Tensor]:
     """Mark one entry of every block, drawn in proportion to its weight, and return the blocks' totals."""
     reach = list(accumulate(weights, torch.add))
-    below = [_less(uniform, end / reach[-1]) for end in reach]
-    return [below[0], *(after - before for before, after in pairwise(below))], reach[-1]
+    total = reach[-1]
+    below = [_less(uniform, end / total) for end in reach]
+    # The number lies in the part of an entry if it is below the part's end, but not below the end of the one before.
+    hits = below[:1]
+    for before, after in pairwise(below):
+        hits.append(after - before)
+    return hits, total
 
 
 def _clean(planes: Planes, careful: bool) -> tuple[Planes, Tensor | None]:
@@ -304,7 +338,8 @@ def _clean(planes: Planes, careful: bool) -> tuple[Planes, Tensor | None]:
     magnitudes = [plane.abs() for plane in planes]
     if not careful:
         return magnitudes, None
-    broken = ~(reduce(torch.maximum, magnitudes) < torch.inf)
+    largest = reduce(torch.maximum, magnitudes)
+    broken = ~(largest < torch.inf)  # negated, because a NaN is not below either
     return [torch.where(broken, 1, magnitude) for magnitude in magnitudes], broken
 
 
@@ -314,7 +349,8 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
         return magnitudes, 1.0
     room = 2.0 ** -(2 * len(magnitudes)).bit_length()
     top = reduce(torch.maximum, magnitudes)
-    unit = torch.where(top > torch.finfo(top.dtype).max * room, room, 1.0).to(top.dtype)
+    large = top > torch.finfo(top.dtype).max * room
+    unit = torch.where(large, room, 1.0).to(top.dtype)
     return [magnitude * unit for magnitude in magnitudes], unit
 
 
@@ -324,14 +360,18 @@ def _assemble(
     """Return x where exact, sign(x) times the value where taken, and +0 elsewhere."""
     if broken is None:
         # Adding zero makes +0 of the -0 that a negative sign makes of 0.
-        return torch.addcmul(magnitude * exact, value, take) * x.sign() + 0.0
-    value = torch.where(broken, torch.nan, torch.copysign(value, x))
-    return torch.where(exact > 0, x, torch.where(take > 0, value, 0))
+        size = torch.addcmul(magnitude * exact, value, take)
+        return size * x.sign() + 0.0
+    signed = torch.copysign(value, x)
+    drawn = torch.where(broken, torch.nan, signed)
+    sampled = torch.where(take > 0, drawn, 0)
+    return torch.where(exact > 0, x, sampled)
 
 
 def _positive(x: Tensor) -> Tensor:
     """Return 1 where x > 0, else 0, in the dtype of x."""
-    return _less(torch.zeros((), dtype=x.dtype, device=x.device), x)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return _less(zero, x)
 
 
 def _less(x: Tensor, y: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import TrainerState, TrainingArguments
 
 from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import STATE_FILE
+from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.nn.state import check_schema
 
 _START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"
@@ -27,13 +28,8 @@ def saved_folder(args: TrainingArguments, state: TrainerState) -> Path | None:
 
 def write_state(folder: Path, state: Mapping[str, Any], global_step: int) -> None:
     """Write a sparsifier's state into a checkpoint folder; the file appears only when it is complete."""
-    path = folder / STATE_FILE
-    new = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(folder / STATE_FILE) as new:
         torch.save({**state, "global_step": global_step}, new)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def read_state(folder: Path, global_step: int) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -34,7 +36,8 @@ def mask_adapters(
 
     Call it after ``get_peft_model`` or ``PeftModel.from_pretrained``, before training, and again whenever the model is
     built anew: masks are not saved, they are the nonzeros of the base weight. Modules and parameters stay the same
-    objects, and the keys of state dicts and the files of ``save_pretrained`` stay the same.
+    objects, and the keys of state dicts stay the same. ``save_pretrained`` adds a field to ``adapter_config.json``, by
+    which peft warns whoever loads the adapter that ``mask_adapters`` must be called.
 
     Args:
         model: Any module that contains peft layers.
@@ -79,6 +82,9 @@ def mask_adapters(
         )
     for module in adapted.values():
         _mask(module)
+    for config in _configs(model):
+        if type(config) is LoraConfig:
+            config.__class__ = _MarkedConfig
     return list(adapted)
 
 
@@ -88,6 +94,29 @@ def unmask_adapters(model: nn.Module) -> None:
         if isinstance(module, _MaskedLora):
             module.__class__ = module.nm_base  # type: ignore[assignment]
             del module.nm_mask
+    for config in _configs(model):
+        if isinstance(config, _MarkedConfig):
+            config.__class__ = LoraConfig
+
+
+@dataclass
+class _MarkedConfig(LoraConfig):
+    """The configuration of masked adapters: ``save_pretrained`` writes a field that peft does not know.
+
+    peft reads such a file, and warns by the field's name, which says what is to be done.
+    """
+
+    lightning_nm_mask_adapters_must_be_called: bool = True
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a model's adapters, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict):
+            found |= {id(config): config for config in configs.values()}
+    return list(found.values())
 
 
 def _fault(module: Any, wanted: NMPattern | None) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -15,15 +14,14 @@ from typing_extensions import Self
 
 from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start
+from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.export.huggingface import holds_model, read_folder
 from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.layout import ConvLayout
 from lightning_nm.nn.sharding import is_sharded
 from lightning_nm.pattern import PatternLike
-from lightning_nm.presets import PresetName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.optimizers import unwrapped
 
@@ -61,26 +59,17 @@ class NMTrainerCallback(TrainerCallback):
     The Trainer tells callbacks nothing of exceptions. After one, the model computes and saves as before, but keeps its
     masks until the next ``train()`` or :meth:`finish`, or leaves them at once within ``with callback:``.
 
-    Arguments that are not listed here are as :class:`~lightning_nm.NMSparsityCallback`'s.
-
     Args:
         pattern: The N:M pattern.
         method: A short name (``"bi-mask"``) or a :class:`~lightning_nm.Method`. Shares of the training refer to the
             Trainer's ``state.max_steps``.
-        grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``"dense"`` keeps dY,
-            and so does ``None`` unless the preset has an estimator.
-        include: Globs over names of modules to mask.
-        exclude: Globs over names of modules to keep dense.
-        rules: Exceptions for some layers.
-        seed: Base of all random choices.
-        preset: ``"paper"`` or ``"fst"``: the settings of the method's paper, where none are given.
-        skip_first: Keep the first convolution that the model registers dense.
-        skip_last: Keep the last linear layer that it registers dense.
-        skip_first_last: Both at once; ``skip_first`` and ``skip_last`` precede it.
+        grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``None`` keeps dY.
+        config: All settings as one object, instead of the other ones.
         show_tables: Print the table of layers before training.
         log_layers: Log every statistic per layer, too, as ``nm/<statistic>/<layer>``.
         resume_from: The checkpoint folder that a training resumes from. By default ``args.resume_from_checkpoint`` if
             that is a folder, else ``checkpoint-<step>`` in ``args.output_dir``.
+        options: The other settings of :class:`~lightning_nm.SparsityConfig`, by name.
 
     Raises:
         ValueError: For a bad argument, at once. When training begins, and before the model is changed: for layers that
@@ -99,28 +88,16 @@ class NMTrainerCallback(TrainerCallback):
         pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        rules: Sequence[Mapping[str, Any]] | None = None,
-        seed: int = 0,
         *,
-        preset: PresetName | None = None,
-        skip_first: bool | None = None,
-        skip_last: bool | None = None,
-        skip_first_last: bool | None = None,
-        conv_layout: ConvLayout | None = None,
-        frozen: Literal["dense", "mask"] = "dense",
-        grad_snr_every: int = 100,
+        config: SparsityConfig | None = None,
         show_tables: bool = True,
         log_layers: bool = False,
         resume_from: str | Path | None = None,
+        **options: Any,
     ) -> None:
-        self.options: dict[str, Any] = {"pattern": pattern, "method": method, "grad_estimator": grad_estimator}
-        self.options |= {"include": include, "exclude": exclude, "rules": rules, "seed": seed, "frozen": frozen}
-        self.options |= {"preset": preset, "skip_first": skip_first, "skip_last": skip_last}
-        self.options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
-        self.options |= {"grad_snr_every": grad_snr_every}
-        NMSparsifier(nn.Module(), **self.options)  # raises for bad arguments before any training
+        refuse_unknown(options, NMTrainerCallback)
+        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        self.config = chosen_config(config, given)
         self.show_tables = show_tables
         self.log_layers = log_layers
         self.resume_from = resume_from
@@ -131,7 +108,7 @@ class NMTrainerCallback(TrainerCallback):
         self._first_batch = True
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        return f"{type(self).__name__}(config={self.config})"
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +134,10 @@ class NMTrainerCallback(TrainerCallback):
         self._release(model, state, folder)
         if folder is not None and _has_experts(model):
             _load(model, folder)
-        sparsifier = NMSparsifier(model, **self.options, planned_steps=state.max_steps, data_rank=args.process_index)
+        sparsifier = NMSparsifier(
+            model, config=self.config, planned_steps=state.max_steps, data_rank=args.process_index
+        )
+        sparsifier.called_by_callback()
         sparsifier.attach(saved, [optimizer])
         try:
             _refuse_owners(sparsifier)

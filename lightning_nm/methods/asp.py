@@ -67,18 +67,27 @@ class ASP(MaskMethod):
         return layer.clock >= (layer.schedule[0] if layer.schedule else start)
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Prune now if the run starts pruned."""
+        """Choose the mask if training has begun to prune.
+
+        The weight keeps its pruned entries until the next step ends: a fit that fails before changes no weight, and
+        loaded weights may be those of the dense phase, whose saved state is loaded next.
+        """
         layer.set_masks(None)
         if self._begun(layer):
-            self._prune(layer)
-
-    def update(self, layer: NMLayer) -> None:
-        """Prune when the clock reaches ``start``."""
-        if layer.masks.bits is None and self._begun(layer):
-            self._prune(layer)
+            self._choose_mask(layer)
 
     @torch.no_grad()
-    def _prune(self, layer: NMLayer) -> None:
+    def update(self, layer: NMLayer) -> None:
+        """Prune when the clock reaches ``start``."""
+        if layer.masks.bits is not None or not self._begun(layer):
+            return
+        self._choose_mask(layer)
+        mask = layer.forward_mask_view
+        if mask is not None and layer.step:
+            mask_(layer.local_weight, layer.local_shard(mask))
+
+    @torch.no_grad()
+    def _choose_mask(self, layer: NMLayer) -> None:
         if layer.forward_reason:
             return
         if self.init == "zeros":
@@ -90,8 +99,6 @@ class ASP(MaskMethod):
         else:
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
-        if layer.step:  # else after the first step: a fit that fails before it changes no weight
-            mask_(layer.local_weight, layer.local_shard(mask))
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Only before pruning, when there are no pruned entries."""

@@ -189,6 +189,14 @@ class Method:
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient just before the optimizer uses it; the :meth:`penalty` is in it already."""
 
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """What a step of this layer lacks if a training loop does not call :meth:`before_step`; empty for nothing.
+
+        A noun phrase, for a warning. By default the hooks that are called then and that the class defines.
+        """
+        called = [hook for hook in ("penalty", "before_step") if hook in self.defined_hooks()]
+        return " and ".join(f"{type(self).__name__}.{hook}()" for hook in called)
+
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient when the optimizer's step begins: after clipping, if a loop clips."""
 

@@ -127,6 +127,14 @@ class SRSTE(STE):
         if self.decay_at == "before-clipping":
             self._add_decay(layer)
 
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """The decay, where entries are pruned and it is not added after clipping."""
+        is_own = self.defined_hooks().isdisjoint({"penalty"}) and type(self).before_step is SRSTE.before_step
+        if not is_own:
+            return super().lost_without_before_step(layer)
+        decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
+        return "the decay of pruned weights" if decays and layer.masks.has_forward else ""
+
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add it here if not."""
         if self.decay_at == "after-clipping":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import pack_mask
-from lightning_nm.functional.packing import count_bits
+from lightning_nm.functional.mask_storage import count_bits
 from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_masks
 from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
@@ -42,13 +42,17 @@ class MaskHistory(RatioMetric):
         layers = by_name(masks)
         for name, mask in layers.items():
             check_masks({"mask": mask}, name)
-            if name in self._memory and self._memory[name][0] != tuple(mask.shape):
-                shapes = f"has shape {tuple(mask.shape)}, but had {self._memory[name][0]} before"
+            shape = tuple(mask.shape)
+            if name in self._memory and self._memory[name][0] != shape:
+                shapes = f"has shape {shape}, but had {self._memory[name][0]} before"
                 raise ValueError(f"the mask of layer '{name}' {shapes}: name layers apart, or call forget()")
         for name, mask in layers.items():
             packed = pack_mask(mask)
-            known = self._memory.get(name)
-            rows = self.compare(packed, known[1], mask.numel()) if known else self.remember(packed)
+            if name in self._memory:
+                _, known = self._memory[name]
+                rows = self.compare(packed, known, mask.numel())
+            else:
+                rows = self.remember(packed)
             self._memory[name] = tuple(mask.shape), rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,12 +92,18 @@ class MaskHistory(RatioMetric):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         start = prefix + _KEY
-        saved = {key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
+        saved = {}
+        for key in list(state_dict):
+            if key.startswith(start):
+                saved[key.removeprefix(start)] = state_dict.pop(key)
         if any(prefix + key in state_dict for key in self._defaults):  # else they were not persistent
-            names = [key.removesuffix(".bits") for key in saved if key.endswith(".bits")]
-            self._memory = {
-                name: (tuple(saved[f"{name}.shape"].tolist()), saved[f"{name}.bits"].to(self.device)) for name in names
-            }
+            memory = {}
+            for key, bits in saved.items():
+                if key.endswith(".bits"):
+                    name = key.removesuffix(".bits")
+                    shape = saved[f"{name}.shape"]
+                    memory[name] = (tuple(shape.tolist()), bits.to(self.device))
+            self._memory = memory
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

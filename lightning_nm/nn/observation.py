@@ -37,6 +37,10 @@ class GradientObservation:
         self.sums = sums if before is None else before + sums
         self._clock = clock
 
+    def forget(self) -> None:
+        """Other weights were loaded: what was observed is not of them."""
+        self.sums = None
+
     def to(self, device: torch.device) -> None:
         """Move the sums to a device."""
         self.sums = None if self.sums is None else self.sums.to(device)

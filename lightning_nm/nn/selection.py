@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
-from lightning_nm.nn.ends import Trained, first_and_last
+from lightning_nm.nn.first_last import Trained, first_and_last, head_hint
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layout import ConvLayout, row_sizes
 from lightning_nm.nn.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.names import layer_name, plain_name
+from lightning_nm.nn.ranges import expanded
 from lightning_nm.nn.sharding import cuts_in_forward, gather
 from lightning_nm.nn.spec import LayerSpec
 from lightning_nm.nn.ties import Candidate, Ties
@@ -55,14 +56,16 @@ class Selection:
         skipped: Why each other weight is dense, by name; waiting layers are in it, too.
         sizes: The size of every weight of a known kind, in the model's order.
         waiting: Layers that will be masked once an optimizer trains them.
-        ends: The first and the last layers by module name, with the reason to leave them dense.
+        first_last: The first and the last layer by module name, with the reason to leave them dense.
+        hint: Says so if another layer looks more like the output layer than the last one; else empty.
     """
 
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     waiting: list[NMLayer] = field(default_factory=list)
-    ends: dict[str, str] = field(default_factory=dict)
+    first_last: dict[str, str] = field(default_factory=dict)
+    hint: str = ""
 
     def wake(self, layers: Collection[NMLayer]) -> None:
         """Move waiting layers to the masked ones."""
@@ -78,12 +81,6 @@ class Selection:
         modules = set(map(id, model.modules()))
         return [layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules]
 
-    def explain_ends(self, ends: Mapping[str, str]) -> None:
-        """Give the same first and last layers other reasons."""
-        new = {self.ends[name]: reason for name, reason in ends.items()}
-        self.skipped = {name: new.get(reason, reason) for name, reason in self.skipped.items()}
-        self.ends = dict(ends)
-
 
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
 
@@ -98,7 +95,7 @@ def select(
     seed: int = 0,
     is_trained: Trained | None = None,
     continued: Collection[str] = (),
-    ends: Mapping[str, str] | None = None,
+    saved_first_last: Mapping[str, str] | None = None,
 ) -> Selection:
     """Choose the weights to mask; the first rule that matches a layer decides.
 
@@ -114,8 +111,8 @@ def select(
         seed: Base of the layers' random choices.
         is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
         continued: Names of layers that are masked all the same, because a saved state has masks for them.
-        ends: The first and the last layers, by module name, with the reason; by default the first convolution and the
-            last linear layer that are trained, in the order of registration. Those that are not skipped do not count.
+        saved_first_last: ``Selection.first_last`` of the training that goes on from a saved state; by default they are
+            the first convolution and the last linear layer that are trained, in the order of registration.
 
     Raises:
         ValueError: If a glob matches nothing, a named layer cannot be masked, no layer is left to mask, a weight holds
@@ -128,7 +125,11 @@ def select(
     selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
     candidates = [c for c in candidates if c.name not in selection.skipped]
     _check_globs(model, rules, exclude, candidates, selection)
-    selection.ends = first_and_last(candidates, is_trained, ends, skip_first=skip_first, skip_last=skip_last)
+    selection.first_last = first_and_last(
+        candidates, is_trained, saved_first_last, skip_first=skip_first, skip_last=skip_last
+    )
+    if skip_last and saved_first_last is None:
+        selection.hint = head_hint(candidates, is_trained)
 
     wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for candidate in candidates:
@@ -144,8 +145,8 @@ def select(
             reason = "not in `include`"
         elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
             reason = "in `exclude`"
-        elif candidate.module_name in selection.ends and not is_named and candidate.name not in continued:
-            reason = selection.ends[candidate.module_name]
+        elif candidate.module_name in selection.first_last and not is_named and candidate.name not in continued:
+            reason = selection.first_last[candidate.module_name]
         else:
             for holder in (candidate, *ties.tied(candidate)):
                 refuse_masked(candidate.name, holder.module, holder.spec.parameter)
@@ -350,6 +351,12 @@ def _check_globs(
             )
         if glob in modules:
             raise ValueError(f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
+        stem = glob.removesuffix(".weight")
+        if stem != glob and any(fnmatchcase(name, stem) for name in (*names, *modules)):
+            raise ValueError(
+                f"{option} '{glob}' names a parameter, and layers are named by their modules: drop '.weight' and "
+                f"write '{stem}'"
+            )
         raise ValueError(f"{option} '{glob}' matches no layer; {_closest(glob, names)}")
 
 
@@ -364,7 +371,7 @@ def _advice(selection: Selection) -> str:
     # A shape that does not fit is the reason that a user can least guess.
     telling = sorted(selection.skipped.items(), key=lambda item: "%" not in item[1])
     reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
-    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern`, `skip_first` and `skip_last`."
+    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
 
 
 def _is_glob(text: str) -> bool:
@@ -372,10 +379,13 @@ def _is_glob(text: str) -> bool:
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
-    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``."""
+    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``.
+
+    A name with ranges, as tables print it, is read as the names that it stands for.
+    """
     if value is None:
         return None
     globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
-    return tuple(map(plain_name, globs))
+    return tuple(plain_name(name) for glob in globs for name in expanded(glob))

@@ -14,6 +14,7 @@ from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.masks import LayerMasks
 from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.ranges import grouped, quoted
 
 
 @torch.no_grad()
@@ -200,13 +201,14 @@ def refuse_others(
 
     ``short_names`` are what users call the classes of methods and estimators.
     """
-    differences = [f"layer '{name}' is masked only in the checkpoint" for name in saved if name not in layers]
-    differences += [f"layer '{name}' is masked only here" for name in layers if name not in saved]
-    differences += [
-        f"layer '{name}': {difference}"
+    rows = [(name, " is masked only in the checkpoint") for name in saved if name not in layers]
+    rows += [(name, " is masked only here") for name in layers if name not in saved]
+    rows += [
+        (name, f": {difference}")
         for name in layers
         if name in saved and (difference := state_difference(layers[name], saved[name], short_names))
     ]
+    differences = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
     if differences:
         shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
         raise ValueError(

@@ -33,6 +33,7 @@ def _write(folders: Sequence[Path], output: Path) -> int:
     import plotly  # noqa: F401
     import tensorboard  # noqa: F401
 
+    from lightning_nm.export.safetensors_file import replacing
     from lightning_nm.report.page import render
     from lightning_nm.report.run import labels, read_run
 
@@ -41,7 +42,8 @@ def _write(folders: Sequence[Path], output: Path) -> int:
     runs = [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
     page = render(runs, version("lightning-nm")).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(page)
+    with replacing(output) as new:
+        new.write_bytes(page)
     return len(page)
 
 

@@ -6,14 +6,19 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_nm.callbacks.report.history import MAPS, LayerHistory
+
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TEXT = "/text_summary"  # the end of the tags that SummaryWriter gives texts
 
 Table = list[list[str]]
 """Rows of cells; the first row is the head."""
@@ -21,7 +26,13 @@ Table = list[list[str]]
 
 @dataclass
 class Series:
-    """A scalar over the steps, rising; values may be NaN or infinite."""
+    """A scalar over the steps, rising; values may be NaN or infinite.
+
+    Example:
+        >>> series = Series([9, 19, 29], [2.0, math.nan, 1.0])
+        >>> series.finite, series.first_bad
+        ([(2.0, 9), (1.0, 29)], 19)
+    """
 
     steps: list[int]
     values: list[float]
@@ -29,12 +40,16 @@ class Series:
     @property
     def finite(self) -> list[tuple[float, int]]:
         """The finite values with their steps."""
-        return [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+        pairs = zip(self.values, self.steps, strict=True)
+        return [(value, step) for value, step in pairs if math.isfinite(value)]
 
     @property
     def first_bad(self) -> int | None:
         """The first step with a value that is not finite."""
-        return next((s for s, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)), None)
+        for value, step in zip(self.values, self.steps, strict=True):
+            if not math.isfinite(value):
+                return step
+        return None
 
 
 @dataclass
@@ -61,7 +76,12 @@ class Log:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Return the event files that lie in a folder itself, in the order in which they were written."""
+    """Return the event files that lie in a folder itself, in the order in which they were written.
+
+    Example:
+        >>> event_files(Path("no_such_folder"))
+        []
+    """
     return sorted(path for path in folder.glob("*tfevents*") if path.is_file())
 
 
@@ -73,42 +93,80 @@ def read_log(folder: Path) -> Log:
         ValueError: If there are none, naming the folder and what is expected.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
 
     files = event_files(folder)
     if not files:
         raise ValueError(_nothing_in(folder))
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # what a file that ends in the middle of an event causes
-    sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1, "compressedHistograms": 1}
+    # A file that ends in the middle of an event, as of an interrupted run, is no reason to worry.
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    # How many events of a tag are kept; 0 for all. Images and histograms are not read.
+    sizes = {
+        "scalars": 0,
+        "tensors": 0,
+        "images": 1,
+        "histograms": 1,
+        "compressedHistograms": 1,
+    }
+    # Events of steps that were trained again are told apart by `latest`; TensorBoard would drop them, and say nothing.
     events = EventAccumulator(str(folder), sizes, purge_orphaned_data=False).Reload()
-    tags = events.Tags()
     log = Log([path.name for path in files])
-    rewound: set[int] = set()
-    for tag in tags["scalars"]:
-        kept, back = latest(events.Scalars(tag))
-        rewound |= back
-        plain = re.sub(r"^.+-(?=nm/)", "", tag)
-        log.scalars[plain] = Series([event.step for event in kept], [float(event.value) for event in kept])
-    for tag in tags["tensors"]:
-        if tag.endswith("/text_summary"):
-            (text,) = events.Tensors(tag)[-1].tensor_proto.string_val
-            log.texts[tag.removesuffix("/text_summary")] = text.decode("utf-8", "replace")
-    for tag in tags["tensors"]:
-        if tag == "nm/maps" or tag.startswith("nm/maps/"):
-            rows = [
-                (event.step, json.loads(event.tensor_proto.string_val[0].decode().strip("`json\n")))
-                for event in events.Tensors(f"{tag.replace('maps', 'map_rows', 1)}/text_summary")
-            ]
-            columns = [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
-            log.maps[tag.removeprefix("nm/maps").removeprefix("/")] = _history(rows, columns)
-    log.rewound = sorted(rewound)
+    _read_scalars(log, events)
+    _read_texts(log, events)
+    _read_maps(log, events)
     return log
+
+
+def _read_scalars(log: Log, events: EventAccumulator) -> None:
+    rewound: set[int] = set()
+    for tag in events.Tags()["scalars"]:
+        kept, went_back = latest(events.Scalars(tag))
+        rewound |= went_back
+        plain_tag = re.sub(r"^.+-(?=nm/)", "", tag)  # without a logger's prefix
+        steps = [event.step for event in kept]
+        values = [float(event.value) for event in kept]
+        log.scalars[plain_tag] = Series(steps, values)
+    log.rewound = sorted(rewound)
+
+
+def _read_texts(log: Log, events: EventAccumulator) -> None:
+    for tag in events.Tags()["tensors"]:
+        if tag.endswith(TEXT):
+            (text,) = events.Tensors(tag)[-1].tensor_proto.string_val
+            log.texts[tag.removesuffix(TEXT)] = text.decode("utf-8", "replace")
+
+
+def _read_maps(log: Log, events: EventAccumulator) -> None:
+    """Join columns with the names of their rows, which hold until other names follow, in the order of writing."""
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for tag in events.Tags()["tensors"]:
+        if tag != "nm/maps" and not tag.startswith("nm/maps/"):
+            continue
+        suffix = tag.removeprefix("nm/maps")
+        rows = []
+        for event in events.Tensors(f"nm/map_rows{suffix}{TEXT}"):
+            (text,) = event.tensor_proto.string_val
+            names = json.loads(text.decode().strip("`json\n"))
+            rows.append((event.step, names))
+        history = LayerHistory()
+        for event in events.Tensors(tag):
+            column = torch.tensor(make_ndarray(event.tensor_proto))
+            fitting = [names for step, names in rows if step <= event.step and len(names) == column.shape[1]]
+            if fitting:
+                history.add(event.step, fitting[-1], column)
+        log.maps[suffix.removeprefix("/")] = history
 
 
 def latest(events: Iterable[Any]) -> tuple[list[Any], set[int]]:
     """Return the events whose steps rise, in which later ones replace those of their steps and after, and such steps.
 
     A step that is logged again at once, as by two loggers' calls in one step, is no restart.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> kept, back = latest([SimpleNamespace(step=step) for step in (9, 19, 29, 19, 29)])
+        >>> [event.step for event in kept], back
+        ([9, 19, 29], {19})
     """
     kept: list[Any] = []
     back = set()
@@ -125,37 +183,39 @@ def layer_scalars(log: Log) -> dict[str, LayerHistory]:
     """Return the statistics that were logged for every layer (``log_layers``), as heat maps have them.
 
     Each history has one statistic, at the place of the first of :data:`MAPS`.
+
+    Example:
+        >>> log = Log([], scalars={"nm/flip_rate/net.0": Series([9], [0.25])})
+        >>> layer_scalars(log)["flip_rate"].layers
+        ['net.0']
     """
-    order = {row[0]: place for place, row in enumerate(log.table("nm/layers"))}  # the model's
-    layers = sorted({_layer_of(tag) for tag in log.scalars} - {""}, key=lambda name: (order.get(name, 0), name))
-    found: dict[str, LayerHistory] = {}
-    for statistic in dict.fromkeys(tag.split("/")[1] for tag in log.scalars if _layer_of(tag)):
-        series = {name: log.scalars.get(f"nm/{statistic}/{name}") for name in layers}
-        values = {
-            name: dict(zip(one.steps, one.values, strict=True)) for name, one in series.items() if one is not None
-        }
-        history = LayerHistory()
-        for step in sorted({step for one in values.values() for step in one}):
-            column = torch.full((len(MAPS), len(values)), torch.nan)
-            column[0] = torch.tensor([one.get(step, math.nan) for one in values.values()])
-            history.add(step, list(values), column)
-        found[statistic] = history
+    series_of_statistic: dict[str, dict[str, Series]] = {}
+    for tag, series in log.scalars.items():
+        names = re.fullmatch("nm/([^/]+)/(.+)", tag)
+        if names is not None:
+            statistic, layer = names.groups()
+            series_of_statistic.setdefault(statistic, {})[layer] = series
+
+    place_in_model = {row[0]: place for place, row in enumerate(log.table("nm/layers"))}
+    found = {}
+    for statistic, series_of_layer in series_of_statistic.items():
+        layers = sorted(series_of_layer, key=lambda layer: (place_in_model.get(layer, 0), layer))
+        found[statistic] = _history({layer: series_of_layer[layer] for layer in layers})
     return found
 
 
-def _layer_of(tag: str) -> str:
-    """The layer of a scalar of one layer, else empty."""
-    parts = tag.split("/", 2)
-    return parts[2] if len(parts) == 3 and parts[0] == "nm" else ""
-
-
-def _history(rows: list[tuple[int, list[str]]], columns: list[tuple[int, Any]]) -> LayerHistory:
-    """Join columns with the names of their rows, which hold until other names follow, in the order of writing."""
+def _history(series_of_layer: dict[str, Series]) -> LayerHistory:
+    """Columns of one statistic; NaN where a layer has no value at a step."""
+    steps: set[int] = set()
+    value_of_step = []  # of each layer
+    for series in series_of_layer.values():
+        steps.update(series.steps)
+        value_of_step.append(dict(zip(series.steps, series.values, strict=True)))
     history = LayerHistory()
-    for step, column in columns:
-        fitting = [names for at, names in rows if at <= step and len(names) == column.shape[1]]
-        if fitting:
-            history.add(step, fitting[-1], torch.tensor(column))
+    for step in sorted(steps):
+        column = torch.full((len(MAPS), len(series_of_layer)), torch.nan)
+        column[0] = torch.tensor([values.get(step, math.nan) for values in value_of_step])
+        history.add(step, list(series_of_layer), column)
     return history
 
 
@@ -166,14 +226,14 @@ def markdown_rows(text: str) -> Table:
         >>> markdown_rows("| a | b |\n| --- | --- |\n| 1\\|2 |   |")
         [['a', 'b'], ['1|2', '']]
     """
-    return list(_rows(line for line in text.splitlines() if line.startswith("|")))
+    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
+    del lines[1:2]
+    return [_cells(line) for line in lines]
 
 
-def _rows(lines: Iterable[str]) -> Iterator[list[str]]:
-    for number, line in enumerate(lines):
-        if number != 1:
-            cells = re.split(r"(?<!\\)\|", line.strip()[1:-1])
-            yield [re.sub(r"\\([\\|*_])", r"\1", cell).strip() for cell in cells]
+def _cells(line: str) -> list[str]:
+    escaped = re.split(r"(?<!\\)\|", line[1:-1])
+    return [re.sub(r"\\([\\|*_])", r"\1", cell).strip() for cell in escaped]
 
 
 def _nothing_in(folder: Path) -> str:
@@ -182,6 +242,11 @@ def _nothing_in(folder: Path) -> str:
         return f"there is no folder '{folder}': expected {expected}"
     if not folder.is_dir():
         return f"'{folder}' is a file: expected {expected}"
+    fault = f"'{folder}' holds no event files: expected {expected}"
     below = sorted({path.parent for path in folder.rglob("*tfevents*") if path.is_file()})
-    hint = f"; there are some in {', '.join(map(str, below[:5]))}{', ...' if len(below) > 5 else ''}" if below else ""
-    return f"'{folder}' holds no event files: expected {expected}{hint}"
+    if not below:
+        return fault
+    some = [str(path) for path in below[:5]]
+    if len(below) > 5:
+        some.append("...")
+    return f"{fault}; there are some in {', '.join(some)}"

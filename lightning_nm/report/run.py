@@ -43,12 +43,18 @@ class Run:
     @property
     def metrics(self) -> dict[str, Series]:
         """The scalars of the model, without ours."""
-        return {tag: series for tag, series in self.log.scalars.items() if tag != "epoch" and tag[:3] != "nm/"}
+        scalars = self.log.scalars.items()
+        return {tag: series for tag, series in scalars if tag != "epoch" and not tag.startswith("nm/")}
 
     @property
     def statistics(self) -> dict[str, Series]:
         """The statistics of the masks of the whole model, by name."""
-        return {tag[3:]: series for tag, series in self.log.scalars.items() if tag[:3] == "nm/" and tag.count("/") == 1}
+        found = {}
+        for tag, series in self.log.scalars.items():
+            name = tag.removeprefix("nm/")
+            if name != tag and "/" not in name:  # a second slash precedes a layer
+                found[name] = series
+        return found
 
     @property
     def flops(self) -> dict[str, str]:
@@ -91,7 +97,8 @@ class _Settings(yaml.SafeLoader):
 
 
 def _any(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> str:
-    return f"{tag.rpartition(':')[2]} {node.value if isinstance(node, yaml.ScalarNode) else ''}".strip()
+    value = node.value if isinstance(node, yaml.ScalarNode) else ""
+    return f"{tag.rpartition(':')[2]} {value}".strip()
 
 
 _Settings.add_multi_constructor("", _any)
@@ -99,41 +106,40 @@ _Settings.add_multi_constructor("", _any)
 
 def _read_settings(run: Run) -> None:
     path = run.path / "hparams.yaml"
-    try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _Settings) or {}
-        run.settings = dict(_flat("", found))
-    except FileNotFoundError:
-        pass
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        run.missing.append(f"hparams.yaml cannot be read: {error}")
-    else:
-        if not run.settings:
-            run.missing.append("hparams.yaml is empty: the model saved no hyperparameters")
-    if (config := run.path / "config.yaml").is_file():
+    if path.exists():
+        try:
+            found = yaml.load(path.read_text(encoding="utf-8"), _Settings) or {}
+            run.settings = dict(_flat("", found))
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            run.missing.append(f"hparams.yaml cannot be read: {error}")
+        else:
+            if not run.settings:
+                run.missing.append("hparams.yaml is empty: the model saved no hyperparameters")
+    config = run.path / "config.yaml"
+    if config.is_file():
         run.config = config.read_text(encoding="utf-8", errors="replace")
 
 
 def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
+    """Join the keys of nested settings by dots."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
-            if key == "_instantiator":  # Lightning's own, of LightningCLI
-                continue
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
+            if key != "_instantiator":  # Lightning's own, of LightningCLI
+                yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
     elif prefix:
         yield prefix, str(value)
 
 
 def _read_checkpoints(run: Run) -> None:
-    paths = [path for path in run.path.rglob("*.ckpt") if not any(part.suffix == ".ckpt" for part in path.parents)]
+    paths = [path for path in run.path.rglob("*.ckpt") if not _is_within_checkpoint(path)]
     paths.sort(key=lambda path: path.stat().st_mtime)
-    run.checkpoints = [(str(path.relative_to(run.path)), _bytes(path)) for path in paths]
+    run.checkpoints = [(str(path.relative_to(run.path)), _size(path)) for path in paths]
     if not paths:
         run.missing.append("there is no checkpoint (*.ckpt) in the folder: the weights are not verified")
         return
     newest = paths[-1]
-    meta = newest / "meta.pt" if newest.is_dir() else newest
     try:
-        content = torch.load(meta, map_location="cpu", weights_only=True, mmap=meta is newest)
+        content = _read_checkpoint(newest)
         keys = {"epoch": "epoch", "global_step": "step", "pytorch-lightning_version": "lightning"}
         run.saved = {name: str(content[key]) for key, name in keys.items() if key in content}
         run.verdicts = verify(newest).verdicts
@@ -141,26 +147,49 @@ def _read_checkpoints(run: Run) -> None:
         run.missing.append(f"the weights of {run.checkpoints[-1][0]} are not verified: {error}")
 
 
-def _bytes(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+def _is_within_checkpoint(path: Path) -> bool:
+    """Whether a file is a part of a distributed checkpoint, which is a folder."""
+    return any(parent.suffix == ".ckpt" for parent in path.parents)
+
+
+def _read_checkpoint(path: Path) -> Any:
+    """What a checkpoint holds; of a distributed one, what it holds beside tensors."""
+    if path.is_dir():
+        return torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _missing(run: Run) -> list[str]:
-    log, found = run.log, []
+    log = run.log
+    found = []
     if not log.scalars:
         found.append("the event files hold no scalars: the run ended before its first log")
     for tag, series in log.scalars.items():
-        if (step := series.first_bad) is not None:
+        step = series.first_bad
+        if step is not None:
             found.append(f"{tag} is not finite from step {step} on or at times; curves have gaps there")
     if log.rewound:
         steps = ", ".join(map(str, log.rewound))
         found.append(f"the run went back to step {steps}: of steps that were trained again, the last values are shown")
     if not (run.path / "hparams.yaml").is_file():
         found.append("there is no hparams.yaml: no settings to show")
-    if not run.statistics:
+    if run.statistics:
+        found += _missing_of_masks(log)
+    else:
         why = "a dense run, or one whose NMSparsityCallback has `monitor: false`"
-        return [*found, f"there are no statistics of masks (nm/*): {why}"]
+        found.append(f"there are no statistics of masks (nm/*): {why}")
+    return found
+
+
+def _missing_of_masks(log: Log) -> list[str]:
+    found = []
     if "nm/layers" not in log.texts:
         found.append("there is no table of layers (nm/layers): `layer_table: false`, or an older version")
     elif "nm/summary" not in log.texts:

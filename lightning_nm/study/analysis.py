@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["better", "worse", "undecided"]
-CONFIDENCE, POWER = 0.95, 0.8
+CONFIDENCE = 0.95  # of intervals, on both sides
+POWER = 0.8  # the share of repetitions in which the smallest detectable difference is seen
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Interval:
         """
         from scipy.stats import t
 
-        count, mean = len(values), statistics.fmean(values)
+        count = len(values)
+        mean = statistics.fmean(values)
         if count < 2:
             return cls(count, mean, math.nan, math.nan, math.nan)
         sd = statistics.stdev(values)
-        half = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * sd / math.sqrt(count)
-        return cls(count, mean, sd, mean - half, mean + half)
+        critical = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+        half_width = critical * sd / math.sqrt(count)
+        return cls(count, mean, sd, mean - half_width, mean + half_width)
 
 
 @dataclass(frozen=True)
@@ -83,26 +86,57 @@ def compare(
         variant: The variant that is judged.
         baseline: The variant it is compared with.
         minimize: Whether less of the metric is better.
+
+    Example:
+        >>> rows = [
+        ...     {"variant": variant, "seed": seed, "state": "complete", "loss": loss + seed}
+        ...     for variant, loss in [("dense", 1.0), ("sparse", 1.5)]
+        ...     for seed in range(3)
+        ... ]
+        >>> found = compare(rows, "loss", "sparse", "dense")
+        >>> found.differences, found.verdict
+        ((0.5, 0.5, 0.5), 'worse')
     """
-    ours, theirs = (by_seed(rows, metric, name) for name in (variant, baseline))
-    seeds = tuple(sorted(ours.keys() & theirs.keys()))
-    differences = tuple(ours[seed] - theirs[seed] for seed in seeds)
-    interval = Interval.of(differences) if differences else None
-    detectable = smallest_detectable(interval.sd, interval.count) if interval else math.nan
+    of_variant = by_seed(rows, metric, variant)
+    of_baseline = by_seed(rows, metric, baseline)
+    seeds = tuple(sorted(of_variant.keys() & of_baseline.keys()))
+    differences = tuple(of_variant[seed] - of_baseline[seed] for seed in seeds)
+    interval = None
+    detectable = math.nan
+    if differences:
+        interval = Interval.of(differences)
+        detectable = smallest_detectable(interval.sd, interval.count)
     return Comparison(variant, baseline, seeds, differences, interval, detectable, verdict(interval, minimize))
 
 
 def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, variant: str) -> dict[int, float]:
-    """The metric of a variant's complete rows, by seed."""
-    found = [row for row in rows if row["variant"] == variant and row["state"] == "complete"]
-    return {row["seed"]: row[metric] for row in found}
+    """Return the metric of a variant's complete rows, by seed.
+
+    Example:
+        >>> by_seed([{"variant": "dense", "seed": 3, "state": "complete", "loss": 0.5}], "loss", "dense")
+        {3: 0.5}
+    """
+    found = {}
+    for row in rows:
+        if row["variant"] == variant and row["state"] == "complete":
+            found[row["seed"]] = row[metric]
+    return found
 
 
 def verdict(difference: Interval | None, minimize: bool) -> Verdict:
-    """``undecided`` if the interval has zero in it, or there is none."""
-    if difference is None or not (difference.low > 0 or difference.high < 0):
+    """Judge a difference: ``undecided`` if the interval has zero in it, or there is none.
+
+    Example:
+        >>> verdict(Interval(6, mean=-1.0, sd=0.5, low=-1.5, high=-0.5), minimize=True)
+        'better'
+    """
+    if difference is None:
         return "undecided"
-    return "better" if (difference.high < 0) == minimize else "worse"
+    is_lower = difference.high < 0
+    is_higher = difference.low > 0
+    if not is_lower and not is_higher:  # the bounds of a single pair are NaN
+        return "undecided"
+    return "better" if is_lower == minimize else "worse"
 
 
 def smallest_detectable(sd: float, count: int) -> float:
@@ -126,21 +160,36 @@ def smallest_detectable(sd: float, count: int) -> float:
     if math.isnan(sd) or count < 2:
         return math.nan
     critical = t.ppf((1 + CONFIDENCE) / 2, count - 1)
-    return float(nctdtrinc(count - 1, 1 - POWER, critical)) * sd / math.sqrt(count)
+    noncentrality = float(nctdtrinc(count - 1, 1 - POWER, critical))
+    return noncentrality * sd / math.sqrt(count)
 
 
 def best_settings(
     rows: Sequence[Mapping[str, Any]], metric: str, searched: Sequence[str], *, minimize: bool = True
 ) -> list[dict[str, Any]]:
-    """Of a search's rows of one grid point, those with each variant's best mean over all its seeds."""
-    best: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+    """Return those rows of a search, at one grid point, that have their variant's best mean over all seeds.
+
+    Settings of which a training is missing or failed are left out.
+
+    Example:
+        >>> rows = [
+        ...     {"variant": "sr-ste", "seed": 0, "state": "complete", "decay": decay, "loss": loss}
+        ...     for decay, loss in [(1e-4, 2.0), (2e-4, 1.0)]
+        ... ]
+        >>> [row["decay"] for row in best_settings(rows, "loss", ["decay"])]
+        [0.0002]
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["variant"], row.get("trial"), *(row.get(key) for key in searched)), []).append(dict(row))
+        settings = [row.get(key) for key in searched]
+        groups.setdefault((row["variant"], row.get("trial"), *settings), []).append(dict(row))
+
+    best: dict[str, tuple[float, list[dict[str, Any]]]] = {}
     for (variant, *_), group in groups.items():
         if any(row["state"] != "complete" for row in group):
             continue
-        mean = statistics.fmean(row[metric] for row in group) * (1 if minimize else -1)
-        if variant not in best or mean < best[variant][0]:
-            best[variant] = mean, group
+        mean = statistics.fmean(row[metric] for row in group)
+        cost = mean if minimize else -mean
+        if variant not in best or cost < best[variant][0]:
+            best[variant] = (cost, group)
     return [row for _, group in best.values() for row in group]

@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("lightning-nm study: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
         print(f"lightning-nm study: {error}{advice}", file=sys.stderr)
         return 2
@@ -37,6 +37,7 @@ def _study(options: argparse.Namespace) -> int:
     import optuna  # noqa: F401
     import scipy  # noqa: F401
 
+    from lightning_nm.export.safetensors_file import replacing
     from lightning_nm.study.plots import THEMES, draw
     from lightning_nm.study.report import markdown, sections, show, write_csv
     from lightning_nm.study.run import check, pace, run
@@ -61,7 +62,8 @@ def _study(options: argparse.Namespace) -> int:
     rows = Store(spec, folder).rows()
     found = sections(spec, rows)
     write_csv(folder / "results.csv", spec, rows)
-    (folder / "report.md").write_text(markdown(spec, rows, found))
+    with replacing(folder / "report.md") as new:
+        new.write_text(markdown(spec, rows, found))
     written = ["results.csv", "report.md"]
     if spec.baselines:
         for theme in THEMES:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_nm.callbacks.report.figures import THEMES as THEMES  # the themes that a study is drawn in
+from lightning_nm.callbacks.report.figures import style_axes
+from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.study.analysis import Comparison
 from lightning_nm.study.report import Section
 from lightning_nm.study.spec import Spec
@@ -14,17 +17,12 @@ from lightning_nm.study.spec import Spec
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Page, text, lines of the grid, and the verdicts; the latter differ in lightness, not in hue alone.
-THEMES: dict[str, dict[str, str]] = {
-    "light": {
-        **{"page": "#ffffff", "text": "#1f2328", "grid": "#d0d7de"},
-        **{"better": "#1a7f37", "worse": "#bc4c00", "undecided": "#6e7781"},
-    },
-    "dark": {
-        **{"page": "#0d1117", "text": "#e6edf3", "grid": "#30363d"},
-        **{"better": "#56d364", "worse": "#ffa657", "undecided": "#8b949e"},
-    },
-}
+# Sizes in inches.
+NAMES_WIDTH = 1.5  # of the names of variants, left of the panels
+PANEL_WIDTH = 5.2
+CAPTION_HEIGHT = 0.8
+PANEL_HEIGHT = 1.2  # without its variants
+VARIANT_HEIGHT = 0.42
 
 
 def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
@@ -39,42 +37,60 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
     from matplotlib.figure import Figure
 
     colours = THEMES[theme]
-    variants = len(spec.variants) - 1
-    rows, columns = max(1, len(found)), max(1, len(spec.baselines))
-    size = (1.5 + 5.2 * columns, 0.8 + rows * (1.2 + 0.42 * variants))
+    compared_variants = len(spec.variants) - 1
+    rows = max(1, len(found))
+    columns = max(1, len(spec.baselines))
+    panel_height = PANEL_HEIGHT + VARIANT_HEIGHT * compared_variants
+    size = (NAMES_WIDTH + PANEL_WIDTH * columns, CAPTION_HEIGHT + panel_height * rows)
     figure = Figure(figsize=size, layout="constrained", facecolor=colours["page"])
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for section, line in zip(found, grid, strict=True):
-        for baseline, axes in zip(spec.baselines, line, strict=True):
-            comparisons = [c for c in section.comparisons if c.baseline == baseline]
-            _panel(axes, comparisons, colours)
-            axes.set_title(f"{section.title}: difference to {baseline}", fontsize=10, color=colours["text"], loc="left")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for section, panels_of_section in zip(found, panels, strict=True):
+        for baseline, axes in zip(spec.baselines, panels_of_section, strict=True):
+            comparisons = [one for one in section.comparisons if one.baseline == baseline]
+            _draw_panel(axes, comparisons, colours)
+            title = f"{section.title}: difference to {baseline}"
+            axes.set_title(title, fontsize=10, color=colours["text"], loc="left")
     better = "left" if spec.direction == "minimize" else "right"
     caption = f"{spec.metric}, paired by seed; better is to the {better}; bars are 95 % intervals, dots are pairs"
     figure.supxlabel(caption, fontsize=9, color=colours["text"])
-    figure.savefig(path, dpi=130)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=130, format="png")
 
 
-def _panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str, str]) -> None:
-    axes.set_facecolor(colours["page"])
+def _draw_panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str, str]) -> None:
+    """Draw a row for each comparison, the first one on top."""
+    style_axes(axes, colours, font_size=9)
     axes.grid(axis="x", color=colours["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.axvline(0.0, color=colours["text"], linewidth=1)
-    for height, c in enumerate(comparisons):
-        colour = colours[c.verdict]
-        axes.plot(
-            c.differences, [height + 0.22] * len(c.differences), "o", color=colour, alpha=0.6, markersize=4, mew=0
-        )
-        if c.difference is None:
-            continue
-        if not math.isnan(c.difference.low):
-            axes.plot([c.difference.low, c.difference.high], [height, height], color=colour, linewidth=3, alpha=0.9)
-        axes.plot(c.difference.mean, height, "D", color=colour, markersize=7, mec=colours["page"])
-        label: dict[str, Any] = {"fontsize": 8, "color": colour, "ha": "center", "va": "bottom"}
-        label["bbox"] = {"facecolor": colours["page"], "edgecolor": "none", "pad": 0.5}
-        axes.annotate(c.verdict, (c.difference.mean, height), xytext=(0, 6), textcoords="offset points", **label)
-    axes.set_yticks(range(len(comparisons)), [c.variant for c in comparisons])
+    for row, comparison in enumerate(comparisons):
+        _draw_comparison(axes, row, comparison, colours)
+    variants = [comparison.variant for comparison in comparisons]
+    axes.set_yticks(range(len(variants)), variants)
     axes.set_ylim(len(comparisons) - 0.4, -0.7)
-    axes.tick_params(colors=colours["text"], labelsize=9)
-    for spine in axes.spines.values():
-        spine.set_color(colours["grid"])
+
+
+def _draw_comparison(axes: Axes, row: int, comparison: Comparison, colours: dict[str, str]) -> None:
+    """Draw the pairs of a comparison, and above them its interval, mean and verdict."""
+    colour = colours[comparison.verdict]
+    heights = [row + 0.22] * len(comparison.differences)
+    axes.plot(comparison.differences, heights, "o", color=colour, alpha=0.6, markersize=4, mew=0)
+    interval = comparison.difference
+    if interval is None:
+        return
+    if not math.isnan(interval.low):  # one pair has a mean, but no interval
+        ends = [interval.low, interval.high]
+        axes.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.9)
+    axes.plot(interval.mean, row, "D", color=colour, markersize=7, mec=colours["page"])
+    axes.annotate(
+        comparison.verdict,
+        (interval.mean, row),
+        xytext=(0, 6),
+        textcoords="offset points",
+        fontsize=8,
+        color=colour,
+        ha="center",
+        va="bottom",
+        # A background keeps the verdict readable above dots and lines of the grid.
+        bbox={"facecolor": colours["page"], "edgecolor": "none", "pad": 0.5},
+    )

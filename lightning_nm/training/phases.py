@@ -66,11 +66,14 @@ def warn_of_changes(
     layers: Mapping[str, NMLayer],
     saved: Mapping[str, Mapping[str, Any]],
     planned_steps: int | None,
-    kept: Sequence[str] = (),
+    masked_first_last: Sequence[str] = (),
 ) -> None:
-    """Warn if a training goes on with other settings or another plan than it began with; `kept` settings stay."""
-    for setting in kept:
-        warnings.warn(f"this training began with {setting}, which stays", stacklevel=3)
+    """Warn if a training goes on with other settings or another plan than it began with.
+
+    ``masked_first_last``: "first" and "last", if that layer is masked although it would be dense if training began now.
+    """
+    for which in masked_first_last:
+        warnings.warn(f"this training began with its {which} layer masked, which stays", stacklevel=3)
     for name, then, now in changed_schedules(list(layers.values()), saved, planned_steps):
         plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
         warnings.warn(f"this training began with {plan}", stacklevel=3)

@@ -63,6 +63,17 @@ class ModelStatistics:
             shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
         return shares
 
+    def share_of_products(self) -> float:
+        """Return the share of the parameters in masked layers, without the weights that are looked up alone.
+
+        A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
+        """
+        others = (module for module in self.model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        sizes = {id(p): p.numel() for module in others for p in module.parameters(recurse=False)}
+        masked = {id(layer.param) for layer in self.selection.layers if layer.maskable}
+        total = sum(sizes.values())
+        return sum(size for key, size in sizes.items() if key in masked) / total if total else 1.0
+
     @property
     def unseen(self) -> list[str]:
         """Masked layers whose module was not called in the batches so far, though others were.

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import within
+from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
 
 _OBSERVED_LAYERS = 4  # whose gradient estimates are compared with exact gradients at a time
@@ -32,10 +33,18 @@ class TrainingStep:
         layers: The masked layers.
         observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
         clock: Training steps so far.
+        forgotten: What warns of calls that the loop leaves out.
     """
 
-    def __init__(self, layers: Sequence[NMLayer], observe_every: int = 0, clock: int = 0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[NMLayer],
+        observe_every: int = 0,
+        clock: int = 0,
+        forgotten: ForgottenCalls | None = None,
+    ) -> None:
         self.layers = layers
+        self.forgotten = forgotten or ForgottenCalls()
         self.observe_every = observe_every
         self.clock = clock  # training steps: batches at whose end any optimizer had stepped
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
@@ -98,6 +107,7 @@ class TrainingStep:
         """
         self._depth.clear()  # a step that raised an exception left something
         self._announced.clear()  # a scaler may have skipped one
+        self.forgotten.batch_ended()
         stepped, self.stepped = self.stepped, False
         self.clock += stepped
         for layer in self.layers:
@@ -127,11 +137,22 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+        if self.observe_every:
+            self._observe_some()
+
+    def _observe_some(self) -> None:
+        """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
+
+        The latter is so when a training resumes, and when the estimators begin between two turns.
+        """
         able = [layer for layer in self.layers if layer.progress.estimating and layer.param.requires_grad]
-        if self.observe_every and self.clock % self.observe_every == 0:
-            first = self.clock // self.observe_every * _OBSERVED_LAYERS
-            for k in range(min(_OBSERVED_LAYERS, len(able))):
-                able[(first + k) % len(able)].observation.begin_window(True, True)
+        nothing_known = all(layer.observation.sums is None for layer in able)
+        if self.clock % self.observe_every and not nothing_known:
+            return
+        turn = self.clock // self.observe_every
+        first = turn * _OBSERVED_LAYERS
+        for k in range(min(_OBSERVED_LAYERS, len(able))):
+            able[(first + k) % len(able)].observation.begin_window(True, True)
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
         method, progress = layer.spec.method, layer.progress
@@ -147,6 +168,8 @@ class TrainingStep:
     def load(self, clock: int, stepped: bool) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
         self.clock, self.stepped = clock, stepped
+        for layer in self.layers:
+            layer.observation.forget()
         self.begin_window(loaded=True)
 
     def register(self, optimizer: Optimizer) -> None:
@@ -225,6 +248,7 @@ class TrainingStep:
         if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
             return
         if announced or not changes_nothing(optimizer):
+            self.forgotten.optimizer_stepped(optimizer, self.owned(optimizer), announced)
             self.after_optimizer(optimizer)
 
 

@@ -140,7 +140,7 @@ def test_a_truncated_checkpoint_is_refused(tmp_path):
         part.write_bytes(whole[:length])
         model = new_model(1)
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        with pytest.raises((*UNREADABLE, ValueError)):  # of seeking before the beginning of a file object
+        with pytest.raises(ValueError, match=r"cannot read '.*part\.ckpt': it is (empty|truncated)"):
             make_trainer(tmp_path, [callback("sr-ste")]).fit(model, Data(), ckpt_path=part)
         assert same(model.state_dict(), before)
 

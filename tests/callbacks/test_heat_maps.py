@@ -9,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from PIL import Image
 from tensorboard.util.tensor_util import make_ndarray
 from torch import nn
 
 from lightning_nm import MaskMonitor, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks import monitor as monitor_file
-from lightning_nm.callbacks.report.heat_map import GREY, PLOT_WIDTH, colours, column_of_pixel, draw_heat_map
+from lightning_nm.callbacks.report.figures import COLOUR_MAP, PLOT_WIDTH, UNKNOWN, HeatMapFigure, first_edge, shortened
 from lightning_nm.callbacks.report.history import COLUMNS, MAPS, LayerHistory, layer_column
 from lightning_nm.functional import mask_margin
 from tests.callbacks.test_monitor import fit
@@ -105,62 +108,97 @@ def test_layers_that_join_later_keep_the_models_order():
 # ------------------------------------------------------------------------------------------------------- the picture
 
 
-def cells(picture, layers, height):
-    """The colours of the map: what lies left of the colour bar's gap, below the title."""
-    body = picture.transpose(1, 2, 0)
-    top = 10 + 2 * 15
-    body = body[top : top + layers * height]
-    left = next(x for x in range(body.shape[1]) if (body[:, x : x + 100] != 255).any(-1).all())
-    return body[:, left : left + PLOT_WIDTH]
+def pixels(figure):
+    """The drawn figure, uint8 [height, width, 3]."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3]
+
+
+def cell_colour(figure, picture, x, row):
+    """The colour of a row at a step."""
+    across, up = figure.axes[0].transData.transform((x, row + 0.5))
+    return picture[len(picture) - 1 - int(up), int(across)]
+
+
+def expected_colour(value, low, high, root):
+    if np.isnan(value):
+        return np.array(to_rgb(UNKNOWN)) * 255
+    share = 0.5 if high <= low else (value - low) / (high - low)
+    return np.array(colormaps[COLOUR_MAP](share**0.5 if root and high > low else share)[:3]) * 255
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.booleans(), st.integers(0, 2**16))
-def test_a_picture_shows_every_value_at_its_place(layers, columns, root, seed):
+def test_a_figure_shows_every_value_at_its_place(layers, columns, root, seed):
     rng = np.random.default_rng(seed)
     values = rng.random((columns, layers))
     values[rng.random((columns, layers)) < 0.1] = np.nan
     steps = np.cumsum(rng.integers(1, 9, columns)).tolist()
-    picture = draw_heat_map("title", [f"layer.{k}" for k in range(layers)], steps, torch.tensor(values), root)
-    height = min(18, 560 // layers)
-    shown = cells(picture, layers, height)
+    maps = HeatMapFigure([f"layer.{k}" for k in range(layers)], steps)
+    maps.show("another", torch.rand(columns, layers), not root)
+    figure = maps.show("title", torch.tensor(values), root)
+    picture = pixels(figure)
     known = values[~np.isnan(values)]
     low, high = (0 if root else known.min(), known.max()) if known.size else (0, 1)
-    start = steps[0] - (steps[1] - steps[0] if columns > 1 else 1)
-    for x in rng.integers(0, PLOT_WIDTH, 20):
-        moment = start + (steps[-1] - start) * (x + 0.5) / PLOT_WIDTH
-        column = next(k for k, step in enumerate(steps) if moment <= step)
+    edges = [first_edge(steps), *steps]
+    for column in range(columns):
+        middle, share = (edges[column] + edges[column + 1]) / 2, (edges[column + 1] - edges[column]) / np.ptp(edges)
+        if share * PLOT_WIDTH < 5:  # the frame covers a part of it
+            continue
         for row in range(layers):
-            value = values[column, row]
-            share = 0.5 if high <= low else (value - low) / (high - low)
-            expected = GREY if np.isnan(value) else colours(np.array(share**0.5 if root and high > low else share))
-            assert tuple(shown[row * height + height // 2, x]) == tuple(expected)
+            shown = cell_colour(figure, picture, middle, row)
+            expected = expected_colour(values[column, row], low, high, root)
+            assert np.abs(shown - expected).max() <= 2  # a colour map has 256 colours
 
 
-def test_pixels_belong_to_the_column_that_ends_after_them():
-    assert column_of_pixel([4, 9, 19], 20).tolist() == [0] * 5 + [1] * 5 + [2] * 10
-    assert column_of_pixel([7], 3).tolist() == [0, 0, 0]
+def test_columns_begin_at_the_step_before_them():
+    assert first_edge([4, 9, 19]) == -1
+    assert first_edge([7]) == 6
 
 
-@pytest.mark.parametrize("layers", [1, 41, 90, 2500])
-def test_pictures_stay_small_and_names_are_thinned(layers):
+@pytest.mark.parametrize("layers", [1, 37, 38, 90, 2500])
+def test_figures_stay_small_and_names_are_thinned(layers):
     names = [f"model.layers.{k}.some_block_with_a_long_name.attention.q_projection" for k in range(layers)]
-    one = draw_heat_map("title", names, [1, 2], torch.rand(2, layers), False)
-    assert one.dtype == np.uint8
-    assert one.shape[1] < 1200
-    assert one.shape[2] < 1200
-    left = one[:, :, :300].transpose(1, 2, 0)
-    lines = (left < 128).all(-1).any(1)  # rows of pixels with letters in the margin
-    assert lines.sum() < 1100
+    figure = HeatMapFigure(names, [1, 2]).show("title", torch.rand(2, layers), False)
+    picture = pixels(figure)
+    assert picture.shape[0] < 1200
+    assert picture.shape[1] < 1200
+    axes = figure.axes[0]
+    shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(shown) * 15 <= max(picture.shape[0], 15)
+    assert ("one name for" in axes.get_title(loc="left")) == (layers > 37)
+    assert (picture[:, :3] == 255).all(), "names begin within the figure"
+
+
+@pytest.mark.parametrize("layers", [1001, 2500])
+def test_rows_that_layers_share_show_their_mean(layers):
+    values = torch.rand(2, layers, dtype=torch.float64)
+    values[:, 4] = torch.nan
+    maps = HeatMapFigure([str(k) for k in range(layers)], [1, 2])
+    figure = maps.show("title", values, False)
+    every = -(-layers // 1000)
+    means = np.array([np.nanmean(values[:, k : k + every], 1) for k in range(0, layers, every)])
+    assert f"mean of {every} layers in a row" in figure.axes[0].get_title(loc="left")
+    np.testing.assert_allclose(maps._image.get_array(), (means - means.min()) / (means.max() - means.min()))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, float("nan")])
 def test_a_constant_map_is_drawn(value):
-    assert draw_heat_map("title", ["a", "b"], [1, 2, 3], torch.full((3, 2), value), True).max() == 255
+    figure = HeatMapFigure(["a", "b"], [1, 2, 3]).show("title", torch.full((3, 2), value), True)
+    shown = cell_colour(figure, pixels(figure), 1.5, 0)
+    assert np.abs(shown - expected_colour(value, 0, value, True)).max() <= 2
 
 
 def test_names_may_hold_any_character():
-    draw_heat_map("title", ["层.é", "<b>"], [1], torch.zeros(1, 2), False)
+    pixels(HeatMapFigure(["层.é", "<b>", "$x$", "$^"], [1]).show("title", torch.zeros(1, 4), False))
+
+
+def test_names_are_shortened_by_what_they_share():
+    long = "some_block_with_a_long_name.attention.q_projection"
+    assert shortened([f"model.a.{long}", "model.b"]) == ["...a.some_block_with_a...ention.q_projection", "...b"]
+    assert shortened(["model.a", "model.b"]) == ["model.a", "model.b"]
+    assert max(map(len, shortened([long, f"{long}.{long}"]))) <= 44
 
 
 # -------------------------------------------------------------------------------------------------- in the log
@@ -238,6 +276,25 @@ def test_a_checkpoint_without_columns_resumes(tmp_path):
 def test_without_tensorboard_nothing_is_computed(tmp_path, monkeypatch, logger):
     monkeypatch.setattr(monitor_file, "layer_column", lambda layers: pytest.fail("computed"))
     fit(tmp_path, callback("sr-ste"), logger=CSVLogger(str(tmp_path)) if logger == "csv" else False)
+
+
+def test_without_matplotlib_maps_are_left_out_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor_file, "can_draw", lambda: False)
+    with pytest.warns(UserWarning, match="matplotlib is missing") as caught:
+        fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(images_every=4)), max_epochs=2)
+    assert sum("matplotlib" in str(warning.message) for warning in caught) == 1
+    events = Events(tmp_path / "logs" / "version_0")
+    assert not set(TAGS) & set(events.images)
+    assert events.steps("nm/forward_mask/net.3") == [1, 5, 9]
+    assert list(written(tmp_path / "logs" / "version_0")[0]) == [1, 3, 5, 7, 9, 11]
+    assert len(events.texts["nm/summary"]) == 1
+
+
+def test_maps_are_drawn_again_when_the_run_is_a_quarter_longer(tmp_path):
+    fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(images_every=2)), max_epochs=4)
+    events = Events(tmp_path / "logs" / "version_0")
+    assert events.steps("nm/forward_mask/net.3") == list(range(1, 24, 2))
+    assert [events.steps(tag) for tag in TAGS] == [[1, 3, 5, 7, 9, 13, 17, 23]] * 3
 
 
 @pytest.mark.parametrize(("options", "maps", "numbers"), [({"heat_maps": False}, 0, 0), ({"images_every": 0}, 0, 6)])

@@ -34,6 +34,6 @@ def test_every_logger_gets_the_settings(tmp_path):
 
 def test_repr_names_the_settings():
     text = repr(NMSparsityCallback(**OPTIONS))
-    assert text.startswith("NMSparsityCallback(pattern='1:4', method=BAME(")
+    assert text.startswith("NMSparsityCallback(config=SparsityConfig(pattern='1:4', method=BAME(")
     for word in ("every=2", "stop=0.5", "grad_estimator='mvue'", "'include': 'net.3'", "exclude='net.8'", "seed=0"):
         assert word in text

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import NMSparsifier
-from lightning_nm.callbacks.report.tables import broken_name, grouped, print_layers, print_summary
+from lightning_nm.callbacks.report.tables import broken_name, print_layers, print_summary
+from lightning_nm.nn.ranges import expanded, grouped
 
 NAMES = st.lists(
     st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]), min_size=1, max_size=4
@@ -37,6 +38,35 @@ def spread(name):
 def test_groups_stand_for_the_rows_and_no_others(rows):
     found = [(name, cell) for group, cell in grouped(rows) for name in spread(group)]
     assert sorted(found) == sorted(rows)
+
+
+@given(ROWS)
+def test_a_printed_name_is_read_as_the_names_that_it_stands_for(rows):
+    assert sorted((name, cell) for group, cell in grouped(rows) for name in expanded(group)) == sorted(rows)
+
+
+def test_names_in_braces_are_read_and_too_many_are_refused():
+    assert expanded("layers.{0..2}.{q,v}_proj") == tuple(f"layers.{k}.{p}_proj" for k in range(3) for p in "qv")
+    assert expanded("{}.[!a]*x {a}") == ("{}.[!a]*x {a}",)
+    for text in ("a.{0..9999999999}", "{0..999}.{0..999}"):
+        with pytest.raises(ValueError, match=r"stands for more than 100000 names"):
+            expanded(text)
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_printed_name_works_as_input(option):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    sparsifier = NMSparsifier(model, skip_first_last=False, **{option: "{0,2} x2"})
+    sparsifier.attach()
+    assert list(sparsifier.layers) == (["0", "2"] if option == "include" else ["1", "3"])
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("glob", ["1.0.weight", "1.*.weight"])
+def test_a_parameter_as_input_is_told_to_drop_its_last_part(option, glob):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=rf"drop '\.weight' and write '{re.escape(glob[:-7])}'"):
+        NMSparsifier(model, **{option: glob}).attach()
 
 
 def test_groups_are_as_large_as_they_can_be():

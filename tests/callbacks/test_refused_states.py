@@ -35,7 +35,7 @@ RULE = {"include": "net.6", "pattern": "1:4"}
 @pytest.mark.parametrize(
     ("saved", "change", "message"),
     [
-        ({}, {"pattern": "1:4"}, r"layer 'net\.3': pattern 2:4 in the checkpoint, 1:4 here; layer 'net\.6': pattern"),
+        ({}, {"pattern": "1:4"}, r"model: layer 'net\.\{3,6\}' \(2\): pattern 2:4 in the checkpoint, 1:4 here\. C"),
         ({}, {"rules": [RULE]}, r"another sparse model: layer 'net\.6': pattern 2:4 in the checkpoint, 1:4 here\. C"),
         ({"method": BiMask()}, {}, "method bi-mask in the checkpoint, sr-ste here"),
         ({}, {"method": BAME(stop=4, every=2)}, "method sr-ste in the checkpoint, bame here"),

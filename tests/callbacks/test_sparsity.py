@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
+from torch import nn
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
@@ -88,6 +89,25 @@ def test_the_table_tells_what_each_gemm_does_and_why():
     assert "warning" not in text
     small = NMSparsifier(Net(), include="net.3").attach()
     assert "less than half" in render(lambda console: print_layers(small, console))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_large_embedding_is_no_reason_for_a_warning(frozen):
+    model = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 64), nn.Linear(64, 16))
+    model[0].requires_grad_(not frozen)
+    sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+    assert sparsifier.shares()["parameters"] < 0.5
+    assert "less than half" not in render(lambda console: print_layers(sparsifier, console))
+    model(torch.zeros(2, 4, dtype=torch.int64))
+    assert "less than half" not in render(lambda console: print_layers(sparsifier, console))
+
+
+def test_many_masked_parameters_of_few_flops_are_a_reason_for_a_warning():
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(16, 16)])
+    sparsifier = NMSparsifier(model, include="0").attach()
+    model[0](torch.zeros(1, 64))
+    model[1](torch.zeros(1000, 16))
+    assert "less than half of the model's weight FLOPs" in render(lambda console: print_layers(sparsifier, console))
 
 
 def test_the_summary_names_every_figure_and_where_things_are(tensorboard_run, tmp_path):
@@ -173,12 +193,6 @@ def test_the_other_lightning_package_is_refused(tmp_path):
 def test_bad_options_fail_before_any_trainer(options, message):
     with pytest.raises(ValueError, match=message):
         NMSparsityCallback(**options)
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_removed_argument_names_its_replacement(value):
-    with pytest.raises(ValueError, match=r"log_achieved_loss=.*nm/predicted_loss_change.*03_masks_in_motion\.ipynb"):
-        NMSparsityCallback(log_achieved_loss=value)
 
 
 @pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])

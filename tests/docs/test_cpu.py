@@ -40,7 +40,7 @@ def test_the_yaml_names_what_is_there():
         made.append(getattr(importlib.import_module(module), name)(**entry["init_args"]))
     plugin, callback = made
     assert plugin.router.kernels == "auto"
-    assert str(callback.options["pattern"]) == "1:16"
+    assert str(callback.config.pattern) == "1:16"
 
 
 def test_gains_are_those_of_the_benchmarks():

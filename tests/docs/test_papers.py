@@ -25,7 +25,7 @@ def test_python(monkeypatch, capsys):
     assert "preset paper, arXiv 2302.06058" in capsys.readouterr().out
     exec(changed, names)
     assert isinstance(names["changed"], BiMask)
-    assert names["nm"].options["method"].permute_every == 50
+    assert names["nm"].config.method.permute_every == 50
 
 
 def test_yaml(tmp_path, monkeypatch, capsys):

@@ -28,9 +28,9 @@ def test_its_python_has_the_settings_of_the_transformer():
     for name, masks in (("transposable", found["transposable"]), ("three-gemms", found["three_gemms"])):
         settings = recipe(f"help-topics-{name}")
         for key, value in settings["method"]["init_args"].items():
-            assert getattr(masks.options["method"], key) == value, (name, key)
+            assert getattr(masks.config.method, key) == value, (name, key)
     written = recipe("help-topics-three-gemms")["grad_estimator"]["init_args"]
-    estimator = found["three_gemms"].options["grad_estimator"]
+    estimator = found["three_gemms"].config.grad_estimator
     assert isinstance(estimator, MVUE)
     assert estimator.pattern == NMPattern.parse(written["pattern"])
     assert estimator.dense_end == written.get("dense_end", 0)

@@ -181,6 +181,40 @@ def test_observations_are_there_whenever_figures_are_read():
     assert there == [True] * 5
 
 
+@pytest.mark.parametrize("same_process", [False, True])
+def test_a_resumed_run_observes_in_its_first_step(same_process):
+    """Not only at the next turn, step 100."""
+    model = network()
+    sparsifier = attach(model, "mvue", grad_snr_every=100)
+    train(model, sparsifier, 3)
+    weights = copy.deepcopy(model.state_dict())
+    state = {**sparsifier.state_dict(), "stepped": True}  # saved between the optimizer's step and the end of the batch
+    if not same_process:
+        model = network()
+        sparsifier = attach(model, "mvue", grad_snr_every=100)
+    model.load_state_dict(weights)
+    sparsifier.load_state_dict(state)
+    assert "grad_snr" not in sparsifier.stats()  # an earlier figure is of other weights
+    sparsifier.register(torch.optim.SGD(model.parameters(), 0.05))
+    assert sparsifier.step()
+    turns = []
+
+    def look(step):
+        turns.append([name for name, layer in sparsifier.layers.items() if layer.observation.active])
+        assert {"grad_snr", "grad_density"} <= sparsifier.stats().keys()
+
+    train(model, sparsifier, 3, look)
+    assert turns == [list(sparsifier.layers), [], []]
+
+
+def test_an_estimator_that_begins_between_two_turns_is_observed_at_once():
+    model = network()
+    sparsifier = attach(model, MVUE(dense_start=2), grad_snr_every=100, planned_steps=10)
+    there = []
+    train(model, sparsifier, 4, lambda step: there.append("grad_snr" in sparsifier.stats()))
+    assert there == [False, False, True, True]
+
+
 def test_a_loaded_state_keeps_the_estimators_schedule():
     def start(planned):
         model = network()
@@ -235,7 +269,7 @@ def test_masked_layers_that_were_not_called_yet_are_in_the_table():
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     assert "parameters, 0.0% of its weight FLOPs" in console.file.getvalue()
-    assert "less than half of the model's parameters" in console.file.getvalue()
+    assert "less than half of the model's weight FLOPs is masked" in console.file.getvalue()
 
 
 def test_a_smoke_run_takes_any_schedule(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
-from lightning_nm.functional.nm_packing import position_bits
+from lightning_nm.functional.nm_format import position_bits
 from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, read
 from tests.packed_models import small

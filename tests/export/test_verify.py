@@ -1,9 +1,13 @@
 """verify() as a function; tests/test_cli.py has the subcommand."""
 
+import zipfile
+
 import pytest
 import torch
 
+from lightning_nm.cli import main
 from lightning_nm.export import Verification, verify
+from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
 from tests.lightning_models import Data, callback, make_trainer, new_model
 
@@ -31,7 +35,14 @@ def test_a_state_dict_is_classified(tmp_path):
     with pytest.raises(ValueError, match="no sparsifier state that names its masked layers: give a pattern"):
         verify(tmp_path / "a.pt")
     result = verify(tmp_path / "a.pt", "2:4", "a")
+    assert result.problems == [
+        "1 of 2 matrices are dense: 'b.weight'; allow that by --allow-dense (allow_dense=True), or say how much must "
+        "be N:M by --min-share (min_share)"
+    ]
+    result = verify(tmp_path / "a.pt", "2:4", "a", allow_dense=True)
     assert result.ok
+    assert verify(tmp_path / "a.pt", "2:4", min_share=0.0).ok
+    assert not verify(tmp_path / "a.pt", "2:4", min_share=0.6).ok
     assert [verdict.verdict for verdict in result.verdicts] == ["N:M", "dense"]
     assert verify(tmp_path / "a.pt", "2:4", ["b", "c"]).problems == [
         "'b.weight' is named by `include` but is dense",
@@ -56,3 +67,74 @@ def test_a_3d_weight_is_one_matrix_for_each_expert(tmp_path, dim):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         verify(tmp_path / "missing.ckpt")
+
+
+def test_equal_layers_share_a_line(tmp_path, capsys):
+    torch.manual_seed(0)
+    weights = {f"blocks.{k}.{part}.weight": torch.randn(64, 64) for k in range(8) for part in ("up", "down")}
+    for k in range(8):
+        weights[f"blocks.{k}.up.weight"] = nm_prune(weights[f"blocks.{k}.up.weight"], "2:4")
+    torch.save(weights, tmp_path / "a.pt")
+    assert main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED: 8 of 16 matrices are dense: 'blocks.{0..7}.down.weight' (8); allow" in said
+    assert "OK" not in said
+    assert len([line for line in said.splitlines() if "blocks" in line]) < 14
+    assert main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4", "--allow-dense", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "blocks" not in said
+    assert "OK: 8 weights" in said
+    printed = "blocks.{0..7}.up.weight x8"
+    assert (
+        main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4", "--allow-dense", "-q", "--include", printed]) == 0
+    )
+    for weight in weights.values():
+        weight[0, :4] = 1
+    torch.save({key: weight for key, weight in weights.items() if "up" in key}, tmp_path / "a.pt")
+    assert verify(tmp_path / "a.pt", "2:4").problems == [
+        "'blocks.{0..7}.up.weight' (8) is not 2:4: 1 of 1024 blocks hold more",
+        "no weight is N:M sparse",
+    ]
+
+
+def test_every_matrix_that_the_base_has_n_m_must_stay_so(tmp_path):
+    weights = {f"{k}.weight": nm_prune(torch.randn(8, 8), "2:4") for k in range(4)} | {"head.weight": torch.randn(8, 8)}
+    torch.save(weights, tmp_path / "base.pt")
+    assert verify(tmp_path / "base.pt", "2:4", base=tmp_path / "base.pt").ok
+    weights |= {"1.weight": torch.randn(8, 8), "2.weight": torch.randn(8, 8)}
+    del weights["3.weight"]
+    torch.save(weights, tmp_path / "merged.pt")
+    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.2).ok
+    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.2, base=tmp_path / "base.pt").problems == [
+        "only 1 of the base's 4 N:M matrices are N:M",
+        "'{1,2}.weight' (2) is N:M in the base, but dense here",
+        "'3.weight' is N:M in the base, but not in the file",
+    ]
+    arguments = ["verify", str(tmp_path / "merged.pt"), "--base", str(tmp_path / "base.pt")]
+    assert main([*arguments, "--pattern", "2:4"]) == 1
+    assert main(arguments) == 2
+    torch.save({"1.weight": torch.randn(8, 8)}, tmp_path / "base.pt")
+    with pytest.raises(ValueError, match=r"no matrix of the base .* is N:M"):
+        verify(tmp_path / "merged.pt", "2:4", base=tmp_path / "base.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.pt2", "a program of torch.export"), ("a.pt", "a program"), ("a.onnx", "an ONNX graph")]
+)
+def test_graphs_are_told_from_damaged_files(tmp_path, name, kind):
+    path = tmp_path / name
+    if name == "a.onnx":
+        path.write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0")
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/archive_format", "pt2")
+    with pytest.raises(
+        ValueError, match=rf"it is {kind}.*, not a checkpoint: give the checkpoint that it was exported"
+    ):
+        verify(path, "2:4")
+
+
+def test_a_written_program_is_told_from_damaged_files(tmp_path):
+    export_pt2(torch.nn.Linear(4, 4), (torch.randn(2, 4),), tmp_path / "a.pt2")
+    with pytest.raises(ValueError, match=r"it is a program of torch\.export"):
+        verify(tmp_path / "a.pt2", "2:4")

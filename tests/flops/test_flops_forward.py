@@ -54,8 +54,6 @@ def test_the_model_stays_as_it_was():
         "net.6": 2 * 8192,
         "net.8": 256,
     }
-    assert forward.flow.inputs() == {"net.0"}
-    assert forward.flow.outputs() == {"net.8"}
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

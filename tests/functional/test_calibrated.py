@@ -98,6 +98,18 @@ def test_bad_moments(weight, moment, message):
         sparsegpt(weight, moment, "2:4")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_in_half_precision_are_compared_in_single(dtype):
+    """The values are those of half precision, the scores are not: a product of two of them would tie or overflow."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (4 * torch.randn(64, 64, generator=generator)).to(dtype)
+    norms = torch.logspace(2, 4.5, 64).to(dtype)
+    mask = wanda_mask(weight, norms, "2:4")
+    assert torch.equal(mask, wanda_mask(weight.double(), norms.double(), "2:4"))
+    rounded = nmf.nm_mask(weight.abs() * norms, "2:4")
+    assert not torch.equal(mask, rounded)
+
+
 def test_bad_norms():
     with pytest.raises(ValueError, match=r"\(4,\) do not belong to a weight \(2, 8\)"):
         wanda_mask(torch.ones(2, 8), torch.ones(4), "2:4")

@@ -14,7 +14,7 @@ from lightning_nm.functional import (
     mask_oscillation,
     mask_overlap,
 )
-from lightning_nm.functional.packing import count_bits, pack_mask
+from lightning_nm.functional.mask_storage import count_bits, pack_mask
 from tests import metric_oracles as oracle
 
 SEEDS = st.integers(0, 2**16)

@@ -1,7 +1,6 @@
 """NMTrainerCallback in the Trainer of transformers."""
 
 import copy
-import inspect
 import sys
 
 import pytest
@@ -15,10 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback
 
-from lightning_nm import ASP, MVUE, SRSTE, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm import ASP, MVUE, SRSTE, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.export import verify
-from lightning_nm.integrations import NMTrainerCallback
 from lightning_nm.methods import MaskMethod
 from tests.hf_models import bert, gpt2, llama, mixtral, new, trainer
 from tests.hf_runs import assert_equal, is_ordinary, is_sparse, sparse
@@ -97,18 +95,6 @@ def test_a_masked_model_is_refused(tmp_path):
         trainer(model, tmp_path, [sparse()]).train()
     sparsifier.detach()
     trainer(model, tmp_path, [sparse()], max_steps=1).train()
-
-
-@pytest.mark.parametrize("callback", [NMSparsityCallback, NMTrainerCallback])
-def test_callbacks_have_the_arguments_of_the_sparsifier(callback):
-    """Each is written out for signatures, help and type checks; none may be missing or have another default."""
-    own, shared = (inspect.signature(cls).parameters for cls in (callback, NMSparsifier))
-    given_by_the_callback = {"model", "planned_steps", "data_rank"}
-    assert set(shared) - set(own) == given_by_the_callback
-    for name in set(shared) & set(own):
-        assert own[name].default == shared[name].default, name
-        if callback is NMTrainerCallback:  # the other one's types are those that jsonargparse reads
-            assert own[name].annotation == shared[name].annotation, name
 
 
 def test_bad_arguments_are_refused_at_once():

@@ -179,6 +179,7 @@ def test_autocast_and_half_precision(make):
     assert all(not w[before[n] == 0].any() for n, w in base_weights(model).items())
 
 
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments .*mask_adapters_must_be_called")
 def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
     model, x = adapted(init_lora_weights=True), INPUTS[Net]()
     mask_adapters(model)
@@ -244,12 +245,41 @@ def test_verify_reads_adapted_and_merged_weights(tmp_path, masks):
     if masks:
         mask_adapters(model)
     torch.save(model.state_dict(), tmp_path / "adapted.pt")
-    result = verify(tmp_path / "adapted.pt", "2:4", include="*.first.base_layer")
+    result = verify(tmp_path / "adapted.pt", "2:4", include="*.first.base_layer", allow_dense=True)
     assert result.ok
     notes = {verdict.key: verdict.note for verdict in result.verdicts}
     assert "N:M only if mask_adapters() masked" in notes["base_model.model.first.base_layer.weight"]
     torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
     assert verify(tmp_path / "merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
+
+
+def test_whoever_loads_masked_adapters_is_told_to_mask_them(tmp_path, recwarn):
+    model = adapted(dtype=torch.float32)
+    model.save_pretrained(tmp_path / "ordinary")
+    mask_adapters(model)
+    model.save_pretrained(tmp_path / "masked")
+    assert isinstance(copy.deepcopy(model).peft_config["default"], peft.LoraConfig)
+    unmask_adapters(model)
+    assert type(model.peft_config["default"]) is peft.LoraConfig
+    recwarn.clear()
+    peft.PeftModel.from_pretrained(Net(), tmp_path / "ordinary")
+    assert not [w for w in recwarn if "Unexpected keyword" in str(w.message)]
+    with pytest.warns(UserWarning, match="lightning_nm_mask_adapters_must_be_called"):
+        loaded = peft.PeftModel.from_pretrained(Net(), tmp_path / "masked")
+    assert mask_adapters(loaded) == list(layers(loaded))
+
+
+def test_verify_tells_which_layers_a_merge_made_dense(tmp_path):
+    model = adapted(dtype=torch.float32)
+    mask_adapters(model, exclude="*.first")
+    base = {f"{name.removeprefix('base_model.model.')}.weight": w for name, w in base_weights(model).items()}
+    torch.save(base, tmp_path / "base.pt")
+    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
+    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5).ok
+    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5, base=tmp_path / "base.pt").problems == [
+        "only 2 of the base's 3 N:M matrices are N:M",
+        "'first.weight' is N:M in the base, but dense here",
+    ]
 
 
 class Projections(nn.Module):

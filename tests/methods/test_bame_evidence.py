@@ -11,6 +11,7 @@ from torch import nn
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.methods.bame.evidence import SCALE
+from lightning_nm.methods.bame.exchange import Exchange
 from tests.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {
@@ -292,7 +293,7 @@ def test_a_phase_that_exchanges_almost_nothing_is_reported_once():
         train(BAME(stop=60, every=10, evidence="batch"), 1e-6)
 
 
-def test_regrown_alive_is_the_share_of_exchanges_whose_entry_is_kept():
+def test_regrown_alive_is_the_share_of_exchanges_that_still_stand():
     module, sparsifier, optimizer, layer = linear(BAME(stop=30, evidence_rate=0.1))
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 30, look=lambda step: masks.append(layer.forward_mask))
@@ -300,6 +301,30 @@ def test_regrown_alive_is_the_share_of_exchanges_whose_entry_is_kept():
     expected = ((regrown > 0) & masks[-1]).sum() / regrown.sum()
     assert sparsifier.stats()["regrown_alive"] == pytest.approx(expected.item())
     assert 0 < expected < 1
+    standing, regrowths = 0, 0  # the same, exchange by exchange
+    for step, (old, new) in enumerate(itertools.pairwise(masks)):
+        ever_since = torch.stack(masks[step + 1 :]).all(0)
+        standing += int((new & ~old & ever_since).sum())
+        regrowths += int((new & ~old).sum())
+    assert sparsifier.stats()["regrown_alive"] == pytest.approx(standing / regrowths)
+    assert regrown.max() > 1, "an entry was regrown, pruned and regrown"
+
+
+def test_an_exchange_that_was_undone_does_not_stand_though_its_entry_came_back():
+    """In one block of 1:4, entries 1, 3 and 1 are regrown: of three exchanges the last one stands."""
+    _, sparsifier, optimizer, layer = linear(BAME(stop=30), pattern="1:4")
+    first = torch.zeros_like(layer.forward_mask)
+    first[:, ::4] = True
+    layer.set_masks(first)
+    nothing = torch.zeros(())
+    kept = 0
+    for regrown in (1, 3, 1):
+        indices = [(torch.tensor([0]), torch.tensor([entry])) for entry in (kept, regrown)]
+        exchange = Exchange(torch.tensor([0]), *indices, nothing)
+        layer.method._exchange(layer, optimizer, layer.forward_mask, exchange, None)
+        kept = regrown
+    assert layer.forward_mask[0, :4].tolist() == [False, True, False, False]
+    assert sparsifier.stats()["regrown_alive"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

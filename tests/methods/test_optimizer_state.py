@@ -21,11 +21,9 @@ ENTRYWISE = {
     "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), weight_decay=0.0),
     "adam-no-epsilon": lambda p: torch.optim.Adam(p, 1e-2, eps=0),
     "radam": lambda p: torch.optim.RAdam(p, 1e-2),
-}
-CLOSE = {
-    "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
     "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
 }
+CLOSE = {"nadam": lambda p: torch.optim.NAdam(p, 1e-2)}
 STATEFUL = {
     **ENTRYWISE,
     **CLOSE,
@@ -47,6 +45,12 @@ def stepped(make, steps, seed=0, dtype=torch.float64):
     return weight, mask, optimizer
 
 
+def step_of_blocks(size, grad, mask):
+    """The step size of the blocks of a weight ``[out, in]``."""
+    moments = [as_blocks(tensor, 4) for tensor in size.tensors]
+    return size.of_blocks(as_blocks(grad, 4), as_blocks(mask, 4), *moments)
+
+
 @pytest.mark.parametrize(
     ("name", "steps"),
     # momentum reaches its effective step only after a while
@@ -56,14 +60,29 @@ def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     weight, mask, optimizer = stepped(ENTRYWISE[name], steps)
     size = step_size(optimizer, weight)
     assert size.maximize == (name == "adam-maximize")
-    moment = None if size.moment is None else as_blocks(size.moment, 4)
     grad = as_blocks(weight.grad, 4)
-    eta = size.of_blocks(moment, grad, as_blocks(mask, 4))
+    eta = step_of_blocks(size, weight.grad, mask)
     expected = -(eta * grad).view_as(weight) * (-1 if size.maximize else 1)
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
     torch.testing.assert_close((weight.detach() - before)[mask], expected[mask], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 50])
+@pytest.mark.parametrize("factor", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_preconditioner_is_that_of_the_coming_step(amsgrad, factor, steps):
+    """AMSGrad divides by the largest second moment, that of a gradient that grows or shrinks included."""
+    rate, beta = 1e-2, 0.9
+    weight, mask, optimizer = stepped(lambda p: torch.optim.Adam(p, rate, amsgrad=amsgrad), steps)
+    weight.grad *= factor
+    eta = step_of_blocks(step_size(optimizer, weight), weight.grad, mask).view_as(weight)
+    before = weight.detach().clone()
+    weight.grad = torch.where(mask, weight.grad, 0)
+    optimizer.step()
+    direction = optimizer.state[weight]["exp_avg"] / (1 - beta ** (steps + 1))
+    torch.testing.assert_close((before - weight.detach())[mask], (eta * direction)[mask], rtol=1e-6, atol=1e-9)
 
 
 def test_momentum_of_one_has_no_end_and_counts_as_none():
@@ -76,9 +95,8 @@ def test_momentum_of_one_has_no_end_and_counts_as_none():
 def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps):
     weight, mask, optimizer = stepped(CLOSE[name], steps, dtype=torch.float32)
     size = step_size(optimizer, weight)
-    moment = None if size.moment is None else as_blocks(size.moment, 4)
     grad = as_blocks(weight.grad, 4)
-    eta = torch.as_tensor(size.of_blocks(moment, grad, as_blocks(mask, 4))).expand_as(grad)
+    eta = torch.as_tensor(step_of_blocks(size, weight.grad, mask)).expand_as(grad)
     predicted = (eta * grad).view_as(weight)[mask].square().mean().sqrt()
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
@@ -92,7 +110,7 @@ def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_r
     weight.grad[0, 0:4] *= 1000
     size = step_size(optimizer, weight)
     grad, keep, moment = as_blocks(weight.grad, 4), as_blocks(mask, 4), as_blocks(size.moment, 4)
-    eta = size.of_blocks(moment, grad, keep)
+    eta = size.of_blocks(grad, keep, moment)
     second = (0.999 * moment + 0.001 * grad.square()) / (1 - 0.999**6)
     for b in range(len(grad)):
         mean = second[b][keep[b]].mean()

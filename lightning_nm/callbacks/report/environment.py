@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 def environment(trainer: pl.Trainer) -> dict[str, str]:
-    """Return versions, the device as kernels see it, precision, strategy and processes."""
+    """Return versions, the device as kernels see it, precision, strategy and processes.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> found = environment(pl.Trainer(logger=False, accelerator="cpu"))
+        >>> found["precision"], found["strategy"], found["processes"]
+        ('32-true', 'SingleDeviceStrategy', '1')
+    """
     device = trainer.strategy.root_device
     found = environment_of(device)
     parts = {

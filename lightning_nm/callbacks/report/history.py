@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional import mask_margin
+from lightning_nm.callbacks.report.pictures import block_margins
 from lightning_nm.functional.statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
 from lightning_nm.nn.layer import NMLayer
 
@@ -26,22 +26,43 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
 
     Returns:
         float64 ``[3, layers]`` on the CPU. A layer without a forward mask has no flip rate and no margin: they are NaN.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "dense", skip_first_last=False).attach()
+        >>> layer_column(list(sparsifier.layers.values())).tolist()
+        [[nan], [nan], [1.0]]
     """
-    parts, sizes = [], []
+    if not layers:
+        return torch.empty(len(MAPS), 0, dtype=torch.float64)
+    sums = []
+    sizes = []
     for layer in layers:
         with layer.full():
-            weight, used = layer.weight.detach(), layer.forward_weight()
-            sums = [magnitude_sum(used), magnitude_sum(weight)]
-            if layer.forward_mask is not None and layer.masks.flips is not None:
-                margins = mask_margin(layer.rows(weight), layer.rows(layer.forward_mask), layer.pattern, 1)
-                sums += [margins.nanmean(), layer.masks.flips]
-        sizes.append(weight.numel())
-        parts += [value.double() for value in (*sums, *[weight.new_tensor(torch.nan)] * (4 - len(sums)))]
-    if not parts:
-        return torch.empty(len(MAPS), 0, dtype=torch.float64)
-    used, whole, margin, flips = torch.stack([part.to(parts[0].device) for part in parts]).cpu().view(-1, 4).unbind(1)
+            sums.append(_layer_sums(layer))
+            sizes.append(layer.weight.numel())
+    # One copy for all layers waits for the device once.
+    device = sums[0].device
+    sums_of_layers = torch.stack([values.to(device) for values in sums]).cpu()
+    used, whole, margin, flips = sums_of_layers.unbind(1)
     entries = torch.tensor(sizes, dtype=torch.float64)
-    return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
+    flip_rate = FLIP_RATE.exact(flips, entries)
+    kept_magnitude = KEPT_MAGNITUDE.exact(used, whole)
+    return torch.stack([flip_rate, margin, kept_magnitude])
+
+
+def _layer_sums(layer: NMLayer) -> Tensor:
+    """The magnitudes that are used and of the whole weight, the mean margin, and the number of flips, in float64."""
+    weight = layer.weight.detach()
+    used = magnitude_sum(layer.forward_weight())
+    whole = magnitude_sum(weight)
+    if layer.forward_mask is None or layer.masks.flips is None:
+        margin = flips = weight.new_tensor(torch.nan)
+    else:
+        margin = block_margins(layer).nanmean()
+        flips = layer.masks.flips
+    return torch.stack([value.double() for value in (used, whole, margin, flips)])
 
 
 class LayerHistory:
@@ -53,6 +74,13 @@ class LayerHistory:
         layers: Names of the layers, in the order of the rows.
         steps: The step of the last log of each column.
         values: float16 ``[columns, 3, layers]``; NaN where a layer was not masked.
+
+    Example:
+        >>> history = LayerHistory()
+        >>> for step in range(130):
+        ...     history.add(step, ["encoder", "head"], torch.rand(3, 2))
+        >>> history.steps[:3], history.steps[-1], history.values.shape
+        ([1, 3, 5], 129, torch.Size([65, 3, 2]))
     """
 
     def __init__(self) -> None:
@@ -61,7 +89,8 @@ class LayerHistory:
         self.values = torch.empty(0, len(MAPS), 0, dtype=torch.float16)
         self._stride = 1  # logs of a column
         self._filled = 0  # logs of the last column so far
-        self._mean = torch.empty(len(MAPS), 0)  # of these, in float32
+        # The mean of these in float32: many small steps of a mean would be lost in float16.
+        self._mean = torch.empty(len(MAPS), 0)
 
     def add(self, step: int, layers: Sequence[str], column: Tensor) -> None:
         """Add the values of a log, ``[3, layers]``; columns that reach that step or later ones are dropped.
@@ -70,33 +99,60 @@ class LayerHistory:
         """
         self._set_rows(layers)
         if self.steps and self.steps[-1] >= step:
-            known = sum(at < step for at in self.steps)
-            self.steps, self.values, self._filled = self.steps[:known], self.values[:known], self._stride
+            self._drop_from(step)
         if self._filled == self._stride and len(self.steps) == COLUMNS:
-            self.values = self.values.float().unflatten(0, (-1, 2)).nanmean(1).to(torch.float16)
-            self.steps, self._stride, self._filled = self.steps[1::2], 2 * self._stride, 2 * self._stride
+            self._halve()
+
         column = column.float()
+        # A column that is not full yet is written again, with this log in its mean.
         if self.steps and self._filled < self._stride:
             self._filled += 1
-            mean = self._mean + (column - self._mean) / self._filled
-            mean = torch.where(self._mean.isnan(), column, torch.where(column.isnan(), self._mean, mean))
-            self.steps, self.values = self.steps[:-1], self.values[:-1]
+            self._mean = self._mean_with(column)
+            self.steps.pop()
+            self.values = self.values[:-1]
         else:
-            self._filled, mean = 1, column
-        self.steps, self._mean = [*self.steps, step], mean
-        self.values = torch.cat([self.values, mean.to(torch.float16).unsqueeze(0)])
+            self._filled = 1
+            self._mean = column
+        self.steps.append(step)
+        last_column = self._mean.to(torch.float16)
+        self.values = torch.cat([self.values, last_column.unsqueeze(0)])
+
+    def _drop_from(self, step: int) -> None:
+        """Drop the columns that reach a step; all columns before them are full."""
+        self.steps = [earlier for earlier in self.steps if earlier < step]
+        self.values = self.values[: len(self.steps)]
+        self._filled = self._stride
+
+    def _halve(self) -> None:
+        """Join each two neighbouring columns, so that there is room for as many again."""
+        pairs = self.values.float().unflatten(0, (-1, 2))
+        means = pairs.nanmean(1)
+        self.values = means.to(torch.float16)
+        self.steps = self.steps[1::2]
+        self._stride *= 2
+        self._filled *= 2
+
+    def _mean_with(self, column: Tensor) -> Tensor:
+        """The mean of the last column's logs and one more; a NaN on either side does not count."""
+        mean = self._mean + (column - self._mean) / self._filled
+        mean = torch.where(column.isnan(), self._mean, mean)
+        return torch.where(self._mean.isnan(), column, mean)
 
     def _set_rows(self, layers: Sequence[str]) -> None:
+        """Put rows in the order of ``layers``; new ones are NaN so far."""
         if self.layers == list(layers):
             return
-        places = {name: place for place, name in enumerate(self.layers)}
-        values = torch.full((len(self.steps), len(MAPS), len(layers)), torch.nan, dtype=torch.float16)
-        mean = torch.full((len(MAPS), len(layers)), torch.nan)
-        for place, name in enumerate(layers):
-            if name in places:
-                values[:, :, place] = self.values[:, :, places[name]]
-                mean[:, place] = self._mean[:, places[name]]
-        self.layers, self.values, self._mean = list(layers), values, mean
+        old_rows = {name: row for row, name in enumerate(self.layers)}
+        values = self.values.new_full((len(self.steps), len(MAPS), len(layers)), torch.nan)
+        mean = self._mean.new_full((len(MAPS), len(layers)), torch.nan)
+        for row, name in enumerate(layers):
+            if name in old_rows:
+                old_row = old_rows[name]
+                values[:, :, row] = self.values[:, :, old_row]
+                mean[:, row] = self._mean[:, old_row]
+        self.layers = list(layers)
+        self.values = values
+        self._mean = mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns as plain tensors and names."""
@@ -113,7 +169,10 @@ class LayerHistory:
     def from_state(cls, state: Mapping[str, Any]) -> LayerHistory:
         """Return the history of a :meth:`state_dict`."""
         history = cls()
-        history.layers, history.steps = list(state["layers"]), list(state["steps"])
-        history.values, history._mean = state["values"].cpu(), state["mean"].cpu()
-        history._stride, history._filled = state["stride"], state["filled"]
+        history.layers = list(state["layers"])
+        history.steps = list(state["steps"])
+        history.values = state["values"].cpu()
+        history._stride = state["stride"]
+        history._filled = state["filled"]
+        history._mean = state["mean"].cpu()
         return history

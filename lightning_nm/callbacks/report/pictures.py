@@ -20,16 +20,31 @@ def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Ten
 
     They are ``forward_mask``; ``backward_mask`` if dgrad has its own mask; and ``changed_mask`` relative to an earlier
     ``forward_mask`` image ``before``. There is none if the layer has no forward mask.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "bi-mask", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> {name: tuple(picture.shape) for name, picture in mask_pictures(layer).items()}
+        {'forward_mask': (1, 8, 8), 'backward_mask': (1, 8, 8)}
     """
-    masks = {"forward_mask": layer.forward_mask, "backward_mask": layer.backward_mask}
     pictures = {}
-    for name, mask in masks.items():
-        if mask is not None:
-            rows = layer.rows(mask).movedim(1, -1).flatten(1)  # kernel taps lie side by side, so blocks stay together
-            pictures[name] = rows[:CROP, :CROP].cpu().to(torch.uint8).mul(255).unsqueeze(0)
+    if layer.forward_mask is not None:
+        pictures["forward_mask"] = _picture(layer, layer.forward_mask)
+    if layer.backward_mask is not None:
+        pictures["backward_mask"] = _picture(layer, layer.backward_mask)
     if before is not None and "forward_mask" in pictures:
         pictures["changed_mask"] = pictures["forward_mask"] ^ before
     return pictures
+
+
+def _picture(layer: NMLayer, mask: Tensor) -> Tensor:
+    """The upper left corner of a mask, black and white."""
+    # Kernel taps lie side by side, so blocks stay together.
+    mask_oi = layer.rows(mask).movedim(1, -1).flatten(1)
+    corner = mask_oi[:CROP, :CROP].cpu()
+    return corner.to(torch.uint8).mul(255).unsqueeze(0)
 
 
 class Histogram(NamedTuple):
@@ -46,29 +61,65 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
     """Count the margins of all blocks of a layer, with one device synchronization; ``None`` if there are none.
 
     With sharded weights all processes must call it.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> sum(margin_histogram(layer).counts)
+        16
     """
     if layer.forward_mask is None:
         return None
     with torch.no_grad(), layer.full():
-        margins = mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1).double()
+        margins = block_margins(layer).double()
     known = ~margins.isnan()
     margins = torch.where(known, margins, 0)
-    edges = EDGES.to(margins.device)
+    lowest = torch.where(known, margins, torch.inf).amin()
+    highest = torch.where(known, margins, -torch.inf).amax()
+    total = margins.sum()
+    squares = margins.square().sum()
+
     # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
-    bins = torch.bucketize(margins, edges[1:-1], right=True).where(known, len(EDGES) - 1)
+    inner_edges = EDGES[1:-1].to(margins.device)
+    bins = torch.bucketize(margins, inner_edges, right=True)
+    bins = bins.where(known, len(EDGES) - 1)
     counts = torch.bincount(bins.flatten(), minlength=len(EDGES))[:-1]
-    low, high = torch.where(known, margins, torch.inf).amin(), torch.where(known, margins, -torch.inf).amax()
-    moments = torch.stack([low, high, margins.sum(), margins.square().sum()])
-    lowest, highest, total, squares, *each = torch.cat([moments, counts.double()]).tolist()
-    return Histogram(lowest, highest, total, squares, [int(count) for count in each]) if sum(each) else None
+
+    # One copy of all numbers waits for the device once.
+    moments = torch.stack([lowest, highest, total, squares])
+    numbers = torch.cat([moments, counts.double()]).tolist()
+    if not any(numbers[4:]):
+        return None
+    return Histogram(
+        low=numbers[0],
+        high=numbers[1],
+        total=numbers[2],
+        squares=numbers[3],
+        counts=[int(count) for count in numbers[4:]],
+    )
+
+
+def block_margins(layer: NMLayer) -> Tensor:
+    """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
+    assert layer.forward_mask is not None
+    return mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1)
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
-    """Merge one or more histograms."""
+    """Merge one or more histograms.
+
+    Example:
+        >>> one = Histogram(0.1, 0.2, total=0.3, squares=0.05, counts=[2, 0])
+        >>> merge([one, one]).counts
+        [4, 0]
+    """
+    lows, highs, totals, squares, counts = zip(*histograms, strict=True)
     return Histogram(
-        min(one.low for one in histograms),
-        max(one.high for one in histograms),
-        sum(one.total for one in histograms),
-        sum(one.squares for one in histograms),
-        [sum(column) for column in zip(*(one.counts for one in histograms), strict=True)],
+        low=min(lows),
+        high=max(highs),
+        total=sum(totals),
+        squares=sum(squares),
+        counts=[sum(counts_of_bin) for counts_of_bin in zip(*counts, strict=True)],
     )

@@ -11,6 +11,10 @@ from lightning_nm.sparsifier import NMSparsifier
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_nm.estimators import GradientEstimator
+    from lightning_nm.methods import Method
+    from lightning_nm.nn.selection import Rule
+
 
 def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, Any]:
     """Pattern, method, estimator and their settings: ``nm/...`` for the general ones, ``nm/rules/<k>/...`` for rules.
@@ -22,21 +26,36 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
         ('2:4', 'sr-ste', 0.0002, 'none')
     """
     *rules, general = sparsifier.rules
-    found: dict[str, Any] = {}
-    for place, rule in ((prefix, general), *((f"{prefix}/rules/{number}", rule) for number, rule in enumerate(rules))):
-        if rule.include is not None:
-            found[f"{place}/include"] = ", ".join(rule.include)
-        found[f"{place}/pattern"] = str(rule.pattern)
-        found[f"{place}/conv_layout"] = rule.conv_layout
-        for key, part in (("method", rule.method), ("grad_estimator", rule.estimator)):
-            found[f"{place}/{key}"] = "none" if part is None else getattr(part, "short_name", "") or type(part).__name__
-            for name, value in vars(part).items() if part is not None else ():
-                if not name.startswith("_"):
-                    found[f"{place}/{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
-    if sparsifier.preset is not None:
-        found[f"{prefix}/preset"] = sparsifier.preset
+    found = _of_rule(general, prefix)
+    for number, rule in enumerate(rules):
+        found |= _of_rule(rule, f"{prefix}/rules/{number}")
+    if sparsifier.config.preset is not None:
+        found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.exclude:
         found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
+    return found
+
+
+def _of_rule(rule: Rule, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if rule.include is not None:
+        found[f"{prefix}/include"] = ", ".join(rule.include)
+    found[f"{prefix}/pattern"] = str(rule.pattern)
+    found[f"{prefix}/conv_layout"] = rule.conv_layout
+    found |= _of_part(rule.method, f"{prefix}/method")
+    found |= _of_part(rule.estimator, f"{prefix}/grad_estimator")
+    return found
+
+
+def _of_part(part: Method | GradientEstimator | None, key: str) -> dict[str, Any]:
+    """The name and the public attributes of a method or an estimator."""
+    if part is None:
+        return {key: "none"}
+    found: dict[str, Any] = {key: getattr(part, "short_name", "") or type(part).__name__}
+    for name, value in vars(part).items():
+        if not name.startswith("_"):
+            # Loggers take no other types, such as schedules and tensors.
+            found[f"{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +13,7 @@ from rich.table import Table
 from lightning_nm.kernels import Router
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.ranges import grouped
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:
@@ -81,41 +81,6 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         yield name, _shape(shape or ()), "-", "-", "dense", "dense", "dense", reason
 
 
-def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Join rows that are equal but for the numbers in their names, which become ranges.
-
-    Example:
-        >>> grouped([("blocks.0.up", "2:4"), ("head", "-"), ("blocks.1.up", "2:4"), ("blocks.3.up", "2:4")])
-        [('blocks.{0,1,3}.up x3', '2:4'), ('head', '-')]
-    """
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for name, *cells in rows:
-        parts = name.split(".")
-        template = ".".join("#" if part.isdigit() else part for part in parts)
-        groups.setdefault((template, *cells), []).append(tuple(part for part in parts if part.isdigit()))
-    found = []
-    for (template, *cells), numbers in groups.items():
-        seen = [sorted({row[k] for row in numbers}, key=int) for k in range(len(numbers[0]))]
-        if len(numbers) == math.prod(map(len, seen)):
-            name = _filled(template, [_range(places) for places in seen])
-            found.append((f"{name} x{len(numbers)}" if len(numbers) > 1 else name, *cells))
-        else:  # the ranges would promise layers that are not there
-            found += [(_filled(template, row), *cells) for row in numbers]
-    return found
-
-
-def _filled(template: str, numbers: Iterable[str]) -> str:
-    places = iter(numbers)
-    return ".".join(next(places) if part == "#" else part for part in template.split("."))
-
-
-def _range(places: Sequence[str]) -> str:
-    if len(places) == 1:
-        return places[0]
-    first, last = int(places[0]), int(places[-1])
-    return f"{{{first}..{last}}}" if last - first + 1 == len(places) > 2 else f"{{{','.join(places)}}}"
-
-
 def broken_name(name: str, width: int) -> str:
     """Break a name into lines at dots, so that no line is longer than a width if its parts allow that.
 
@@ -163,21 +128,23 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     for reason, number in layer_reasons(sparsifier).items():
         console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
     settings = sparsifier.settings
-    if sparsifier.selection.ends:
-        ends = [end for end, skips in (("first", settings.skip_first), ("last", settings.skip_last)) if skips]
-        option = f"skip_{ends[0]}" if len(ends) == 1 else "skip_first_last"
-        console.print(f"{option}=False masks {' and '.join(ends)} layers, too", style="dim")
+    if sparsifier.selection.first_last:
+        console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
+    if sparsifier.selection.hint:
+        console.print(sparsifier.selection.hint, style="dim", soft_wrap=True, highlight=False, markup=False)
     for preset in settings.presets:
-        line = f"preset {sparsifier.preset}, {preset}"
+        line = f"preset {sparsifier.config.preset}, {preset}"
         console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
     masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
-        parts = {"parameters": "the model's parameters", "flops": "its weight FLOPs"}
-        if small := [parts[part] for part, share in masked.items() if share < 0.5]:
-            why = f"less than half of {' and of '.join(small)} is masked, so little can be gained"
+        known = "flops" in masked
+        share = masked["flops"] if known else sparsifier.share_of_products()
+        if share < 0.5:
+            part = "weight FLOPs" if known else "parameters outside of embeddings"
+            why = f"less than half of the model's {part} is masked, so little can be gained"
             console.print(f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True)
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")

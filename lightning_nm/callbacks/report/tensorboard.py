@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.report.heat_map import draw_heat_map
+from lightning_nm.callbacks.report.figures import HeatMapFigure
 from lightning_nm.callbacks.report.history import MAPS, LayerHistory
 from lightning_nm.callbacks.report.pictures import EDGES, Histogram
 from lightning_nm.callbacks.report.tables import kernel_rows, layer_rows, summary_rows
@@ -49,16 +49,21 @@ class TensorBoardWriter:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger) or any(logger is failed for failed in self._failed):
+            if not isinstance(logger, TensorBoardLogger) or self._has_failed(logger):
                 continue
             try:
                 draw(logger.experiment)
+            # A full disk, a missing package or a strange version: no log is worth a training.
             except Exception as error:
                 self._failed.append(logger)
                 rank_zero_warn(
                     f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
                     f"histogram or a text ({type(error).__name__}: {error})"
                 )
+
+    def _has_failed(self, logger: Logger) -> bool:
+        # By identity: loggers may define what equal means.
+        return any(logger is failed for failed in self._failed)
 
 
 def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
@@ -76,26 +81,51 @@ def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> No
     )
 
 
-def custom_scalars_layout(names: Sequence[str], layers: bool) -> dict[str, dict[str, list[Any]]]:
-    """Return a layout for TensorBoard's custom scalars, given the logged statistics and whether layers are logged."""
+def charts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the statistics of each chart, by the chart's title.
+
+    Example:
+        >>> charts_of(["density", "flip_rate", "overlap"])
+        {'kept': ['density', 'overlap'], 'flip rate': ['flip_rate']}
+    """
     chart_of = {name: chart for chart, members in CHARTS.items() for name in members}
     charts: dict[str, list[str]] = {}
     for name in names:
-        charts.setdefault(chart_of.get(name, name.replace("_", " ")), []).append(name)
+        title = chart_of.get(name, name.replace("_", " "))
+        charts.setdefault(title, []).append(name)
+    return charts
+
+
+Layout = dict[str, dict[str, list[Any]]]
+"""A layout of custom scalars: by category and chart, the kind of the chart and its tags."""
+
+
+def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
+    """Return a layout for TensorBoard's custom scalars, given the logged statistics and whether layers are logged.
+
+    Example:
+        >>> custom_scalars_layout(["flip_rate"], layers=False)
+        {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
+    """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
-    layout = {"N:M masks": {chart: ["Multiline", [f"^(.+-)?nm/{n}$" for n in some]] for chart, some in charts.items()}}
-    if layers:
-        layout["N:M layers"] = {
-            name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
-            for name in names
-            if name not in MODEL_ONLY
-        }
+    layout: Layout = {"N:M masks": {}}
+    for title, members in charts_of(names).items():
+        tags = [f"^(.+-)?nm/{name}$" for name in members]
+        layout["N:M masks"][title] = ["Multiline", tags]
+    if not layers:
+        return layout
+    layout["N:M layers"] = {}
+    for name in names:
+        if name not in MODEL_ONLY:
+            tag = f"^(.+-)?nm/{re.escape(name)}/"
+            layout["N:M layers"][name.replace("_", " ")] = ["Multiline", [tag]]
     return layout
 
 
 def write_map_rows(writer: Any, layers: Sequence[str], step: int, suffix: str = "") -> None:
     """Write the names of the layers of :func:`write_map_column` from this step on."""
-    writer.add_text(f"nm/map_rows{suffix}", f"```json\n{json.dumps(list(layers), indent=0)}\n```", step)
+    names = json.dumps(list(layers), indent=0)
+    writer.add_text(f"nm/map_rows{suffix}", f"```json\n{names}\n```", step)
 
 
 def write_map_column(writer: Any, column: Tensor, step: int, suffix: str = "") -> None:
@@ -104,31 +134,55 @@ def write_map_column(writer: Any, column: Tensor, step: int, suffix: str = "") -
 
 
 def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -> None:
-    """Draw the heat map of each statistic."""
+    """Draw the heat map of each statistic.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    maps = HeatMapFigure(history.layers, history.steps)
     for place, name in enumerate(MAPS):
         title = f"{name.replace('_', ' ')} of layers over steps"
-        picture = draw_heat_map(title, history.layers, history.steps, history.values[:, place], name == "flip_rate")
-        writer.add_image(f"nm/{name}_map{suffix}", picture, step)
+        figure = maps.show(title, history.values[:, place], root=name == "flip_rate")
+        # pyplot does not know the figure, so there is nothing to close.
+        writer.add_figure(f"nm/{name}_map{suffix}", figure, step, close=False)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    r"""Return a table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["layer", "shape"], [["net_1", "8 x 8"]]))
+        | layer | shape |
+        | --- | --- |
+        | net\_1 | 8 x 8 |
+    """
+    lines = [head, ["---"] * len(head)]
     for row in rows:
-        lines.append(" | ".join(re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in row))
-    return "\n".join(f"| {line} |" for line in lines)
+        lines.append([_markdown_cell(cell) for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _markdown_cell(text: str) -> str:
+    """The text in one line, its marks escaped; Markdown needs a space in an empty cell."""
+    one_line = " ".join(text.split())
+    return re.sub(r"([\\|*_])", r"\\\1", one_line) or " "
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels: dict[str, dict[str, str]] = {}
-    for used in router.used() if router is not None else ():
-        kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
+    kernels_of_layer: dict[str, dict[str, str]] = {}
+    used_kernels = [] if router is None else router.used()
+    for used in used_kernels:
+        kernels = kernels_of_layer.setdefault(used.product.layer, {})
+        kernels[used.product.key.gemm] = used.kernel
     rows = []
     for row in layer_rows(sparsifier):
-        kernel = ", ".join(f"{gemm}: {name}" for gemm, name in kernels.get(row[0], {}).items())
-        rows.append((*row, kernel or "dense product"))
-    return markdown_table(("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel"), rows)
+        name = row[0]
+        kernels = kernels_of_layer.get(name, {})
+        text = ", ".join(f"{gemm}: {kernel}" for gemm, kernel in kernels.items())
+        rows.append((*row, text or "dense product"))
+    head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
+    return markdown_table(head, rows)
 
 
 def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:

@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases
-
-
-@contextmanager
-def each_once(given: set[str]) -> Iterator[None]:
-    """Show no warning whose text was given already; ``given`` collects those that are shown."""
-    show = warnings.showwarning
-
-    def show_if_new(message: Warning | str, *details: Any, **options: Any) -> None:
-        if str(message) not in given:
-            given.add(str(message))
-            show(message, *details, **options)
-
-    warnings.showwarning = show_if_new
-    try:
-        yield
-    finally:
-        warnings.showwarning = show
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:

@@ -68,14 +68,14 @@ def exchange_by_gradient(layer: NMLayer, optimizer: Optimizer, mask: Tensor, bud
     assert layer.weight.grad is not None
     size = step_size(optimizer, layer.param)
 
-    def best(weight: Tensor, grad: Tensor, keep: Tensor, moment: Tensor | None = None) -> tuple[Swaps, Tensor]:
+    def best(weight: Tensor, grad: Tensor, keep: Tensor, *moments: Tensor) -> tuple[Swaps, Tensor]:
         grad = -grad if size.maximize else grad
-        step = size.of_blocks(moment, grad, keep)
+        step = size.of_blocks(grad, keep, *moments)
         swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
         return swaps, expected_loss_change(weight, grad, keep, step, swaps)
 
-    tensors = [layer.weight.detach(), layer.weight.grad, mask]
-    return _find(layer, best, tensors if size.moment is None else [*tensors, size.moment], budget)
+    tensors = [layer.weight.detach(), layer.weight.grad, mask, *size.tensors]
+    return _find(layer, best, tensors, budget)
 
 
 @torch.no_grad()

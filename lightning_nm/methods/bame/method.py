@@ -242,6 +242,10 @@ class BAME(MaskMethod):
             mask_(grad, layer.local_shard(mask))
         layer.pending = pending
 
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """Nothing: where a mask cannot adapt without it, :meth:`after_step` raises an error."""
+        return ""
+
     @staticmethod
     def _was_used(layer: NMLayer, mask: Tensor) -> bool:
         """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
@@ -361,10 +365,9 @@ class BAME(MaskMethod):
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
 
-        ``oscillation``: accumulated oscillations per block. ``regrown_alive``: the share of exchanges whose regrown
-        entry is kept now; an entry that was regrown twice counts twice. Of the last adaptation, ``adapted_blocks``:
-        share of blocks that changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a
-        gain; with the evidence of a batch also ``predicted_loss_change``, summed over the layers. After the phase
-        these are 0, 1 and 0.
+        ``oscillation``: accumulated oscillations per block. ``regrown_alive``: the share of exchanges that still stand:
+        their regrown entry has been kept ever since. Of the last adaptation, ``adapted_blocks``: share of blocks that
+        changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain; with the evidence
+        of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
         return evolution_statistics(layers, expected_loss=self.evidence == "batch")

@@ -22,24 +22,35 @@ class StepSize:
     r"""How far a unit of gradient moves each entry, in the long run.
 
     :math:`\eta = s`, or with an epsilon :math:`\eta = s / (\sqrt{h} + \epsilon)`, where :math:`h = (a v + b G^2) / c`
-    is the preconditioner of the coming step. A pruned entry takes the mean of h over its block's kept entries, which it
-    starts from when it is regrown, but at least its own :math:`G^2`: it is not expected to move further than s.
+    is the preconditioner of the coming step; with AMSGrad :math:`h = \max(u, a v + b G^2) / c` with the maximum u.
+    A pruned entry takes the mean of h over its block's kept entries, which it starts from when it is regrown, but at
+    least its own :math:`G^2`: it is not expected to move further than s.
     """
 
     scale: float  # s
     moment: Tensor | None = None  # v, of the weight's shape; None for zeros
+    largest: Tensor | None = None  # u, likewise; None without AMSGrad
     keep: float = 0.0  # a
     take: float = 1.0  # b
     correction: float = 1.0  # c
     epsilon: float | None = None
     maximize: bool = False  # whether the optimizer climbs: the gradient of the loss is then the negative one
 
-    def of_blocks(self, moment: Tensor | None, grad: Tensor, mask: Tensor) -> Tensor | float:
-        """The step size of blocks ``[B, M]``, given their part of ``moment``."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of ``moment`` and ``largest`` that there are, in this order."""
+        return [tensor for tensor in (self.moment, self.largest) if tensor is not None]
+
+    def of_blocks(
+        self, grad: Tensor, mask: Tensor, moment: Tensor | None = None, largest: Tensor | None = None
+    ) -> Tensor | float:
+        """The step size of blocks ``[B, M]``, given their part of ``moment`` and ``largest``."""
         if self.epsilon is None:
             return self.scale
         square = grad.square()
         second = self.take * square if moment is None else self.keep * moment + self.take * square
+        if largest is not None:
+            second = torch.maximum(largest, second)
         second /= self.correction
         mean = torch.where(mask, second, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
         second = torch.where(mask, second, torch.maximum(mean, square))
@@ -63,16 +74,24 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
         if momentum < 1:
             rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)
         return StepSize(rate, maximize=bool(group.get("maximize")))
-    beta, done, maximize = float(group["betas"][1]), float(state.get("step", 0)), bool(group.get("maximize"))
+    beta = float(group["betas"][1])
+    done = float(state.get("step", 0))
+    maximize = bool(group.get("maximize"))
     if isinstance(optimizer, torch.optim.RAdam):
         rectified = _rectification(beta, done + 1)
         if rectified is None:
             return StepSize(rate, maximize=maximize)
         rate *= rectified
-    correction = 1 - beta ** (done + 1)
-    if "max_exp_avg_sq" in state:  # AMSGrad
-        return StepSize(rate, state["max_exp_avg_sq"], 1.0, 0.0, correction, group["eps"], maximize)
-    return StepSize(rate, state.get("exp_avg_sq"), beta, 1 - beta, correction, group["eps"], maximize)
+    return StepSize(
+        rate,
+        moment=state.get("exp_avg_sq"),
+        largest=state.get("max_exp_avg_sq"),  # AMSGrad's, which the coming gradient may still raise
+        keep=beta,
+        take=1 - beta,
+        correction=1 - beta ** (done + 1),
+        epsilon=group["eps"],
+        maximize=maximize,
+    )
 
 
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def evolution_statistics(layers: Sequence[NMLayer], *, expected_loss: bool) -> d
         oscillations += int(counts.sum())
         mask = layer.forward_mask_view
         if mask is not None and "exchanges" in layer.buffers:
+            # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
             alive += int((unpack_mask(layer.buffers["exchanged"], mask.shape) & mask).sum())
             exchanges += int(layer.buffers["exchanges"])
         if layer.clock > max(layer.schedule[1], layer.schedule[0] + 1):

@@ -44,7 +44,7 @@ class Adapter(nn.Module):
 
     handles: ClassVar[type[nn.Module]]  # the class whose forward this adapter replaces
     role: ClassVar[Literal["linear", "convolution", "embedding", ""]] = ""
-    """What ``skip_first`` and ``skip_last`` take it for. An embedding is a lookup, not a product: it is masked by name
+    """What ``skip_first_last`` takes it for. An embedding is a lookup, not a product: it is masked by name
     alone, and has neither a dgrad GEMM nor an estimator."""
     tensor_parallel: ClassVar[bool] = False  # whether forward can run while tensor parallelism shards the weight
     reads_children: ClassVar[tuple[str, ...]] = ()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_nm.functional.nm_packing import PACKED_DTYPES
+from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import parameter_key

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_nm.functional.nm_packing import (
+from lightning_nm.functional.nm_format import (
     check_packed,
     check_packed_sizes,
     expand,

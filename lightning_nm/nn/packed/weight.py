@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.functional.nm_packing import PACKED_DTYPES
+from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.packed.choice import Budget, Kernels
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out

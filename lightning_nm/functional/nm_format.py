@@ -3,19 +3,19 @@
 A block of M entries has exactly N stored entries, in the order of their positions. The positions of a block take
 ``N ceil(log2 M)`` bits, one number for each, or M bits, one for each entry of the block, whichever is less; numbers
 where both are equal. Bits follow each other without gaps, across blocks and rows, the first one in the lowest bit of
-the first byte, as in :func:`~lightning_nm.functional.packing.pack_mask`. docs/format.md has examples.
+the first byte, as in :func:`~lightning_nm.functional.mask_storage.pack_mask`. docs/format.md has examples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.packing import pack_mask, unpack_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
@@ -77,10 +77,14 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     values, positions = [], []
     for chunk in blocks.split(_chunk(pattern)):
         nonzero = chunk != 0
-        crowded = int((nonzero.sum(1) > pattern.n).sum())
+        too_many = nonzero.sum(1) > pattern.n
+        crowded = int(too_many.sum())
         if crowded:
             raise ValueError(f"{crowded} or more of {len(blocks)} blocks hold more than {pattern.n} nonzeros")
-        mask = nm_mask(nonzero.byte() + chunk.contiguous().view(_INTEGERS[chunk.itemsize]).ne(0).byte(), pattern)
+        # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
+        bits = chunk.contiguous().view(_INTEGERS[chunk.itemsize])
+        scores = nonzero.byte() + bits.ne(0).byte()
+        mask = nm_mask(scores, pattern)
         values.append(chunk[mask].view(-1, pattern.n))
         positions.append(_encode(mask, pattern))
     size = (*matrix.shape[:-1], matrix.shape[-1] // pattern.m, pattern.n)
@@ -127,18 +131,18 @@ def check_packed(values: Tensor, positions: Tensor, pattern: NMPattern, shape: S
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
     _check_pattern(pattern)
     check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
-    blocks, step = values.numel() // pattern.n, _chunk(pattern)
-    used = blocks * position_bits(pattern)
-    if used % 8 and int(positions[-1]) >> used % 8:
+    blocks = values.numel() // pattern.n
+    used = blocks * position_bits(pattern) % 8  # bits of the last byte
+    if used and int(positions[-1]) >> used:
         raise ValueError("the bits after the positions of the last block are not all zero")
-    for first in range(0, blocks, step):
-        count = min(step, blocks - first)
-        part = positions[position_bytes(pattern, first) : position_bytes(pattern, first + count)]
+    for first, count, part in _parts(positions, pattern, blocks, _chunk(pattern)):
         if uses_bitmap(pattern):
             wrong = unpack_mask(part, (count, pattern.m)).sum(1) != pattern.n
         else:
             numbers = _numbers(part, pattern, count)
-            wrong = (numbers[:, -1] >= pattern.m) | (numbers[:, 1:] <= numbers[:, :-1]).any(1)
+            outside = numbers[:, -1] >= pattern.m
+            unordered = numbers[:, 1:] <= numbers[:, :-1]
+            wrong = outside | unordered.any(1)
         if wrong.any():
             block = first + int(wrong.int().argmax())
             raise ValueError(
@@ -154,35 +158,48 @@ def check_packed_sizes(
     if not shape or shape[-1] % pattern.m:
         raise ValueError(f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis")
     blocks = math.prod(shape) // pattern.m
-    expected = (*shape[:-1], shape[-1] // pattern.m, pattern.n), (position_bytes(pattern, blocks),)
-    for what, found, right in zip(("values", "positions"), (values, positions), expected, strict=True):
+    of_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
+    of_positions = (position_bytes(pattern, blocks),)
+    for what, found, right in (("values", values, of_values), ("positions", positions, of_positions)):
         if found != right:
             raise ValueError(f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}")
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
     """:func:`unpack_nm` of what :func:`check_packed` accepted; graphs that are traced or exported can hold it."""
+    # A graph that is traced holds one operation for all blocks, not one for each chunk.
     tracing = torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter)
     blocks = math.prod(shape) // pattern.m
-    rows = values.reshape(blocks, pattern.n)
     step = blocks if tracing else _chunk(pattern)
+    rows = values.reshape(blocks, pattern.n)
     if blocks <= step:
         return _expand(rows, positions, pattern).view(tuple(shape))
     dense = values.new_empty(blocks, pattern.m)
+    for first, count, part in _parts(positions, pattern, blocks, step):
+        last = first + count
+        dense[first:last] = _expand(rows[first:last], part, pattern)
+    return dense.view(tuple(shape))
+
+
+def _parts(positions: Tensor, pattern: NMPattern, blocks: int, step: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Chunks of at most ``step`` blocks: the first block, the number of blocks, their positions."""
     for first in range(0, blocks, step):
         count = min(step, blocks - first)
-        part = positions[position_bytes(pattern, first) : position_bytes(pattern, first + count)]
-        dense[first : first + count] = _expand(rows[first : first + count], part, pattern)
-    return dense.view(tuple(shape))
+        begin = position_bytes(pattern, first)
+        end = position_bytes(pattern, first + count)
+        yield first, count, positions[begin:end]
 
 
 def _expand(values: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
     bits = values.contiguous().view(_INTEGERS[values.itemsize])  # torch's scatter gives NaN in bfloat16 other bits
-    zeros = bits.new_zeros(len(values), pattern.m)
+    blocks = len(values)
+    zeros = bits.new_zeros(blocks, pattern.m)
     if uses_bitmap(pattern):
-        found = zeros.masked_scatter(unpack_mask(positions, (len(values), pattern.m)), bits)
+        mask = unpack_mask(positions, (blocks, pattern.m))
+        found = zeros.masked_scatter(mask, bits)
     else:
-        found = zeros.scatter_(1, _numbers(positions, pattern, len(values)), bits)
+        numbers = _numbers(positions, pattern, blocks)
+        found = zeros.scatter_(1, numbers, bits)
     return found.view(values.dtype)
 
 
@@ -190,27 +207,38 @@ def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
     """The positions of the entries of ``mask [blocks, M]``."""
     if uses_bitmap(pattern):
         return pack_mask(mask)
-    numbers = torch.arange(pattern.m, device=mask.device, dtype=torch.uint8).expand_as(mask)[mask]
-    width, size = _width(pattern), position_bytes(pattern, len(mask))
+    device = mask.device
+    entries = torch.arange(pattern.m, device=device, dtype=torch.uint8)
+    numbers = entries.expand_as(mask)[mask]
+    width = _width(pattern)
     together, octets = _word(width)
-    padded = torch.zeros(-(-len(numbers) // together) * together, dtype=torch.int64, device=mask.device)
+    words = math.ceil(len(numbers) / together)
+    padded = torch.zeros(words * together, dtype=torch.int64, device=device)
     padded[: len(numbers)] = numbers
-    words = (padded.view(-1, together) << _steps(together, width, mask.device)).sum(1, keepdim=True)
-    return (words >> _steps(octets, 8, mask.device) & 255).to(torch.uint8).view(-1)[:size]
+    # Numbers of different bits: their sum is their union.
+    placed = padded.view(words, together) << _steps(together, width, device)
+    joined = placed.sum(1, keepdim=True)
+    encoded = joined >> _steps(octets, 8, device) & 255
+    size = position_bytes(pattern, len(mask))
+    return encoded.to(torch.uint8).view(-1)[:size]
 
 
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """The positions ``[blocks, N]`` of the stored entries, int64."""
     width = _width(pattern)
     together, octets = _word(width)
-    if octets == 1:  # the same in fewer passes
-        numbers = positions.unsqueeze(1) >> _steps(together, width, positions.device).byte() & ((1 << width) - 1)
-        return numbers.view(-1)[: blocks * pattern.n].view(blocks, pattern.n).long()
-    missing = -positions.shape[0] % octets
-    padded = torch.cat([positions, positions.new_zeros(missing)]) if missing else positions
-    words = (padded.view(-1, octets).long() << _steps(octets, 8, positions.device)).sum(1, keepdim=True)
-    numbers = words >> _steps(together, width, positions.device) & ((1 << width) - 1)
-    return numbers.view(-1)[: blocks * pattern.n].view(blocks, pattern.n)
+    shifts = _steps(together, width, positions.device)
+    if octets == 1:  # the bytes are the words: fewer passes
+        words = positions.unsqueeze(1)
+        shifts = shifts.byte()
+    else:
+        missing = -positions.shape[0] % octets
+        padded = torch.cat([positions, positions.new_zeros(missing)]) if missing else positions
+        placed = padded.view(-1, octets).long() << _steps(octets, 8, positions.device)
+        words = placed.sum(1, keepdim=True)
+    numbers = words >> shifts & ((1 << width) - 1)
+    stored = numbers.view(-1)[: blocks * pattern.n]
+    return stored.view(blocks, pattern.n).long()
 
 
 def _word(width: int) -> tuple[int, int]:
@@ -229,7 +257,8 @@ def _width(pattern: NMPattern) -> int:
 
 def _chunk(pattern: NMPattern) -> int:
     """Blocks that are handled at a time: eight or a multiple, whose positions fill whole bytes."""
-    return max(_CHUNK // pattern.m // 8 * 8, 8)
+    blocks = _CHUNK // pattern.m
+    return max(blocks - blocks % 8, 8)
 
 
 def _check_pattern(pattern: NMPattern) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
-from lightning_nm.functional import nm_mask, nm_packing, nm_prune, pack_nm, unpack_nm
+from lightning_nm.functional import nm_format, nm_mask, nm_prune, pack_nm, unpack_nm
 
 DTYPES = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 DTYPES[torch.bfloat16] = torch.int16
@@ -67,7 +67,7 @@ def test_round_trip(drawn):
 def test_chunks_change_nothing(drawn, chunk):
     matrix, pattern = drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nm_packing, "_CHUNK", chunk)
+        patch.setattr(nm_format, "_CHUNK", chunk)
         values, positions = pack_nm(matrix, pattern)
         assert torch.equal(bits(unpack_nm(values, positions, pattern, matrix.shape)), bits(matrix))
     assert torch.equal(positions, pack_nm(matrix, pattern)[1])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_nm.functional.packing import pack_mask, unpack_mask
+from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 
 shapes = st.lists(st.integers(0, 9), max_size=4)
 

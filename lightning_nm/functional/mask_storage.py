@@ -32,7 +32,8 @@ def pack_mask(mask: Tensor) -> Tensor:
     entries = torch.zeros((mask.numel() + 7) // 8 * 8, dtype=torch.uint8, device=mask.device)
     entries[: mask.numel()] = mask.reshape(-1)
     # Eight bytes as one little-endian number: the product brings bit 8 j to bit 56 + j, and no two terms share a bit.
-    return ((entries.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+    gathered = entries.view(torch.int64) * 0x0102040810204080
+    return (gathered >> 56).to(torch.uint8)
 
 
 def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
@@ -72,6 +73,8 @@ def _check_packed(packed: Tensor) -> None:
 def count_bits(packed: Tensor) -> Tensor:
     """Count the bits set in a uint8 tensor, int64 without axes; ``count_bits(a ^ b)`` entries of two masks differ."""
     _check_packed(packed)
-    pairs = packed - ((packed >> 1) & 0x55)  # each pair of bits holds its own count, then each four, then each byte
+    # Each pair of bits holds its own count, then each four, then each byte.
+    pairs = packed - ((packed >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    return ((fours + (fours >> 4)) & 0x0F).sum(dtype=torch.int64)
+    octets = (fours + (fours >> 4)) & 0x0F
+    return octets.sum(dtype=torch.int64)

@@ -1,0 +1,327 @@
+"""Heat maps of layers over steps as matplotlib figures, and the colours and scales that all pictures share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+THEMES: dict[str, dict[str, str]] = {
+    "light": {
+        "page": "#ffffff",
+        "text": "#1f2328",
+        "grid": "#d0d7de",
+        "better": "#1a7f37",
+        "worse": "#bc4c00",
+        "undecided": "#6e7781",
+    },
+    "dark": {
+        "page": "#0d1117",
+        "text": "#e6edf3",
+        "grid": "#30363d",
+        "better": "#56d364",
+        "worse": "#ffa657",
+        "undecided": "#8b949e",
+    },
+}
+"""Colours of the page, its text, the grid and the verdicts; verdicts differ in lightness, not in hue alone."""
+
+COLOUR_MAP = "viridis"  # from dark to light at equal steps of lightness
+UNKNOWN = "#d0d0d0"  # the colour of NaN
+
+# Sizes of a figure in pixels.
+DPI = 100
+PLOT_WIDTH = 640
+PLOT_HEIGHT = 560  # few rows make a plot lower, more rows than this higher
+ROW = 18  # height of a row, at most
+LEAST_HEIGHT = 120  # of the plot, for the numbers beside the colour bar
+NAME_DISTANCE = 15  # from one name of a layer to the next, at least
+MARGIN = 8
+TICK = 12  # the line between a name and its row, and the space beside it
+TITLE_HEIGHT = 32
+STEPS_HEIGHT = 48  # numbers and title of the horizontal axis
+BAR_WIDTH = 14
+BAR_GAP = 24
+BAR_NUMBERS = 70
+
+MOST_ROWS = 1000  # more layers than this share rows
+MOST_LETTERS = 44  # of a name
+FONT_SIZE = 8.0  # in points
+LETTER_WIDTH = 7  # in pixels: all letters of DejaVu Sans Mono at 8 points
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed.
+
+    Example:
+        >>> can_draw()
+        True
+    """
+    return find_spec("matplotlib") is not None
+
+
+def first_edge(steps: Sequence[int]) -> int:
+    """Return where the first column begins; the other columns begin at the step of the column before them.
+
+    The first column is as wide as the second one.
+
+    Example:
+        >>> first_edge([4, 9, 19]), first_edge([7])
+        (-1, 6)
+    """
+    if len(steps) == 1:
+        return steps[0] - 1
+    return 2 * steps[0] - steps[1]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The values that the ends of a colour map stand for.
+
+    Attributes:
+        low: The value of the first colour.
+        high: The value of the last colour.
+        root: Whether colours go by the square root of a value, so that small values differ.
+    """
+
+    low: float
+    high: float
+    root: bool
+
+    @classmethod
+    def of(cls, values: Tensor, root: bool) -> Scale:
+        """Return the scale of all finite values; it starts at 0 if colours go by the square root.
+
+        Example:
+            >>> Scale.of(torch.tensor([0.25, 1.0, torch.nan]), root=True)
+            Scale(low=0.0, high=1.0, root=True)
+        """
+        finite = values[values.isfinite()]
+        if finite.numel() == 0:
+            return cls(0.0, 1.0, root)
+        low = 0.0 if root else float(finite.min())
+        return cls(low, float(finite.max()), root)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there is one value alone."""
+        return self.high <= self.low
+
+    def shares(self, values: Tensor) -> Tensor:
+        """Return the places of values in the colour map, in [0, 1]; a constant has the colour in the middle.
+
+        Example:
+            >>> Scale(0.0, 1.0, root=True).shares(torch.tensor([0.25, 1.0, torch.nan]))
+            tensor([0.5000, 1.0000,    nan])
+        """
+        if self.is_constant:
+            return torch.where(values.isnan(), torch.nan, 0.5)
+        shares = (values - self.low) / (self.high - self.low)
+        return shares.clamp(min=0).sqrt() if self.root else shares
+
+    def marks(self) -> dict[float, float]:
+        """Return the values to write beside the colour bar, by their places in it.
+
+        Example:
+            >>> Scale(0.0, 1.0, root=True).marks()
+            {0.0: 0.0, 0.25: 0.0625, 0.5: 0.25, 0.75: 0.5625, 1.0: 1.0}
+        """
+        if self.is_constant:
+            return {0.5: self.low}
+        marks = {}
+        for place in (0.0, 0.25, 0.5, 0.75, 1.0):
+            share = place**2 if self.root else place
+            marks[place] = self.low + (self.high - self.low) * share
+        return marks
+
+
+class HeatMapFigure:
+    """A figure that shows one statistic of layers over steps after another.
+
+    The maps of one log share what takes the most time to prepare: names, ticks and the colour bar.
+
+    Attributes:
+        figure: The figure, as :meth:`show` has last drawn it. Its background is white on light and on dark pages.
+
+    Args:
+        layers: The names of the rows, from the top. Where there is no room for all names, some are left out, and
+            the title says so; more than 1000 layers share rows.
+        steps: The steps at which the columns end, rising.
+
+    Raises:
+        ImportError: Without matplotlib.
+
+    Example:
+        >>> maps = HeatMapFigure(["encoder", "head"], [9, 19, 29])
+        >>> figure = maps.show("flip rate", torch.rand(3, 2), root=True)
+        >>> figure.axes[0].get_title(loc="left")
+        'flip rate'
+    """
+
+    figure: Figure
+
+    def __init__(self, layers: Sequence[str], steps: Sequence[int]) -> None:
+        from matplotlib.figure import Figure
+
+        self._layers_per_row = math.ceil(len(layers) / MOST_ROWS)
+        self._rows = math.ceil(len(layers) / self._layers_per_row)
+        self._edges = [first_edge(steps), *steps]
+        self._row_edges = range(self._rows + 1)
+
+        row_height = max(1, min(ROW, PLOT_HEIGHT // self._rows))
+        self._rows_per_name = math.ceil(NAME_DISTANCE / row_height)
+        names = shortened(layers)[:: self._layers_per_row * self._rows_per_name]
+
+        left = MARGIN + LETTER_WIDTH * max(map(len, names)) + TICK
+        bar_left = left + PLOT_WIDTH + BAR_GAP
+        width = bar_left + BAR_WIDTH + BAR_NUMBERS
+        plot_height = row_height * self._rows
+        bar_height = max(plot_height, LEAST_HEIGHT)
+        height = TITLE_HEIGHT + bar_height + STEPS_HEIGHT
+
+        page = THEMES["light"]["page"]
+        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=page)
+        # Places are given in pixels: matplotlib's own layouts draw all texts twice.
+        self._axes = self._add_axes(left, PLOT_WIDTH, plot_height)
+        self._bar = self._add_axes(bar_left, BAR_WIDTH, bar_height)
+        self._prepare_plot(names)
+        self._prepare_bar()
+
+    def _add_axes(self, left: float, width: float, height: float) -> Axes:
+        """Add axes of a size in pixels, below the title."""
+        figure_width, figure_height = self.figure.bbox.size
+        bottom = figure_height - TITLE_HEIGHT - height
+        axes = self.figure.add_axes(
+            (left / figure_width, bottom / figure_height, width / figure_width, height / figure_height)
+        )
+        style_axes(axes, THEMES["light"], FONT_SIZE)
+        return axes
+
+    def _prepare_plot(self, names: Sequence[str]) -> None:
+        """Draw what all maps have in common: names, steps, and an image whose values :meth:`show` sets."""
+        from matplotlib.colors import Normalize
+        from matplotlib.image import PcolorImage
+        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+        axes = self._axes
+        middles = [row + 0.5 for row in range(0, self._rows, self._rows_per_name)]
+        # A name is no formula, even with two dollar signs.
+        axes.set_yticks(middles, names, family="DejaVu Sans Mono", parse_math=False)
+        axes.set_xlabel("step", fontsize=FONT_SIZE, color=THEMES["light"]["text"])
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.set_xlim(self._edges[0], self._edges[-1])
+        axes.set_ylim(self._rows, 0)
+
+        nothing_rc = torch.full((self._rows, len(self._edges) - 1), torch.nan).numpy()
+        norm = Normalize(0, 1)
+        self._image = PcolorImage(axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm)
+        axes.add_image(self._image)
+
+    def _prepare_bar(self) -> None:
+        """Draw the colours of the bar, which are the same for all scales."""
+        colours = torch.linspace(1, 0, 256).unsqueeze(1).numpy()
+        self._bar.imshow(colours, cmap=_colours(), aspect="auto", extent=(0, 1, 0, 1))
+        self._bar.set_xticks([])
+        self._bar.yaxis.tick_right()
+
+    def show(self, title: str, values: Tensor, root: bool) -> Figure:
+        """Draw a statistic in place of the one before.
+
+        Args:
+            title: The heading.
+            values: ``[columns, layers]``; NaN is grey.
+            root: Colour by the square root, from 0 on, so that small values differ; else from the least to the largest.
+
+        Returns:
+            The figure, which is the same one in every call.
+        """
+        rows_rc = self._mean_of_shared_rows(values.double()).T
+        scale = Scale.of(rows_rc, root)
+        self._image.set_data(self._edges, self._row_edges, scale.shares(rows_rc).numpy())
+        marks = scale.marks()
+        self._bar.set_yticks(list(marks), [f"{value:.3g}" for value in marks.values()])
+        heading = "; ".join([title, *self._remarks()])
+        self._axes.set_title(heading, fontsize=FONT_SIZE + 1, color=THEMES["light"]["text"], loc="left")
+        return self.figure
+
+    def _mean_of_shared_rows(self, values_cl: Tensor) -> Tensor:
+        """Return ``[columns, rows]``, the means of the layers of each row without NaN."""
+        missing = self._rows * self._layers_per_row - values_cl.shape[1]
+        padded = torch.nn.functional.pad(values_cl, (0, missing), value=torch.nan)
+        return padded.unflatten(1, (self._rows, self._layers_per_row)).nanmean(2)
+
+    def _remarks(self) -> list[str]:
+        remarks = []
+        layers_per_name = self._rows_per_name * self._layers_per_row
+        if layers_per_name > 1:
+            remarks.append(f"one name for {layers_per_name} layers")
+        if self._layers_per_row > 1:
+            remarks.append(f"mean of {self._layers_per_row} layers in a row")
+        return remarks
+
+
+def _colours() -> Colormap:
+    import matplotlib as mpl
+
+    return mpl.colormaps[COLOUR_MAP].with_extremes(bad=UNKNOWN)
+
+
+def style_axes(axes: Axes, theme: dict[str, str], font_size: float) -> None:
+    """Give axes the colours of a theme.
+
+    Example:
+        >>> from matplotlib.figure import Figure
+        >>> style_axes(Figure().subplots(), THEMES["dark"], font_size=9)
+    """
+    axes.set_facecolor(theme["page"])
+    axes.tick_params(colors=theme["text"], labelsize=font_size)
+    for spine in axes.spines.values():
+        spine.set_color(theme["grid"])
+
+
+def shortened(names: Sequence[str]) -> list[str]:
+    """Return names of at most 44 letters, all of which matplotlib's own font has.
+
+    What all names start with goes first, then the middle of a name.
+
+    Example:
+        >>> shortened(["model.encoder.layers.0.attention.query_projection", "model.head"])
+        ['...encoder.layers.0.at...on.query_projection', '...head']
+    """
+    letters = [name.encode("ascii", "replace").decode() for name in names]
+    if len(letters) > 1 and max(map(len, letters)) > MOST_LETTERS:
+        letters = _without_common_start(letters)
+    return [_without_middle(name) for name in letters]
+
+
+def _without_common_start(names: Sequence[str]) -> list[str]:
+    """Leave out the modules that hold all of the named ones."""
+    parts_of_names = [name.split(".") for name in names]
+    common = 0
+    for parts in zip(*parts_of_names, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common += 1
+    a_name_would_vanish = common == min(map(len, parts_of_names))
+    if common == 0 or a_name_would_vanish:
+        return list(names)
+    ends = [".".join(parts[common:]) for parts in parts_of_names]
+    return [f"...{end}" for end in ends]
+
+
+def _without_middle(name: str) -> str:
+    if len(name) <= MOST_LETTERS:
+        return name
+    half = MOST_LETTERS // 2
+    return f"{name[:half]}...{name[3 - half :]}"

@@ -1,0 +1,193 @@
+"""SparsityConfig: which weights a training masks, and how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Literal
+
+from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.first_last import SkipFirstLast
+from lightning_nm.nn.layout import ConvLayout
+from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.presets import PresetName
+from lightning_nm.rules import ResolvedRules, RuleSpec, resolve_rules
+from lightning_nm.spelling import did_you_mean
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """Which weights a training masks, and how.
+
+    :class:`~lightning_nm.NMSparsityCallback`, :class:`~lightning_nm.NMSparsifier` and the callback for the Trainer of
+    transformers take these settings as keyword arguments, or all together as ``config=``.
+
+    Args:
+        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
+            by ``class_path``.
+        grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
+            ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``dense`` keeps dY, and so
+            does ``None`` unless the preset has an estimator. By short name, ``mvue`` and ``top-n`` use each layer's own
+            pattern, and ``approx-mvue`` always 2:4.
+        include: Globs over names of modules to mask; all maskable layers by default. A name without wildcards must be
+            maskable.
+        exclude: Globs over names of modules to keep dense.
+        rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
+            ``grad_estimator``, ``conv_layout``; the first match wins.
+        preset: ``paper``: settings of the code of the method's paper, for ``sr-ste``, ``bi-mask``, ``asp`` and
+            ``transposable``, also those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
+            They fill in what is not given: ``conv_layout``, ``skip_first_last`` and ``grad_estimator``, and all
+            arguments of a method that is given by its short name. A method that is an object is taken as it is, see
+            :func:`~lightning_nm.preset_method`. docs/papers.md has the settings.
+        skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``first``
+            or ``last`` one of them, ``False`` none; by default as the preset says, else both. They are the first and
+            the last one of the trained layers that the model registers, whatever the order in which ``forward`` calls
+            them. A resumed run keeps its choice. The table of layers gives the reason.
+        conv_layout: ``channels``, the default: convolution blocks along the input channels for a fixed kernel tap, as
+            hardware reads them, and as in the code of SR-STE and ASP. ``flat``: along the flattened filter, as in the
+            code of Bi-Mask and transposable masks.
+        seed: Base of all random choices; equal on all ranks.
+        frozen: ``dense``: weights that no optimizer trains, such as those of a teacher, stay dense; a layer that is
+            unfrozen later is masked from then on. Layers that ``include`` names are masked in any case. ``mask``: all
+            are masked.
+        grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
+            GEMM in each of four layers, which take turns. A resumed training compares four in its first step, too.
+            0 for none. Compiled layers are never compared.
+
+    Raises:
+        ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
+        TypeError: For an argument of another type.
+
+    Example:
+        >>> config = SparsityConfig("1:4", "sr-ste", exclude="head")
+        >>> SparsityConfig.from_dict(config.to_dict()) == config
+        True
+    """
+
+    pattern: PatternLike = "2:4"
+    method: MethodName | Method = "bi-mask"
+    grad_estimator: EstimatorName | GradientEstimator | None = None
+    include: str | list[str] | None = None
+    exclude: str | list[str] | None = None
+    rules: list[RuleSpec] | None = None
+    preset: PresetName | None = None
+    skip_first_last: SkipFirstLast | None = None
+    conv_layout: ConvLayout | None = None
+    seed: int = 0
+    frozen: Literal["dense", "mask"] = "dense"
+    grad_snr_every: int = 100
+
+    def __post_init__(self) -> None:
+        if self.frozen not in ("dense", "mask"):
+            raise ValueError(f"frozen={self.frozen!r} is unknown: use 'dense' or 'mask'")
+        every = self.grad_snr_every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+            raise ValueError(f"grad_snr_every={every} must be a number of training steps, or 0 for never")
+        self.resolve()
+
+    def resolve(self) -> ResolvedRules:
+        """Return the rules of the layers, with objects in place of short names; methods are new ones at each call."""
+        return resolve_rules(
+            self.pattern,
+            self.method,
+            self.grad_estimator,
+            self.include,
+            self.exclude,
+            self.rules,
+            self.preset,
+            self.skip_first_last,
+            self.conv_layout,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that are not the default, as primitives that JSON and YAML hold.
+
+        Methods and estimators that are objects become ``{"class_path": ..., "init_args": ...}``.
+        """
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "pattern":
+                value = str(NMPattern.parse(value))  # it has several notations
+            if value != field.default:
+                settings[field.name] = _as_primitive(value)
+        return settings
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> SparsityConfig:
+        """Return the configuration of :meth:`to_dict`, or of the same keys in YAML.
+
+        Raises:
+            TypeError: For a key that is no setting; the message has the closest one.
+        """
+        refuse_unknown(settings, cls)
+        return cls(**{name: _from_primitive(value) for name, value in settings.items()})
+
+
+def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> SparsityConfig:
+    """Return ``config``, or the configuration of the arguments that were given instead.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if config is None:
+        return given
+    arguments = given.to_dict()
+    if arguments:
+        raise ValueError(f"both config and {', '.join(arguments)} are given: put them into the SparsityConfig")
+    return config
+
+
+def refuse_unknown(options: Mapping[str, Any], owner: type) -> None:
+    """Refuse names that are neither arguments of ``owner`` nor settings of :class:`SparsityConfig`.
+
+    Raises:
+        TypeError: With the closest name that exists.
+    """
+    known = arguments_of(owner)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{owner.__name__} has no argument {name!r}{did_you_mean(name, known)}")
+
+
+def arguments_of(owner: type) -> list[str]:
+    """Return the names of a constructor's arguments, with the settings of :class:`SparsityConfig` where it takes them.
+
+    Example:
+        >>> arguments_of(SparsityConfig)[:3]
+        ['pattern', 'method', 'grad_estimator']
+    """
+    parameters = inspect.signature(owner).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    if "config" in names:
+        names += [field.name for field in fields(SparsityConfig) if field.name not in names]
+    return names
+
+
+def _as_primitive(value: Any) -> Any:
+    if isinstance(value, NMPattern):
+        return str(value)
+    if isinstance(value, (Method, GradientEstimator)):
+        names = inspect.signature(type(value)).parameters
+        kept = {name: _as_primitive(setting) for name, setting in vars(value).items() if name in names}
+        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": kept}
+    if isinstance(value, Mapping):
+        return {key: _as_primitive(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_as_primitive(entry) for entry in value]
+    return value
+
+
+def _from_primitive(value: Any) -> Any:
+    if isinstance(value, Mapping) and "class_path" in value:
+        module, _, name = value["class_path"].rpartition(".")
+        return getattr(import_module(module), name)(**value.get("init_args", {}))
+    if isinstance(value, Mapping):
+        return {key: _from_primitive(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_from_primitive(entry) for entry in value]
+    return value
