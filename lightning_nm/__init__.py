@@ -4,7 +4,7 @@ from lightning_nm import functional, metrics
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.config import SparsityConfig
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
-from lightning_nm.export import load_packed, pack, packed_summary, save_packed, unpacked_state_dict
+from lightning_nm.export import load_packed, pack, packed_summary, save_packed, unpacked_state_dict, warm_up
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.one_shot import prune
 from lightning_nm.pattern import NMPattern
@@ -49,4 +49,5 @@ __all__ = [
     "prune",
     "save_packed",
     "unpacked_state_dict",
+    "warm_up",
 ]

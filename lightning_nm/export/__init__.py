@@ -8,6 +8,7 @@ from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_d
 from lightning_nm.export.packed_summary import packed_summary
 from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
+from lightning_nm.export.warm_up import warm_up
 
 __all__ = [
     "PackedFile",
@@ -21,4 +22,5 @@ __all__ = [
     "save_packed",
     "unpacked_state_dict",
     "verify",
+    "warm_up",
 ]

@@ -11,12 +11,23 @@ from torch import Tensor, nn
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_model import Model, check_kernels, for_inference
 from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.packed import Kernels, PackedTensor, PackedWeight, packed_weights, places_of, put
+from lightning_nm.nn.packed import (
+    BUDGET_S,
+    Budget,
+    Kernels,
+    PackedTensor,
+    PackedWeight,
+    packed_weights,
+    places_of,
+    put,
+)
 
 _SHOWN = 8
 
 
-def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto") -> Model:
+def load_packed(
+    model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto", budget_s: float = BUDGET_S
+) -> Model:
     """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
 
     Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
@@ -28,6 +39,7 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
             that no packed layer takes, is unpacked.
         path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
         kernels: As :func:`pack`'s.
+        budget_s: As :func:`pack`'s.
 
     Returns:
         The model.
@@ -38,37 +50,50 @@ def load_packed(model: Model, path: str | os.PathLike[str], *, kernels: Kernels 
         OSError: If the file cannot be opened.
     """
     check_kernels(kernels)
+    budget = Budget(budget_s)
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
     names = {plain_name(key): key for key in file.names()}
     owners = _owners(model)
     _refuse_other_model(model, file, names, owners, path)
-    places, _ = places_of(model)  # refuses a masked model
-    tensors = {key: file.read(key) for key in file.packed}  # damaged positions are found before anything changes
+    found_places, _ = places_of(model)  # refuses a masked model
+    places = {id(place.weight): (name, place) for name, place in found_places.items()}
+    for key in file.packed:
+        file.read(key)  # damaged positions are found before anything changes
+    _refuse_different_values(file, names, owners)
+    waiting = list(dict.fromkeys(owners.values()))
+    owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
     with torch.no_grad():
-        for plain, key in names.items():
-            own, place = file.aliases.get(key, key), places.get(plain)
-            owner = owners.pop(plain)  # which holds the dense weight
-            found = tensors[own] if own in tensors else file.read(key)
-            if isinstance(found, PackedTensor) and place is not None:
+        while waiting:
+            owner = waiting.pop(0)
+            found = file.read(_key_in_file(names, owner))
+            name_and_place = places.get(id(owner.tensor))
+            if isinstance(found, PackedTensor) and name_and_place is not None:
+                name, place = name_and_place
                 device = _device(owner.tensor)
                 del owner
                 found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
-                put(place, PackedWeight(found, plain, place.role, kernels))
+                put(place, PackedWeight(found, name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
-            if own not in file.aliases.values():
-                tensors.pop(own, None)
     return for_inference(model)
 
 
 class _Owner:
-    """Where a tensor of the state dict is: in one or, if it is shared, several modules."""
+    """Where a tensor of the state dict is: in one or, if it is shared, several modules.
+
+    Attributes:
+        tensor: The tensor.
+        places: The modules that hold it, and its name in each.
+        keys: Its keys in the state dict, without wrappers: several if modules share it, or if the model holds its
+            module under several names.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.places: list[tuple[nn.Module, str]] = []
+        self.keys: list[str] = []
 
 
 def _owners(model: nn.Module) -> dict[str, _Owner]:
@@ -83,8 +108,51 @@ def _owners(model: nn.Module) -> dict[str, _Owner]:
             owner = shared.setdefault(id(tensor), _Owner(tensor))
             if (module, name) not in owner.places:
                 owner.places.append((module, name))
-            found[plain_name(f"{prefix}.{name}" if prefix else name)] = owner
+            key = plain_name(f"{prefix}.{name}" if prefix else name)
+            owner.keys.append(key)
+            found[key] = owner
     return found
+
+
+def _key_in_file(names: Mapping[str, str], owner: _Owner) -> str:
+    """A key under which the file has a tensor of the model."""
+    return next(names[plain] for plain in owner.keys if plain in names)
+
+
+def _refuse_different_values(
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+) -> None:
+    """Refuse a file that has different values for keys that are one tensor in the model."""
+    for owner in dict.fromkeys(owners.values()):
+        given: dict[str, str] = {}  # a key of the model by each tensor of the file
+        for plain in owner.keys:
+            if plain in names:
+                key = names[plain]
+                given.setdefault(file.aliases.get(key, key), plain)
+        if len(given) < 2:
+            continue
+        (first, first_name), *others = given.items()
+        expected = _dense_values(file, first)
+        for other, other_name in others:
+            values = _dense_values(file, other)
+            if values.dtype != expected.dtype or not _same_bits(values, expected):
+                raise ValueError(
+                    f"'{first_name}' and '{other_name}' are one tensor in the model, and different ones in "
+                    f"'{file.file.path}': load the file into a model that does not share them"
+                )
+
+
+def _dense_values(file: PackedFile, key: str) -> Tensor:
+    """A tensor of the file, with zeros if it is packed there."""
+    found = file.read(key)
+    return found.unpack() if isinstance(found, PackedTensor) else found
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have equal bits; NaN is equal to itself."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _set(owner: _Owner, value: Tensor) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_nm.export.packed_file import write_packed
+from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.nn.layout import Layout
 from lightning_nm.nn.names import plain_name
 from lightning_nm.nn.packed import (
+    BUDGET_S,
+    Budget,
     Kernels,
     PackedTensor,
     PackedWeight,
@@ -24,6 +23,7 @@ from lightning_nm.nn.packed import (
     packed_weights,
     places_of,
     put,
+    return_freed_memory,
     settle,
 )
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -39,6 +39,7 @@ def pack(
     *,
     exclude: str | Sequence[str] = (),
     kernels: Kernels = "auto",
+    budget_s: float = BUDGET_S,
 ) -> Model:
     """Replace the N:M weights of a model by packed ones, one layer at a time.
 
@@ -55,12 +56,16 @@ def pack(
         pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
             that takes the least memory.
         exclude: Globs over module names and keys that stay dense.
-        kernels: ``"auto"``: never slower than the dense model. A layer keeps its kernel's layout while the kernel is
-            measured to be no slower than the dense product, and holds the dense weight from the first product on for
-            which that is not so, or at once if there is no kernel for it. Each size is measured once, and kept in
-            ``~/.cache/lightning_nm/packed.json``. ``"sparse"``: never holds a dense weight; products run on the kernel,
+        kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
+            the kernel is no slower than the dense product, and holds the dense weight from the first product on for
+            which that is not so, or at once if there is no kernel for it. Numbers of tokens are rounded up to powers
+            of two; each is measured once, and kept in ``~/.cache/lightning_nm/packed.json``. :func:`warm_up` measures
+            before the first request. ``"sparse"``: never holds a dense weight; products run on the kernel,
             or unpack the weight where there is none. ``"reference"``: products always unpack the weight; takes the
             least memory, and is slower than the dense model.
+        budget_s: Seconds in which the products of the model are measured in ``"auto"``, while it answers; the last
+            measurement may exceed them. After that, the nearest measured product decides for a new size, without one
+            the kernel takes it. 0 measures nothing.
 
     Returns:
         The model.
@@ -81,6 +86,7 @@ def pack(
         torch.Size([2, 4])
     """
     check_kernels(kernels)
+    budget = Budget(budget_s)
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
@@ -102,7 +108,7 @@ def pack(
     for key, (place, each) in found.items():
         assert each.pattern is not None
         tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
-        put(place, PackedWeight(tensor, key, place.role, kernels))
+        put(place, PackedWeight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
 
 
@@ -117,28 +123,40 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed: dict[str, Any] = {plain_name(key): weight for key, weight in packed_weights(model)}
+    packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
     if not packed:
         raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
-    tensors: dict[str, Tensor | PackedTensor] = {key: weight.packed() for key, weight in packed.items()}
-    parts = {f"{key}.{part}" for key in packed for part in ("values", "positions")}
-    state = {plain_name(key): tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    write_packed(path, {**{key: tensor for key, tensor in state.items() if key not in parts}, **tensors})
+    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
+    once = {weight: weight.packed() for weight in packed.values()}
+    parts = {part for key in packed for part in parts_of(key)}
+    tensors: dict[str, Tensor | PackedTensor] = {}
+    for key, tensor in model.state_dict().items():
+        plain = plain_name(key)
+        if isinstance(tensor, Tensor) and plain not in parts:
+            tensors[plain] = tensor
+    for key, weight in packed.items():
+        tensors[key] = once[weight]
+    write_packed(path, tensors)
 
 
 def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The dense state dict of a packed model, with zeros, under the keys that the model had before.
 
-    It has the memory of the dense model. ``model.state_dict()`` has the packed tensors.
+    It has the memory of the dense model: keys of one module, which the model holds under several names, have one
+    tensor. ``model.state_dict()`` has the packed tensors.
     """
-    packed = dict(packed_weights(model))
+    packed = dict(packed_weights(model, all_names=True))
+    once: dict[PackedWeight, Tensor] = {}
     found: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         owner, _, part = key.rpartition(".")
         if owner not in packed:
             found[key] = tensor
         elif part == "values":
-            found[owner] = packed[owner].unpack()
+            weight = packed[owner]
+            if weight not in once:
+                once[weight] = weight.unpack()
+            found[owner] = once[weight]
     return found
 
 
@@ -160,15 +178,5 @@ def check_kernels(kernels: str) -> None:
 def for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     settle(model)
-    _return_freed_memory()
+    return_freed_memory()
     return model.eval().requires_grad_(False)
-
-
-def _return_freed_memory() -> None:
-    """Let glibc give freed memory back to the system: it keeps most of the dense weights and layouts that were made.
-
-    Of a model of 190 MB, packed 2:4 to 145 MB, a process held 236 MB before it and 150 MB after it.
-    """
-    if sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
 
-from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.packed import packed_weights
+from lightning_nm.export.patterns import pattern_of
+from lightning_nm.nn.layout import Layout
+from lightning_nm.nn.names import parameter_key, plain_name
+from lightning_nm.nn.packed import PackedLayer, packed_weights, places_and_reasons
 
 
 class HeldWeight(NamedTuple):
@@ -29,11 +32,29 @@ class HeldWeight(NamedTuple):
     dense_bytes: int
 
 
+class NotPacked(NamedTuple):
+    """A weight, or a module with weights, that no packed layer holds.
+
+    Attributes:
+        name: Its key in the dense state dict, or the module's name.
+        reason: Why.
+    """
+
+    name: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class PackedSummary:
-    """The weights of a packed model's layers; ``str()`` gives a table."""
+    """The weights of a packed model; ``str()`` gives a table.
+
+    Attributes:
+        weights: Those of packed layers.
+        not_packed: The others of layers that could be N:M, such as experts and modules of registered adapters.
+    """
 
     weights: tuple[HeldWeight, ...]
+    not_packed: tuple[NotPacked, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -51,11 +72,13 @@ class PackedSummary:
         rows = [head, *((*each[:3], f"{each.bytes}", _share(each)) for each in (*self.weights, total))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         texts = ([f"{cell:{'>' if i > 2 else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
-        return "\n".join("  ".join(text).rstrip() for text in texts)
+        lines = ["  ".join(text).rstrip() for text in texts]
+        lines += [f"{name}  not packed: {reason}" for name, reason in self.not_packed]
+        return "\n".join(lines)
 
 
 def packed_summary(model: nn.Module) -> PackedSummary:
-    """What each packed layer of a model holds now, and its share of the dense weight's memory.
+    """What each packed layer of a model holds now, its share of the dense weight's memory, and what is not packed.
 
     With ``kernels="auto"`` a layer whose dense product is faster holds the dense weight from then on, see
     :func:`lightning_nm.pack`: look again after the model has run.
@@ -80,7 +103,38 @@ def packed_summary(model: nn.Module) -> PackedSummary:
     )
     if not found:
         raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
-    return PackedSummary(found)
+    return PackedSummary(found, tuple(_not_packed(model)))
+
+
+def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
+    places, reasons = places_and_reasons(model)
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    packed = {name: module for name, module in modules.items() if isinstance(module, PackedLayer)}
+    partly: dict[str, nn.Module] = dict(packed)  # layers that may hold dense weights, too
+    for name, reason in reasons.items():
+        parent = name.rpartition(".")[0]
+        if name not in packed and parent in packed:
+            partly[name] = modules[name]  # `out_proj` of an attention whose other projections are packed
+        elif name not in packed:
+            yield NotPacked(name, reason)
+    for name, module in partly.items():
+        for parameter, tensor in module._parameters.items():
+            # bias_k and bias_v of attention have three axes, and are no matrices.
+            if tensor is not None and tensor.dim() > 1 and not parameter.startswith("bias_"):
+                yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, ["plain"]))
+    for name, place in places.items():
+        layouts: list[Layout] = [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+        yield NotPacked(name, _why_dense(place.weight, layouts))
+
+
+def _why_dense(weight: nn.Parameter, layouts: list[Layout]) -> str:
+    """Why a weight is dense that a packed layer could hold."""
+    if weight.is_meta:
+        return "it has no values, it is on the meta device"
+    found = pattern_of(weight, None, layouts)
+    if found.pattern is None:
+        return found.reason
+    return f"it is {found.pattern}, but was left dense by `exclude` or `pattern`, or is dense in the file"
 
 
 def _share(weight: HeldWeight) -> str:

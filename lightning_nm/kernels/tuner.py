@@ -137,7 +137,7 @@ class Tuner:
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 dense = dense or [dense_ms(key, self.timer)]
-                product_ms, pack_ms = sparse_ms(kernel, key, self.timer)
+                product_ms, pack_ms = self._sparse_ms(kernel, key)
                 found.append(_Candidate(kernel, None, product_ms, pack_ms))
                 for algorithm, other in _proposed(kernel, key, notes):
                     found.append(_Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms))
@@ -145,6 +145,10 @@ class Tuner:
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
+
+    def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
+        """Milliseconds of a kernel's product, and of packing its operand."""
+        return sparse_ms(kernel, key, self.timer)
 
     def _fastest(self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]) -> Decision:
         uses, least = uses_of_pack(key.gemm, self.reuse), 1 + self.hysteresis

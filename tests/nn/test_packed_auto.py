@@ -31,7 +31,7 @@ def _decisions(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Milliseconds of the dense product, by its number of tokens; a kernel takes 3."""
+    """Milliseconds of the dense product, by the number of tokens that is measured; a kernel takes 3."""
     asked = []
     times = {}
 
@@ -41,7 +41,7 @@ def clock(monkeypatch):
         return found.pop(0) if isinstance(found, list) else found
 
     monkeypatch.setattr("lightning_nm.kernels.tuner.dense_ms", dense_ms)
-    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", lambda *_: (3.0, 100.0))
+    monkeypatch.setattr(choice, "time_product", lambda *_: 3.0)
     times["asked"] = asked
     return times
 
@@ -53,7 +53,7 @@ def linear(pattern="1:16", **options):
 @needs_kernel
 @pytest.mark.parametrize(("dense_ms", "form"), [(2.9, "dense"), (3.1, "cpu-permute"), (5.0, "cpu-permute")])
 def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form):
-    clock[5] = dense_ms
+    clock[8] = dense_ms
     for run in range(2):
         dense = linear()
         model, x = pack(copy.deepcopy(dense)), torch.randn(5, 64)
@@ -67,14 +67,14 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         choice._tuner.cache_clear()
     kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
     ((name, decision),) = next(iter(kept.values())).items()
-    assert name == "forward 96x64x5 float32 1:16 cpu"
+    assert name == "forward 96x64x8 float32 1:16 cpu"
     assert decision["kernel"] == ("reference" if form == "dense" else form)
     assert "hysteresis 0;" in decision["terms"] + ";"
 
 
 @needs_kernel
 def test_a_disturbed_measurement_is_repeated(clock):
-    clock[5] = [1.0, 1.0, 5.0, 5.0]
+    clock[8] = [1.0, 1.0, 5.0, 5.0]
     model = pack(linear())
     model(torch.randn(5, 64))
     assert model.weight.form == "cpu-permute"
@@ -266,7 +266,7 @@ def test_a_compiled_model_becomes_dense(clock, kind):
 @pytest.mark.slow
 def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     torch._dynamo.reset()
-    clock[6] = 1.0
+    clock[8] = 1.0
     dense = linear()
     model = pack(copy.deepcopy(dense))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -278,7 +278,7 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
 
 @needs_kernel
 def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
-    clock[5] = 1.0
+    clock[8] = 1.0
     with monkeypatch.context() as patch:
         patch.setattr(choice, "DECISIONS", "~/.cache/lightning_nm/packed.json")
         without_home(patch)

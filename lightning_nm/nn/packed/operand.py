@@ -17,7 +17,7 @@ from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, 
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
 from lightning_nm.kernels.handles import HasHandle
-from lightning_nm.nn.packed.choice import Kernels, decide, kernel_of, registry_of
+from lightning_nm.nn.packed.choice import Budget, Choice, Kernels, choose, coarse, kernel_of, registry_of
 from lightning_nm.nn.routed_ops import plain
 from lightning_nm.pattern import NMPattern
 
@@ -39,6 +39,7 @@ class Operand(HasHandle):
         dtype: Of the weight.
         kernels: ``"auto"`` holds the dense matrix from the first product on that is faster with it, or that the kernel
             cannot make; ``"sparse"`` makes that matrix for each product that the kernel cannot make.
+        budget: How long products may be measured.
 
     Attributes:
         matrix: The dense matrix after :meth:`become_dense`; then there is no layout.
@@ -52,12 +53,14 @@ class Operand(HasHandle):
         pattern: NMPattern,
         dtype: torch.dtype,
         kernels: Kernels,
+        budget: Budget,
     ) -> None:
         self._held: tuple[PermuteLayout | CsrLayout, Tensor] | None = layout, values
         self.rows, self.depth = layout.rows, layout.depth
         self.kernel = "cpu-permute" if isinstance(layout, PermuteLayout) else "cpu-csr"
         """The kernel that takes the layout."""
         self.pattern, self.dtype, self.kernels = pattern, dtype, kernels
+        self.budget = budget
         self.handle_tensor = torch.empty(self.handle, 0)
         """An empty tensor whose size is the handle, as graphs take it."""
         self.matrix: Tensor | None = None
@@ -98,7 +101,7 @@ class Operand(HasHandle):
                 return None
             tiles = slice(first // tile, -(-end // tile))
             own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
-            part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels)
+            part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels, self.budget)
             part.hold = self.hold
             part = self._parts.setdefault((first, end), part)
             if self.matrix is not None:  # another thread let this operand become dense meanwhile
@@ -152,15 +155,33 @@ class Operand(HasHandle):
 
     def _takes_it(self, key: GemmKey) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
-        name = key.columns, key.conv, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        name = coarse(key).columns, key.conv, threads, deterministic
         found = self._takes.get(name)
-        if found is None:
+        if found is not None:
+            return found
+        if registry_of(self.kernel).reason(kernel_of(self.kernel), key):
+            choice = Choice(kernel=False, settled=True)
+        elif self.kernels == "sparse":
+            choice = Choice(kernel=True, settled=True)
+        else:
+            choice = choose(self.kernel, key, self.budget)
+        if choice.settled:
             if len(self._takes) >= _MOST_SIZES:
                 self._takes.clear()
-            can = not registry_of(self.kernel).reason(kernel_of(self.kernel), key)
-            fast = self.kernels == "sparse" or decide(self.kernel, key).kernel == self.kernel
-            found = self._takes[name] = can and fast
-        return found
+            self._takes[name] = choice.kernel
+        return choice.kernel
+
+    def takes(self, tokens: int) -> bool:
+        """Whether the kernel makes products of so many tokens; asked anew, also if the budget was used up before."""
+        self.forget()
+        return self._takes_it(self._key(tokens))
+
+    def forget(self) -> None:
+        """Ask anew which products the kernel makes; those that were measured are not measured again."""
+        self._takes.clear()
+        for part in list(self._parts.values()):
+            part.forget()
 
 
 def _tensors(layout: PermuteLayout | CsrLayout, values: Tensor) -> list[Tensor]:
@@ -207,7 +228,14 @@ def _dense_of_csr(values: Tensor, start: Tensor, offset: Tensor, rows: int, dept
     return found.scatter_(0, row + offset // PANEL, values.to(dtype)).view(rows, depth)
 
 
-def lay_out(matrix: Tensor, pattern: NMPattern | None, kernels: Kernels, *, convolution: bool) -> Operand | None:
+def lay_out(
+    matrix: Tensor,
+    pattern: NMPattern | None,
+    kernels: Kernels,
+    *,
+    convolution: bool,
+    budget: Budget | None = None,
+) -> Operand | None:
     """The matrix of a packed weight in the layout of the kernel for it.
 
     Args:
@@ -215,6 +243,7 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, kernels: Kernels, *, conv
         pattern: Its pattern along the depth; ``None`` if it has none.
         kernels: As :class:`Operand`'s; ``"reference"`` makes no layout.
         convolution: Whether its products are convolutions.
+        budget: As :class:`Operand`'s.
 
     Returns:
         ``None`` if no kernel takes it, the layout would be larger than :data:`LARGEST`, or the matrix holds NaN, whose
@@ -236,7 +265,8 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, kernels: Kernels, *, conv
         with suppress(ValueError):  # it is too large for the kernel
             layout = kernel.layout(masked)
             if _bytes(layout) <= LARGEST * matrix.nbytes:
-                return Operand(_small(layout), layout.values(masked), given, matrix.dtype, kernels)
+                values = layout.values(masked)
+                return Operand(_small(layout), values, given, matrix.dtype, kernels, budget or Budget())
     return None
 
 

@@ -48,6 +48,11 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapter) and module.nm_layers:
             raise ValueError(f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first")
+    return places_and_reasons(model)
+
+
+def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
     selection = Selection()
     found: dict[str, Place] = {}
     owners: dict[int, int] = {}
@@ -60,7 +65,9 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
         key = parameter_key(candidate.module_name, parameter)
         kind = packed_kind(type(module))
         weight = module._parameters.get(parameter)
-        if kind is None:
+        if isinstance(module, Adapter) and module.nm_layers:
+            reasons[key] = "masked by a sparsifier"
+        elif kind is None:
             reasons[key] = f"no packed layer for {type(module).__name__}"
         elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
             reasons[key] = "its weight is not an ordinary parameter"
@@ -99,8 +106,14 @@ def settle(model: nn.Module) -> None:
                 setattr(module, attribute, off)
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """The packed weights of a model by the keys that they have in the dense state dict."""
-    for name, module in model.named_modules():
+def packed_weights(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by the keys that they have in the dense state dict.
+
+    Args:
+        model: A model.
+        all_names: Whether a weight of a module that the model holds under several names comes with each of its keys,
+            as in a state dict. By default it comes once, with its first key.
+    """
+    for name, module in model.named_modules(remove_duplicate=not all_names):
         if isinstance(module, PackedWeight):
             yield name, module

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.nn.packed.choice import Kernels
+from lightning_nm.nn.packed.choice import Budget, Kernels
+from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out
 from lightning_nm.nn.packed.tensor import PackedTensor
 
@@ -35,6 +36,7 @@ class PackedWeight(nn.Module):
         name: Key of the weight in the dense state dict, for messages.
         role: The module that it belongs to.
         kernels: ``"auto"``, ``"sparse"`` or ``"reference"``, see :func:`lightning_nm.pack`.
+        budget: How long products may be measured in ``"auto"``; the weights of a model share one.
 
     Attributes:
         operand: The kernel's layout, if it is held.
@@ -45,8 +47,16 @@ class PackedWeight(nn.Module):
     positions: Tensor | None
     matrix: Tensor | None
 
-    def __init__(self, packed: PackedTensor, name: str, role: Role, kernels: Kernels = "auto") -> None:
+    def __init__(
+        self,
+        packed: PackedTensor,
+        name: str,
+        role: Role,
+        kernels: Kernels = "auto",
+        budget: Budget | None = None,
+    ) -> None:
         super().__init__()
+        self.budget = budget or Budget()
         self.name, self.role, self.kernels = name, role, kernels
         self.pattern, self.layout, self.shape = packed.pattern, packed.layout, torch.Size(packed.shape)
         self.dtype = packed.values.dtype
@@ -74,7 +84,8 @@ class PackedWeight(nn.Module):
             return
         matrix, device = self.product_matrix().contiguous(), self.device
         if device.type == "cpu":
-            self.operand = lay_out(matrix, self._row_pattern(), self.kernels, convolution=self._convolves)
+            pattern = self._row_pattern()
+            self.operand = lay_out(matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget)
         if self.operand is not None:
             self.operand.hold = _holder(weakref.ref(self))
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
@@ -100,6 +111,14 @@ class PackedWeight(nn.Module):
             self._former = operand
             self.operand = None
             self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
+            del operand
+        return_freed_memory()
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
+        operand = self.operand
+        if operand is not None and self.kernels == "auto" and not operand.takes(tokens):
+            self.hold_dense()
 
     @property
     def _convolves(self) -> bool:

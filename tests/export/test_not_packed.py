@@ -1,0 +1,86 @@
+"""The rows of a summary for weights that no packed layer holds."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_nm import NMSparsifier, pack, packed_summary
+from lightning_nm.functional import nm_prune
+from lightning_nm.nn import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters import base
+from tests.experts import LinearExperts
+from tests.packed_models import prune
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.zeros(16, 16))
+
+    def forward(self, x):
+        return F.linear(x, self.kernel)
+
+
+class NMGated(Adapter):
+    handles = Gated
+
+    @classmethod
+    def specs(cls, module, conv_layout):
+        yield WeightSpec("kernel")
+
+
+def rows(model):
+    return dict(packed_summary(model).not_packed)
+
+
+def linear(pattern="1:16"):
+    return prune(nn.Linear(64, 96), pattern)
+
+
+def test_experts_and_registered_adapters(monkeypatch):
+    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+    monkeypatch.setattr(base, "_CLASSES", {})
+    register_adapter(NMGated)
+    model = pack(nn.ModuleDict({"a": linear(), "experts": LinearExperts(), "own": Gated()}), kernels="reference")
+    expected = {
+        "experts.weight": "no packed layer for LinearExperts",
+        "own.kernel": "no packed layer for Gated",
+    }
+    assert rows(model) == expected
+    lines = str(packed_summary(model)).splitlines()
+    assert lines[-2:] == [f"{name}  not packed: {reason}" for name, reason in expected.items()]
+
+
+def test_every_other_reason():
+    model = nn.ModuleDict({name: linear() for name in ("packed", "dense", "excluded", "a", "b", "masked")})
+    model["dense"].reset_parameters()
+    model["b"].weight = model["a"].weight
+    pack(model, exclude=["excluded", "masked"], kernels="reference")
+    NMSparsifier(model, "2:4", include="masked", skip_first_last=False).attach()
+    found = rows(model)
+    assert set(found) == {"dense.weight", "excluded.weight", "a.weight", "b.weight", "masked.weight"}
+    assert "blocks hold more than 2 of 4" in found["dense.weight"]
+    assert found["excluded.weight"].startswith("it is 1:16, but was left dense by `exclude`")
+    assert found["a.weight"] == found["b.weight"] == "its weight is shared with another module"
+    assert found["masked.weight"] == "masked by a sparsifier"
+
+
+def test_a_layer_of_which_one_weight_is_packed():
+    attention = nn.MultiheadAttention(32, 4, batch_first=True, kdim=16, add_bias_kv=True)
+    attention.q_proj_weight.data = nm_prune(attention.q_proj_weight.data, "1:8")
+    pack(attention, exclude="out_proj.weight", kernels="reference")
+    assert [each.name for each in packed_summary(attention).weights] == ["q_proj_weight"]
+    found = rows(attention)
+    assert set(found) == {"k_proj_weight", "v_proj_weight", "out_proj.weight"}
+    assert all("blocks hold more than" in reason for reason in found.values())
+
+
+def test_nothing_is_left():
+    assert rows(pack(nn.Sequential(linear(), nn.LayerNorm(96)), kernels="reference")) == {}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_on_the_meta_device(kernels):
+    model = pack(nn.Sequential(linear(), nn.Linear(96, 4)), kernels=kernels).to("meta")
+    assert rows(model) == {"1.weight": "it has no values, it is on the meta device"}
