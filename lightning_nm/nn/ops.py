@@ -13,15 +13,16 @@ masks that move between forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import grad as nn_grad
 
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.dispatch import Router, active
+from lightning_nm.nn.dense_conv import conv_gradients, conv_weight_gradient
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.routed_ops import (
@@ -32,10 +33,8 @@ from lightning_nm.nn.routed_ops import (
     record_dense,
 )
 
-# Convolutions and their gradients by the number of spatial dimensions, less one.
+# Convolutions by the number of spatial dimensions, less one.
 CONVOLUTIONS: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
-_CONV_INPUT: list[Callable[..., Tensor]] = [nn_grad.conv1d_input, nn_grad.conv2d_input, nn_grad.conv3d_input]
-_CONV_WEIGHT: list[Callable[..., Tensor]] = [nn_grad.conv1d_weight, nn_grad.conv2d_weight, nn_grad.conv3d_weight]
 
 # Why a product that no router runs is dense.
 _PART = "a part of a joint projection"
@@ -69,7 +68,7 @@ def nm_linear(
     router = active() if routed and x.dtype == dtype else None  # a mismatch is the dense product's to refuse
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         # Outside of the function, so that its output is no view: that may be changed in place.
         tokens = x.reshape(-1, x.shape[-1])
         route = None if router is None else (router, torch.is_grad_enabled())
@@ -106,7 +105,7 @@ def nm_conv(
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
     x, bias, dtype = _autocast(x, weight.dtype, bias)
     router = active()
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         geometry = (stride, padding, dilation, groups)
         # A mismatch of dtypes is the dense product's to refuse.
         routed = router is not None and x.dim() < 5 and x.dtype == dtype and router.convolves(x.device.type)
@@ -141,6 +140,11 @@ def _autocast(x: Tensor, own: torch.dtype, bias: Tensor | None) -> tuple[Tensor,
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), None if bias is None else bias.to(dtype), dtype
     return x, bias, own
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Within, autocast is off. Entering torch's own context takes as long as a small product: not where it is off."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _wgrad(
@@ -273,7 +277,7 @@ class _Conv(torch.autograd.Function):
         x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
         (grad,) = grads
-        spatial = x.dim() - 3
+        geometry = ctx.geometry
         grad_x = grad_weight = grad_bias = full = None
         rest: list[Any] = [None] * len(tensors)
         tokens = grad.numel() // grad.shape[1]
@@ -281,22 +285,26 @@ class _Conv(torch.autograd.Function):
         needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[9:])
         routed = ctx.routed and not _differentiated()
         estimated = noise is not None and is_estimating(layer)
+        exact = needs_weight and not estimated
         if routed and (needs_input or needs_weight):
-            flat, exact = flattened(*ctx.geometry), needs_weight and not estimated
+            flat = flattened(*geometry)
             tag, handle = layer.handle_tensor, ctx.router.handle
             made = backward_convs(_planes(grad), _planes(x), weight, tensors, needs_input, exact, flat, tag, handle)
             grad_x = made[0].view(x.shape) if needs_input else None
             full = made[1].view(weight.shape) if exact else None
-        elif needs_input:
-            record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
-            backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
-            grad_x = _CONV_INPUT[spatial](x.shape, backward_weight, grad, *ctx.geometry)
+        else:
+            backward_weight = None
+            if needs_input:
+                record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
+                backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
+            wanted = {"needs_input": needs_input, "needs_weight": exact}
+            grad_x, full = conv_gradients(grad, x, backward_weight, weight.shape, geometry, **wanted)
         if needs_weight:
-            if full is None:
+            if estimated or not routed:
                 reason = ESTIMATED_CONVOLUTION if ctx.routed else _dense_reason(x)
                 record_dense(layer, ctx.router, "wgrad", tokens, x, reason)
-                conv = _CONV_WEIGHT[spatial]
-                full = _wgrad(layer, grad, noise, lambda dy: conv(x, weight.shape, dy, *ctx.geometry))
+            if full is None:
+                full = _wgrad(layer, grad, noise, lambda dy: conv_weight_gradient(dy, x, weight.shape, geometry))
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, *range(2, grad.dim())))

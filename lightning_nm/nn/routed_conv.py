@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import grad as nn_grad
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_nm.kernels.api import Convolution, GemmName
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.handles import lookup
+from lightning_nm.nn.dense_conv import conv_input_gradient, conv_weight_gradient
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.packing import conv_backward_operand, forward_operand, layout_of, pack_of
 from lightning_nm.nn.routed_ops import GEMMS, OPTIONS, plain, product_now, run_kernel
@@ -183,7 +183,7 @@ def _dgrad(
 
     def dense() -> Tensor:
         matrix = layer.spec.method.backward_weight(layer, weight).to(grad.dtype).view(conv.weight_shape)
-        return nn_grad.conv2d_input(x.shape, matrix, grad, *conv.arguments)
+        return conv_input_gradient(grad, x, matrix, conv.arguments)
 
     def sparse() -> Tensor:
         if layer.masks.has_backward or not layer.spec.method.masks_entries:
@@ -202,7 +202,7 @@ def _wgrad(
 
     def dense() -> Tensor:
         shape = torch.Size(conv.weight_shape)
-        return nn_grad.conv2d_weight(x, shape, grad, *conv.arguments).contiguous().view(len(weight), -1)
+        return conv_weight_gradient(grad, x, shape, conv.arguments).contiguous().view(len(weight), -1)
 
     def sparse() -> Tensor:
         layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key), "conv")

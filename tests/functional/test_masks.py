@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm.functional import masks
 from lightning_nm.functional.masks import (
@@ -63,6 +64,16 @@ def awkward(shape, dtype, seed=0):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["few", "many"])
+def _pairs(request):
+    """Each test also with small tensors treated as large ones, whose pairs are not all compared by one call."""
+    limits = {"few": (masks._FEW_PAIRS, masks._FEW_CONSECUTIVE_PAIRS), "many": (0, 0)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in zip(("_FEW_PAIRS", "_FEW_CONSECUTIVE_PAIRS"), limits[request.param], strict=True):
+            patch.setattr(masks, name, limit)
+        yield
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
@@ -142,6 +153,41 @@ def test_expanded_scores():
     scores = torch.randn(8, 1).expand(8, 6)
     assert torch.equal(nm_mask(scores, "2:4", 0), _nm_mask_reference(scores, "2:4", 0))
     assert torch.equal(nm_mask(scores, "1:2"), torch.tensor([True, False]).repeat(8, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", ["1:2", "2:4", "3:5", "4:8"])
+@pytest.mark.parametrize("inner", [1, 9])
+def test_all_pairs_at_once(text, dtype, inner):
+    """Ties, both zeros and infinities; a NaN is left to the other paths."""
+    pattern = NMPattern.parse(text)
+    blocks = awkward((24, pattern.m, inner), dtype)
+    found = masks._ranked_at_once(blocks.nan_to_num(nan=1.0, posinf=torch.inf, neginf=1.0), pattern)
+    expected = _nm_mask_reference(blocks.nan_to_num(nan=1.0, posinf=torch.inf, neginf=1.0), text, 1)
+    assert torch.equal(found, expected)
+    assert masks._ranked_at_once(blocks, pattern) is None
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 3, 3), (64, 64, 3, 3), (64, 64)])
+def test_a_small_mask_takes_few_calls(shape):
+    """For a small convolution the number of calls is most of the time."""
+    weight = torch.randn(shape)
+    masks.magnitude_mask(weight, "2:4", dim=1)
+    with _Count() as count:
+        masks.magnitude_mask(weight, "2:4", dim=1)
+    assert (count.calls <= 25) == (masks._FEW_PAIRS > 0)
 
 
 def test_channels_last_needs_no_copy_and_keeps_its_strides():
