@@ -2,7 +2,7 @@
 
 # No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class CommHookState:
         self.ratio: float | None = None
         """Sent bytes over dense bytes in the last step."""
         self._layers: dict[int, NMLayer] = {}
-        self._entries: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._entries: dict[int, tuple[Hashable, Tensor]] = {}
 
     def add(self, layers: Iterable[NMLayer]) -> None:
         """Send only the kept entries of these layers' gradients where their methods need no others."""
@@ -66,12 +66,12 @@ class CommHookState:
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        bits, key = layer.masks.bits, id(layer.param)
-        assert bits is not None
+        state = (layer.masks.state, layer.method.current_pattern(layer))
+        key = id(layer.param)
         cached = self._entries.get(key)
-        if cached is None or cached[0] is not bits or cached[1] != bits._version:
-            cached = self._entries[key] = (bits, bits._version, kept_entries(layer))
-        return cached[2]
+        if cached is None or cached[0] != state:
+            cached = self._entries[key] = (state, kept_entries(layer))
+        return cached[1]
 
 
 def kept_entries(layer: NMLayer) -> Tensor:

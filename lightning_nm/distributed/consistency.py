@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class RankComparison:
 
     def __init__(self, layers: Sequence[NMLayer]) -> None:
         self.layers = layers
-        self._known: dict[str, tuple[list[Tensor], list[int], Tensor]] = {}
+        self._known: dict[str, tuple[Hashable, Tensor]] = {}
 
     @torch.no_grad()
     def __call__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -114,12 +114,11 @@ class RankComparison:
             self._explain(group)
 
     def _of_masks(self, layer: NMLayer) -> Tensor:
-        tensors = [t for t in (layer.masks.bits, layer.permutation) if t is not None]
-        versions = [t._version for t in tensors]
+        state = layer.masks.state
         known = self._known.get(layer.name)
-        if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
-            known = self._known[layer.name] = (tensors, versions, _of_masks(layer))
-        return known[2]
+        if known is None or known[0] != state:
+            known = self._known[layer.name] = (state, _of_masks(layer))
+        return known[1]
 
     def _explain(self, group: dist.ProcessGroup | None) -> None:
         """Gather all words and settings, and raise an error that names the differences."""
