@@ -2,7 +2,7 @@
 
 # No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class CommHookState:
         self.ratio: float | None = None
         """Sent bytes over dense bytes in the last step."""
         self._layers: dict[int, NMLayer] = {}
-        self._entries: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._entries: dict[int, tuple[Hashable, Tensor]] = {}
 
     def add(self, layers: Iterable[NMLayer]) -> None:
         """Send only the kept entries of these layers' gradients where their methods need no others."""
@@ -70,16 +70,14 @@ class CommHookState:
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        bits = layer.masks.bits
-        assert bits is not None
+        state = (layer.masks.state, layer.method.current_pattern(layer))
         key = id(layer.param)
         if key in self._entries:
-            known_bits, version, positions = self._entries[key]
-            # The version tells whether the bits were changed in place.
-            if known_bits is bits and version == bits._version:
+            known_state, positions = self._entries[key]
+            if known_state == state:
                 return positions
         positions = kept_entries(layer)
-        self._entries[key] = (bits, bits._version, positions)
+        self._entries[key] = (state, positions)
         return positions
 
 

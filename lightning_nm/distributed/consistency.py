@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class RankComparison:
 
     def __init__(self, layers: Sequence[NMLayer]) -> None:
         self.layers = layers
-        self._known: dict[str, tuple[list[Tensor], list[int], Tensor]] = {}
+        self._known: dict[str, tuple[Hashable, Tensor]] = {}
 
     @torch.no_grad()
     def __call__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -124,15 +124,13 @@ class RankComparison:
             self._explain(group)
 
     def _of_masks(self, layer: NMLayer) -> Tensor:
-        tensors = [t for t in (layer.masks.bits, layer.permutation) if t is not None]
-        versions = [t._version for t in tensors]
+        state = layer.masks.state
         if layer.name in self._known:
-            known_tensors, known_versions, words = self._known[layer.name]
-            # Equal ids are the same tensors, because the cache holds the old ones; versions tell changes in place.
-            if list(map(id, known_tensors)) == list(map(id, tensors)) and known_versions == versions:
+            known_state, words = self._known[layer.name]
+            if known_state == state:
                 return words
         words = _of_masks(layer)
-        self._known[layer.name] = (tensors, versions, words)
+        self._known[layer.name] = (state, words)
         return words
 
     def _explain(self, group: dist.ProcessGroup | None) -> None:

@@ -228,7 +228,8 @@ def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: fl
 
 
 def _row(router: Router, product: Product, calls: float) -> Row:
-    key, registry, pack_uses = product.key, router.registry, uses_of_pack(product.key.gemm, router.reuse)
+    key, registry = product.key, router.registry
+    pack_uses = uses_of_pack(key.gemm, router.pack_reuse(key.device))
     decision = None if product.reason or router.tuner is None else router.tuner.decisions.get(key)
     if decision is None:
         return Row(product, calls, registry.reference.name, product.reason or "not decided", pack_uses)

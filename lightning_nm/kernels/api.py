@@ -183,6 +183,9 @@ class GemmKernel:
     """Whether it takes a permuted matrix, and its dense columns, in the permuted order."""
     convolutions = False
     """Whether it also takes products of convolutions, by :meth:`conv` and the two after it."""
+    keeps_packs = True
+    """Whether the micro-batches of a step share packs of weights. Not if packing costs no more than reading the weight,
+    as given its layout: a pack that is made anew has no values from before a write that torch does not count."""
 
     def probe(self, device: torch.device) -> str:
         """Why this kernel does not work on a device; empty if a numeric check on the device passed."""

@@ -80,9 +80,10 @@ class Router(HasHandle):
         backends: The kernels besides the reference; ``None`` takes those of the package.
         file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none, and so does a path in the home directory
             of a user who has none.
-        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs are
-            kept until the weight or its masks change: for 2:4 hardware 1.125 bytes for each weight, GEMM and 16-bit
-            dtype, for CPUs 5 or 8 bytes for each kept weight and GEMM.
+        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs for
+            2:4 hardware are kept until the weight or its masks change: 1.125 bytes for each weight, GEMM and 16-bit
+            dtype. Call :meth:`release` if a weight is written through ``.data`` within a step: torch does not count
+            such writes. CPU kernels read the values of a weight for every product, and need no call.
         budget_s: Seconds that :meth:`tune` may take.
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.timing.DeviceTimer` by default.
 
@@ -165,7 +166,8 @@ class Router(HasHandle):
             file = self.file if self.kernels == "auto" else None
             known = Decisions.load(file, environment) if file else Decisions(environment)
             self._saved = {key for key, decision in known.items() if decision.source == "measured"}
-            self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=self.reuse)
+            reuse = self.pack_reuse(str(device))
+            self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
             self.unavailable_reason = self.registry.unavailable_reason(str(device))
         return self.tuner
 
@@ -293,6 +295,11 @@ class Router(HasHandle):
 
     # ----------------------------------------------------------------------------------------------- products
 
+    def pack_reuse(self, device: str) -> int:
+        """Count the products that share one pack of a weight on a device: 1 if its kernels keep no packs."""
+        keeps = any(kernel.keeps_packs for kernel in self.registry.made_for(device))
+        return self.reuse if keeps else 1
+
     def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
         """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
         return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
@@ -351,7 +358,9 @@ class Router(HasHandle):
             if rate and decision and decision.dense_ms:
                 time = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
-                    time = decision.sparse_ms + decision.pack_ms / uses_of_pack(product.key.gemm, self.reuse)
+                    time = decision.sparse_ms + decision.pack_ms / uses_of_pack(
+                        product.key.gemm, self.pack_reuse(product.key.device)
+                    )
             total += calls * time
             sparse += calls * time * on_sparse
         return (sparse / total if total else 0.0), ("measured times" if rate else "dense multiply-adds")

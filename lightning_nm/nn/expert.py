@@ -65,8 +65,7 @@ def expert_of(layer: NMLayer, expert: int) -> ExpertLayer:
 
 def _stamp(layer: NMLayer) -> tuple[Any, ...]:
     """What the parts of an expert's layer are made of, to be compared by identity."""
-    masks = layer.masks
-    return masks, masks.bits, masks.permutation, layer.buffers, layer.pending, layer.handle_tensor
+    return layer.masks, layer.masks.generation, layer.buffers, layer.pending, layer.handle_tensor
 
 
 class WholeValues:

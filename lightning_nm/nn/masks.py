@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from itertools import count
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.nn.memory import memory_state
+
+_generations = count(1)  # of all masks of the process: masks that replace others never have their number
+
+_MASK_PARTS = frozenset({"bits", "has_forward", "has_backward", "permutation"})
 
 
 class LayerMasks:
@@ -15,9 +24,11 @@ class LayerMasks:
     processes shard the weight, each holds all of its masks.
     """
 
+    generation: int
+    """A new number of this process whenever a part of the masks is assigned or a method here writes to it."""
+
     def __init__(self) -> None:
         self.bits: Tensor | None = None  # uint8, of the weight's shape; None without masks
-        self.moves = 0  # calls that may have changed the masks, for what is derived from them
         self.has_forward = False  # whether the forward weight is masked
         self.has_backward = False
         """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
@@ -27,6 +38,25 @@ class LayerMasks:
         """Share of the weight that the backward mask keeps, when last measured."""
         self.flips: Tensor | None = None  # forward mask bits that the last update changed, int64 without axes
         self.total_flips: Tensor | None = None  # forward mask bits that all updates together changed
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _MASK_PARTS:
+            self.generation = next(_generations)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, whose masks may differ from the original's from now on."""
+        self.__dict__.update(state)
+        self.generation = next(_generations)
+
+    @property
+    def state(self) -> Hashable:
+        """A value that no other state of any masks of this process has: what is derived from masks is kept with it.
+
+        It also differs after a write to the bits or the permutation from outside, if torch counts the write.
+        """
+        tensors = [tensor for tensor in (self.bits, self.permutation) if tensor is not None]
+        return self.generation, tuple(memory_state(tensor) for tensor in tensors)
 
     @property
     def forward(self) -> Tensor | None:
@@ -53,7 +83,6 @@ class LayerMasks:
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
             like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
-        self.moves += 1
         self.has_forward, self.has_backward = forward is not None, backward is not None
         if forward is None and backward is None:
             self.bits = self.flips = None
@@ -76,17 +105,16 @@ class LayerMasks:
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
         assert self.bits is not None
-        self.moves += 1
         self.has_backward = True
         self.bits.copy_((self.bits & FORWARD_BIT) + backward.to(torch.uint8) * BACKWARD_BIT)
 
     def set_permutation(self, permutation: Tensor | None) -> None:
         """Set the order of the output rows; in place where there is one."""
-        self.moves += 1
         if self.permutation is None or permutation is None:
             self.permutation = permutation
         else:
             self.permutation.copy_(permutation)
+            self.generation = next(_generations)
 
     def measure_backward(self, backward: Tensor) -> None:
         """Measure :attr:`backward_density`; reading it waits for the device."""
@@ -108,14 +136,12 @@ class LayerMasks:
     def of_group(self, group: int, size: int) -> LayerMasks:
         """The masks of one group of `size` output rows, where dimension 0 of the weight counts groups; views."""
         part = self.with_bits(None if self.bits is None else self.bits[group])
-        part.moves = self.moves
         if self.permutation is not None:
             part.permutation = self.permutation[group * size : (group + 1) * size] - group * size
         return part
 
     def to(self, device: torch.device) -> None:
         """Move every tensor to a device."""
-        self.moves += 1
         for name in ("bits", "permutation", "flips", "total_flips"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:

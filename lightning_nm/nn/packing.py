@@ -13,6 +13,7 @@ from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.dispatch import Product, Router
 from lightning_nm.kernels.operands import masked_backward, masked_forward
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.memory import memory_state
 
 
 def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,13 +88,6 @@ def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:
     return (rows if order is None else rows[order]).t().contiguous()
 
 
-def mask_version(layer: NMLayer) -> Hashable:
-    """A value that differs after the masks moved; of inference tensors, which count no writes, without these."""
-    masks = layer.masks
-    tensors = [tensor for tensor in (masks.bits, masks.permutation) if tensor is not None]
-    return masks.moves, *[tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
 def layout_of(
     layer: NMLayer,
     router: Router,
@@ -106,7 +100,7 @@ def layout_of(
 
     `side` names the operand; by default dgrad has one of its own. Products of another dtype may take another layout.
     """
-    stamp: Hashable = (mask_version(layer), product.key.pattern)
+    stamp: Hashable = (layer.masks.state, product.key.pattern)
     side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
     name = (kernel.name, "layout", side, product.key.dtype)
     return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
@@ -125,18 +119,19 @@ def pack_of(
 ) -> Any:
     """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
 
-    Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted.
+    Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted. A
+    kernel that only gathers values makes its packs anew: nothing is gained by asking whether the weight changed.
     """
 
     def make() -> Any:
         matrix = operand(layer, weight, product.key)
         return kernel.pack_masked(matrix, layout_of(layer, router, kernel, product, lambda: matrix, side))
 
-    if not keep:
+    if not keep or not kernel.keeps_packs:
         return make()
-    versions = tuple([(tensor.data_ptr(), tensor._version) for tensor in (weight, *layer.read_tensors())])
+    tensors = tuple(memory_state(tensor) for tensor in (weight, *layer.read_tensors()))
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    stamp: Hashable = (versions, layer.masks.moves, layer.progress.step, layer.progress.clock, stream)
+    stamp: Hashable = (tensors, layer.masks.state, layer.progress.step, layer.progress.clock, stream)
     name = (kernel.name, side or product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, make)

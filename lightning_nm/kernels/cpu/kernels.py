@@ -27,6 +27,7 @@ class _CpuKernel(GemmKernel):
     """What both kernels share: the device, the dtypes, the self-check."""
 
     device_type = "cpu"
+    keeps_packs = False
     layouts: type[PermuteLayout | CsrLayout]
 
     def probe(self, device: torch.device) -> str:
