@@ -6,6 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import NMSparsifier
+from lightning_nm.nn import ops
+from lightning_nm.nn.dense_conv import conv_weight_gradient
 
 
 class Calls(TorchDispatchMode):
@@ -62,6 +64,23 @@ def test_an_estimator_leaves_a_call_for_each_gradient(method):
     with Calls() as calls:
         y.sum().backward()
     assert calls.names.count("convolution_backward") == 2
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_estimate_lies_in_memory_as_the_gradient(memory_format, monkeypatch):
+    strides = []
+
+    def noted(grad, *args):
+        strides.append(grad.stride())
+        return conv_weight_gradient(grad, *args)
+
+    monkeypatch.setattr(ops, "conv_weight_gradient", noted)
+    module = nn.Conv2d(16, 32, 3, padding=1).to(memory_format=memory_format)
+    NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0).attach()
+    y = module(torch.randn(2, 16, 6, 6).to(memory_format=memory_format))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert strides == [grad.stride()]
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight"])
