@@ -124,8 +124,8 @@ class Store:
         from optuna.trial import TrialState
 
         study = self._main_study()
-        for dead in self._fail_interrupted(study):
-            study.enqueue_trial({}, user_attrs={"key": _key(dead)})
+        self._fail_interrupted(study)
+        self._queue_lost(study)
         waiting = [_key(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
         # Another process may have added variants since this one read its file: they are left to it, at the queue's end.
         known = [json.loads(key)[0] in self.spec.variants for key in waiting]
@@ -209,7 +209,14 @@ class Store:
             if "error" in trial.user_attrs:
                 study.enqueue_trial({}, user_attrs={"key": key})
 
-    def _fail_interrupted(self, study: Study) -> list[FrozenTrial]:
+    def _queue_lost(self, study: Study) -> None:
+        """Queue what was interrupted and does not wait yet: a process may be killed between the one and the other."""
+        latest = {_key(trial): trial for trial in study.get_trials(deepcopy=False)}
+        for key, trial in latest.items():
+            if _is_interrupted(trial):
+                study.enqueue_trial({}, user_attrs={"key": key})
+
+    def _fail_interrupted(self, study: Study) -> None:
         """End the running trials whose worker is gone; they have no ``error``."""
         from optuna.trial import TrialState
 
@@ -218,7 +225,6 @@ class Store:
         for trial in dead:
             study.tell(trial.number, state=TrialState.FAIL)
             (self.workers / trial.user_attrs.get("worker", "none")).unlink(missing_ok=True)
-        return dead
 
     def _is_alive(self, trial: FrozenTrial) -> bool:
         path = self.workers / trial.user_attrs.get("worker", "none")

@@ -143,6 +143,40 @@ def test_an_interrupted_trial_is_run_again(tmp_path, sampler):
     assert set(states(tmp_path, spec)) == {"complete"}
 
 
+class Killed(BaseException):
+    """The process ends at this place."""
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_a_kill_between_any_two_writes_loses_no_trial(tmp_path, monkeypatch, place):
+    """While a process takes over the trial of a dead one, and leaves a variant that it does not know to others."""
+    Store(SPEC, tmp_path).plan()
+    dead = Store(SPEC, tmp_path)
+    with dead.working():
+        dead.claim()
+    heir = Store(replace(SPEC, variants={"b": {}}), tmp_path)
+    study = heir._main_study()
+    writes = []
+
+    def dies(write):
+        def wrapped(*args, **options):
+            writes.append(write)
+            if len(writes) > place:
+                raise Killed
+            return write(*args, **options)
+
+        return wrapped
+
+    for name in ("tell", "ask", "enqueue_trial"):
+        monkeypatch.setattr(study, name, dies(getattr(study, name)))
+    with pytest.raises(Killed), heir.working():
+        while heir.claim():
+            pass
+    assert len(writes) == place + 1
+    work(tmp_path)
+    assert states(tmp_path) == ["complete"] * 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["grid", "random"])
 def test_the_trial_of_a_killed_process_is_run_again(tmp_path, sampler):
