@@ -18,6 +18,7 @@ class _TrainerRouting(KernelRouting):
     """The plugins for the Trainer."""
 
     keeps_packs = True
+    _had_callbacks = False  # whether the Trainer had any when the fit was set up
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Lightning's conversion, for a LightningModule in a Trainer; the micro-batches of a step share packs."""
@@ -29,6 +30,7 @@ class _TrainerRouting(KernelRouting):
         self._models.clear()
         self._models.add(module)
         self._checked = False
+        self._had_callbacks = bool(_callbacks(trainer))
         self.router.keeps_layouts = self.keeps_packs
         self.router.reset(trainer.accumulate_grad_batches if self.keeps_packs else 1)
         self.router.initialize(trainer.strategy.root_device)
@@ -38,9 +40,16 @@ class _TrainerRouting(KernelRouting):
         """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in self._models:
             assert isinstance(model, pl.LightningModule)
-            if not self._checked and (_searching(model.trainer) or _all_frozen(model.trainer)):
+            if not self._checked and (self._searching(model.trainer) or _all_frozen(model.trainer)):
                 return
         super()._require_masked()
+
+    def _searching(self, trainer: pl.Trainer) -> bool:
+        """Whether Lightning searches a learning rate or a batch size: it removes the callbacks for both."""
+        callbacks = _callbacks(trainer)
+        if not callbacks:
+            return self._had_callbacks  # a Trainer that never had any is not searching
+        return any(type(callback).__name__ == "_LRCallback" for callback in callbacks)
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -68,15 +77,12 @@ class _TrainerRouting(KernelRouting):
 
 def _all_frozen(trainer: pl.Trainer) -> bool:
     """Whether a sparsifier waits for an optimizer to train the layers that it would mask."""
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    sparsifiers = (getattr(callback, "sparsifier", None) for callback in callbacks)
+    sparsifiers = (getattr(callback, "sparsifier", None) for callback in _callbacks(trainer))
     return any(isinstance(each, NMSparsifier) and each.selection.waiting for each in sparsifiers)
 
 
-def _searching(trainer: pl.Trainer) -> bool:
-    """Whether Lightning searches a learning rate or a batch size: it removes the callbacks for both."""
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    return not callbacks or any(type(callback).__name__ == "_LRCallback" for callback in callbacks)
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    return getattr(trainer, "callbacks", [])  # missing in the Trainer's annotations
 
 
 class NMPrecision(_TrainerRouting, Precision):

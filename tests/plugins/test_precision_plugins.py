@@ -165,6 +165,14 @@ def test_averaged_weights_in_validation_do_not_reach_the_training(accumulated, t
         torch.testing.assert_close(weights[key], other_weights[key], rtol=1e-4, atol=1e-6)
 
 
+def test_a_trainer_without_any_callback_is_told_of_it(tmp_path):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_steps=1, logger=False, accelerator="cpu", plugins=[plugin()], **quiet)
+    assert not trainer.callbacks
+    with pytest.raises(RuntimeError, match="Mlp has none: add NMSparsityCallback"):
+        trainer.fit(mlp(), Blobs())
+
+
 def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
     model = mlp()
     before = copy.deepcopy(model)

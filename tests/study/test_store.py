@@ -169,9 +169,14 @@ def test_a_kill_between_any_two_writes_loses_no_trial(tmp_path, monkeypatch, pla
 
     for name in ("tell", "ask", "enqueue_trial"):
         monkeypatch.setattr(study, name, dies(getattr(study, name)))
-    with pytest.raises(Killed), heir.working():
-        while heir.claim():
-            pass
+
+    def claim_all():
+        with heir.working():
+            while heir.claim():
+                pass
+
+    with pytest.raises(Killed):
+        claim_all()
     assert len(writes) == place + 1
     work(tmp_path)
     assert states(tmp_path) == ["complete"] * 20
