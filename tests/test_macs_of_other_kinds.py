@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm import NMSparsifier
 from lightning_nm.training.forwards import can_watch
-from lightning_nm.training.macs import OTHERS
+from lightning_nm.training.macs import OTHERS, MacsCounter
 
 pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 
@@ -184,3 +185,38 @@ def test_modules_whose_hash_changes_are_watched():
     model(torch.randn(8, 16))
     sparsifier.detach()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def attention(**options):
+    return nn.MultiheadAttention(32, 4, **options)
+
+
+def encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (attention, [(5, 3, 32)] * 3),
+        (lambda: attention(batch_first=True), [(3, 5, 32), (3, 7, 32), (3, 7, 32)]),
+        (lambda: attention(kdim=16, vdim=24), [(5, 32), (7, 16), (7, 24)]),
+        (encoder, [(3, 5, 32)]),
+    ],
+)
+def test_attention_is_counted_as_torch_counts_it(make, shapes, masked):
+    """Without the products of two activations; torch counts none in the fused path of evaluation."""
+    model = make().train()
+    inputs = [torch.randn(shape) for shape in shapes]
+    with FlopCounterMode(display=False) as torchs:
+        model(*inputs)
+    by_operator = torchs.get_flop_counts()["Global"]
+    of_weights = sum(flops for name, flops in by_operator.items() if str(name) in ("aten.mm", "aten.addmm"))
+    sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach() if masked else None
+    counter = MacsCounter(model)
+    model.eval()(*inputs)
+    counter.close()
+    if sparsifier is not None:
+        sparsifier.detach()
+    assert sum(counter.macs.values()) == of_weights // 2

@@ -17,6 +17,7 @@ def memory_state(tensor: Tensor) -> Hashable:
 
     Example::
 
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> before = memory_state(weight)
         >>> weight.data = weight.data.clone()

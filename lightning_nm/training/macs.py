@@ -115,6 +115,9 @@ class _Leave(WatchingHook):
             self.counter.add(key, cost)
             if module.training:
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
+        if not isinstance(module, Adapter):  # an adapted module calls its children, whose own hooks count
+            for child in self.adapter.reads_children:
+                self.counter.add(f"{self.name}.{child}".lstrip("."), self.adapter.macs_of_child(module, child, output))
 
 
 class _OtherProducts(WatchingMode):

@@ -42,6 +42,7 @@ def test_a_column_holds_the_statistics_of_each_layer(method, conv_layout):
     sparsifier.register(optimizer)
     for _ in range(2):
         model(torch.randn(4, 8, 4, 4)).square().sum().backward()
+        sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
     column = layer_column(list(sparsifier.layers.values()))

@@ -14,6 +14,7 @@ from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.masks import LayerMasks
+from lightning_nm.training.forgotten import ForgottenCallWarning
 from tests.cpu_products import needs_library
 from tests.experts import EXPERTS, WIDTH, Experts
 from tests.outside import ScaledMask
@@ -138,7 +139,9 @@ class Interleaved:
         self.sparsifier.bake()
 
     def install_again(self, number):
-        self.sparsifier.detach()
+        with warnings.catch_warnings():  # the latent weights are meant
+            warnings.simplefilter("ignore", ForgottenCallWarning)
+            self.sparsifier.detach()
         self.sparsifier = NMSparsifier(
             self.model, PATTERN, METHODS[self.method](), skip_first_last=False, planned_steps=100
         ).attach()

@@ -29,6 +29,12 @@ class AttentionForward(nn.Module):
     The stock module hands its weights to a fused function and never calls ``out_proj``.
     """
 
+    @classmethod
+    def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
+        """Multiply-adds of ``out_proj``, whose result is the first one of the module."""
+        attention: Tensor = output[0]
+        return attention.numel() * module.embed_dim
+
     def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         """``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
         raise NotImplementedError
@@ -147,6 +153,12 @@ class NMMultiheadAttention(AttentionForward, Adapter):
             zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
         )
         return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
+
+    @classmethod
+    def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
+        """Multiply-adds of ``out_proj``, whose result is the first one of the module."""
+        attention: Tensor = output[0]
+        return attention.numel() * module.embed_dim
 
     def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         """``x @ W_F^T + bias`` of a projection, or of some rows of it."""

@@ -90,6 +90,14 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
+        """Multiply-adds of a child in :attr:`reads_children`, in one call of a module that was not adapted.
+
+        Such a module reads the child's weight without calling the child. ``output`` is the result of the module.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """What a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
 
