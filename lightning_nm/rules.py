@@ -84,6 +84,7 @@ def resolve_rules(
         ValueError: For an impossible pattern, an unknown name or preset, or a bad rule.
     """
     _check_layout(conv_layout)
+    _check_list(rules)
     chosen = _preset(preset, method)
     general = Rule(
         as_globs(include, "include"),
@@ -120,6 +121,14 @@ def _method(preset: Preset | None, method: MethodName | Method) -> Method:
 def _check_layout(conv_layout: Any) -> None:
     if conv_layout is not None and conv_layout not in get_args(ConvLayout):
         raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
+
+
+def _check_list(rules: Any) -> None:
+    """Refuse what is no list of mappings, such as one mapping alone, by a ``TypeError``."""
+    if rules is None or (isinstance(rules, (list, tuple)) and all(isinstance(rule, Mapping) for rule in rules)):
+        return
+    example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
+    raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
 
 
 def _parse_rule(

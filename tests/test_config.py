@@ -91,6 +91,12 @@ class TestOwners:
             made(owner, **options)
 
 
+@pytest.mark.parametrize("rules", [{"include": "a", "pattern": "1:4"}, ["a"], "a", 3])
+def test_rules_are_a_list_of_mappings(rules):
+    with pytest.raises(TypeError, match=r"`rules` takes a list of mappings, for example \[\{'include'"):
+        SparsityConfig(rules=rules)
+
+
 CONFIGS = [
     SparsityConfig(),
     SparsityConfig("1:8", "asp", include=["a.*", "b"], skip_first_last="first", conv_layout="flat", seed=7),
