@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from lightning_nm.doctor.command import main as doctor
+from lightning_nm.export.classes import find_modules_here
 from lightning_nm.export.command import main as verify
 from lightning_nm.export.export_command import main as export
 from lightning_nm.flops.command import main as flops
@@ -25,6 +26,8 @@ _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 _LIGHTNING = ("fit", "validate", "test", "predict")
+_BUILD_TRAININGS = ("doctor", "flops", "study")
+"""Own subcommands that build a training from YAML files."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -33,6 +36,8 @@ def main(args: Sequence[str] | None = None) -> int:
     ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI's. ``args`` are those of the process by default.
     """
     words = list(sys.argv[1:] if args is None else args)
+    if words and words[0] in (*_LIGHTNING, *_BUILD_TRAININGS):
+        find_modules_here()  # for the `class_path`s of a config
     if words and words[0] in _OWN:
         return _OWN[words[0]][0](words[1:])
     if words == ["--version"]:

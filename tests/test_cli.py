@@ -362,3 +362,30 @@ def test_verify_refuses_a_file_without_weights(tmp_path, capsys):
     torch.save({"epoch": 3}, tmp_path / "x.pt")
     assert main(["verify", str(tmp_path / "x.pt")]) == 2
     assert "holds no state dict" in capsys.readouterr().out
+
+
+CONFIG_OF_ONES_OWN = """
+seed_everything: 0
+model: {class_path: train.Net}
+data: {class_path: lightning_nm.demo.Digits}
+trainer:
+  max_steps: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  limit_val_batches: 0
+  callbacks: [{class_path: lightning_nm.NMSparsityCallback, init_args: {pattern: 2:4, show_tables: false}}]
+"""
+
+
+@pytest.mark.parametrize("words", [("fit", "-c", "config.yaml"), ("flops", "-c", "config.yaml")])
+def test_modules_of_the_current_folder_are_seen(tmp_path, monkeypatch, words, capsys):
+    """A console script has its own folder on the path instead."""
+    name = f"train_{words[0]}"
+    (tmp_path / f"{name}.py").write_text("from lightning_nm.demo import ResidualCNN\n\nclass Net(ResidualCNN): pass\n")
+    (tmp_path / "config.yaml").write_text(CONFIG_OF_ONES_OWN.replace("train.Net", f"{name}.Net"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", ".")])
+    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
+    assert main(list(words)) == 0
+    assert "Net" in sys.modules[name].__dict__

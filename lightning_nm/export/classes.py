@@ -7,6 +7,12 @@ import sys
 from typing import Any
 
 
+def find_modules_here() -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def import_class(path: str, option: str, kind: type) -> Any:
     """Import a class by its path; modules in the working folder can be imported, too.
 
@@ -19,8 +25,7 @@ def import_class(path: str, option: str, kind: type) -> Any:
         ValueError: If it cannot be imported, or is no such class.
     """
     module, _, name = path.rpartition(".")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    find_modules_here()
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
