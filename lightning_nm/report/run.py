@@ -43,8 +43,13 @@ class Run:
     @property
     def metrics(self) -> dict[str, Series]:
         """The scalars of the model, without ours."""
-        scalars = self.log.scalars.items()
-        return {tag: series for tag, series in scalars if tag != "epoch" and not tag.startswith("nm/")}
+        found = {}
+        for tag, series in self.log.scalars.items():
+            # Lightning's logger writes -1 for a hyperparameter metric that the model does not log.
+            is_placeholder = tag == "hp_metric" and set(series.values) == {-1.0}
+            if tag != "epoch" and not tag.startswith("nm/") and not is_placeholder:
+                found[tag] = series
+        return found
 
     @property
     def statistics(self) -> dict[str, Series]:

@@ -20,6 +20,7 @@ from lightning_nm import MaskMonitor, NMPrecision
 from lightning_nm.callbacks.report.tensorboard import markdown_table, write_map_column, write_map_rows
 from lightning_nm.cli import main
 from lightning_nm.kernels import SimulatedSparseKernel
+from lightning_nm.report.run import read_run
 from tests.lightning_models import Data, Net, callback, make_trainer
 
 BAD = "<img src=x onerror=alert(1)>&amp;</script>"
@@ -262,3 +263,12 @@ def test_without_the_extra_it_is_named(tmp_path, monkeypatch, capsys, runs, pack
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["report", str(runs[1]), "-o", str(tmp_path / "page.html")]) == 2
     assert "pip install 'lightning-nm[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("values", "shown"), [([-1.0], False), ([-1.0, 0.5], True)])
+def test_the_placeholder_of_lightnings_hyperparameters_is_no_metric(tmp_path, values, shown):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("train_loss", 1.0, 0)
+        for step, value in enumerate(values):
+            writer.add_scalar("hp_metric", value, step)
+    assert set(read_run(tmp_path).metrics) == ({"train_loss", "hp_metric"} if shown else {"train_loss"})
