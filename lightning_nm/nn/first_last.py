@@ -75,11 +75,7 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
     It does if the outputs of the last one fit the inputs of some layer, while the earlier one has fewer outputs, which
     fit the inputs of none. Layers that blocks repeat are no output layers.
     """
-    linears = [
-        candidate
-        for candidate in _counted(candidates, "linear", is_trained)
-        if not nn.parameter.is_lazy(candidate.weight)
-    ]
+    linears = [c for c in _counted(candidates, "linear", is_trained) if _has_rows(c.weight)]
     if not linears:
         return ""
     sizes = [row_sizes(candidate.weight.shape, candidate.spec.layout) for candidate in linears]
@@ -107,6 +103,11 @@ def _counted(candidates: Sequence[Candidate], role: str, is_trained: Trained | N
         return found
     trained = [candidate for candidate in found if is_trained(candidate.weight)]
     return trained or found
+
+
+def _has_rows(weight: nn.Parameter) -> bool:
+    """Whether a weight has a shape yet, and is no flat part of one, as FSDP1 keeps weights."""
+    return not nn.parameter.is_lazy(weight) and weight.dim() >= 2
 
 
 def _without_numbers(candidate: Candidate) -> str:
