@@ -8,6 +8,11 @@ Second table: an adaptation of one layer, beside what the same two calls cost in
 
     python -m benchmarks.step_overhead
 
+With ``--convolutions`` another table alone: the first table's for a small residual CNN, narrow and wide, whose first
+convolution and last linear layer stay dense.
+
+    python -m benchmarks.step_overhead --convolutions
+
 With ``--monitor`` another table alone: what MaskMonitor adds to the step of a Trainer with a TensorBoard log. Timed are
 a step, the monitor's part of a step that does not log, of one that logs, and of one that draws, too (Lightning's
 writing included); the share is that of the default intervals, 50 and 500 steps.
@@ -34,6 +39,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import BAME, MVUE, ApproxMVUE, MaskMonitor, NMSparsifier, NMSparsityCallback, TopN
+from lightning_nm.demo.residual_cnn import ResidualCNN
+from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.nn.layer import NMLayer
 
 NEVER = 1 << 40
@@ -55,6 +62,14 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "dense, approx-mvue": ("dense", ApproxMVUE()),
     "transposable, mvue 2:4": ("transposable", MVUE("2:4")),
 }
+
+
+# Those of them, and combinations, that are timed for convolutions.
+CONVOLUTION_METHODS: dict[str, tuple[Any, Any]] = {
+    **{name: METHODS[name] for name in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame")},
+    "bi-mask, mvue 2:4": ("bi-mask", MVUE("2:4")),
+}
+CONVOLUTION_WIDTHS = (16, 64)
 
 
 class Run(NamedTuple):
@@ -89,18 +104,40 @@ def steps(options: argparse.Namespace) -> dict[str, list[float]]:
     torch.manual_seed(0)
     width = options.width
     model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    x = torch.randn(options.tokens, width)
+    return interleaved(model, x, METHODS, options, skip_first_last=False)
+
+
+def convolution_steps(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """The same for a residual CNN of each width."""
+    found = {}
+    for width in CONVOLUTION_WIDTHS:
+        torch.manual_seed(0)
+        model, x = ResidualCNN(in_channels=3, width=width), torch.randn(options.images, 3, 32, 32)
+        found[str(width)] = interleaved(model, x, CONVOLUTION_METHODS, options, skip_first_last=True)
+    return found
+
+
+def interleaved(
+    model: nn.Module,
+    x: torch.Tensor,
+    methods: dict[str, tuple[Any, Any]],
+    options: argparse.Namespace,
+    *,
+    skip_first_last: bool,
+) -> dict[str, list[float]]:
+    """The seconds of every step of copies of a model, in turn."""
     runs = {}
-    for name in ("plain", *METHODS):
+    for name in ("plain", *methods):
         copied = copy.deepcopy(model)
         optimizer, sparsifier = optimizer_of(options.optimizer, copied), None
         if name != "plain":
-            method, estimator = METHODS[name]
+            method, estimator = methods[name]
             sparsifier = NMSparsifier(
-                copied, options.pattern, method, estimator, skip_first_last=False, grad_snr_every=0
+                copied, options.pattern, method, estimator, skip_first_last=skip_first_last, grad_snr_every=0
             ).attach()
             sparsifier.register(optimizer)
         runs[name] = Run(copied, optimizer, sparsifier)
-    x = torch.randn(options.tokens, width)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for k in range(options.rounds + 2):
         for name, run in runs.items():
@@ -108,6 +145,15 @@ def steps(options: argparse.Namespace) -> dict[str, list[float]]:
             if k >= 2:  # the first steps allocate
                 seconds[name].append(taken)
     return seconds
+
+
+def over_plain(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The share that each adds to the plain step, as a median."""
+    # Ratios within a round: what else the machine does in it slows both.
+    return {
+        name: statistics.median(a / b for a, b in zip(values, seconds["plain"], strict=True)) - 1
+        for name, values in seconds.items()
+    }
 
 
 class Timed(BAME):
@@ -237,18 +283,43 @@ def monitored(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return found
 
 
+def convolutions(options: argparse.Namespace) -> None:
+    """Print the table of convolutions."""
+    found = convolution_steps(options)
+    print(f"{options.images} images of 3 x 32 x 32, ResidualCNN, {options.pattern}, {options.optimizer}, ", end="")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    print("| width | method | step, ms | over the plain step |\n|---|---|---|---|")
+    over = {width: over_plain(seconds) for width, seconds in found.items()}
+    for width, seconds in found.items():
+        for name, values in seconds.items():
+            ms = 1e3 * statistics.median(values)
+            print(f"| {width} | {name} | {ms:.1f} | {100 * over[width][name]:+.1f} % |")
+    if options.json:
+        settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
+        machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        content = {"settings": settings, "machine": machine, "step seconds": found, "over the plain step": over}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--pattern", default="1:16")
+    parser.add_argument("--pattern", help="by default 1:16, and 2:4 for convolutions")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--monitor", action="store_true")
+    parser.add_argument("--convolutions", action="store_true")
+    parser.add_argument("--images", type=int, default=32, help="a batch of the residual CNN")
+    parser.add_argument("--threads", type=int, help="instead of torch's default")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.pattern is None:
+        options.pattern = "2:4" if options.convolutions else "1:16"
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
     if options.monitor:
         parts = monitored(options)
@@ -260,18 +331,18 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps({"width": options.width, "tokens": options.tokens, "seconds": parts}))
         return
+    if options.convolutions:
+        convolutions(options)
+        return
     seconds = steps(options)
-    plain = seconds["plain"]
     print(
         f"{options.tokens} tokens, MLP {options.width} -> {4 * options.width} -> {options.width}, {options.pattern}, ",
         end="",
     )
     print(f"{options.optimizer}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| method | step, ms | over the plain step |\n|---|---|---|")
-    over = {}
+    over = over_plain(seconds)
     for name, values in seconds.items():
-        # Ratios within a round: what else the machine does in it slows both.
-        over[name] = statistics.median(a / b for a, b in zip(values, plain, strict=True)) - 1
         print(f"| {name} | {1e3 * statistics.median(values):.0f} | {100 * over[name]:+.1f} % |")
     size = f"{options.size} x {options.size}"
     print(f"\n| an adaptation, {size} | optimizer | evidence | seconds | without |\n|---|---|---|---|---|")

@@ -34,6 +34,22 @@ def steps() -> str:
     return table(["method", "step, ms", "over the plain step"], rows)
 
 
+def convolutions() -> str:
+    """The same for a residual CNN, by width."""
+    data = read_json("convolution-overhead.json")
+    over: dict[str, dict[str, float]] = data["over the plain step"]
+    rows = []
+    for name in next(iter(over.values())):
+        row = [name]
+        for width, seconds in data["step seconds"].items():
+            row += [f"{1e3 * statistics.median(seconds[name]):.1f}", f"{100 * over[width][name]:+.1f} %"]
+        rows.append(row)
+    header = ["method"]
+    for width in over:
+        header += [f"width {width}: step, ms", "over the plain step"]
+    return table(header, rows)
+
+
 def adaptations() -> str:
     """What an adaptation of BAME costs."""
     data = read_json("step-overhead.json")
@@ -58,6 +74,7 @@ TABLES: Tables = {
     "permutation-gaussian": partial(permutation, "gaussian"),
     "permutation-trained": partial(permutation, "trained"),
     "step-overhead": steps,
+    "convolution-overhead": convolutions,
     "step-overhead-adaptations": adaptations,
     "monitor-overhead": monitor,
 }
