@@ -157,11 +157,13 @@ def _wgrad(
     tokens = by_token.flatten(0, -2)
     pruned = layer.estimate(tokens, layer.noise.for_call(noise, layer.first_row + row))
     estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
-    if estimate.stride() != grad.stride() and grad.dim() > 2:
-        # Convolutions are several times slower where X and dY lie in different orders, channels last and first.
+    compiling = torch.compiler.is_compiling()
+    # Convolutions are several times slower where X and dY lie in different orders, channels last and first. A compiler
+    # chooses the order itself, and torch 2.6's does not let a graph ask for strides in a backward pass.
+    if grad.dim() > 2 and not compiling and estimate.stride() != grad.stride():
         estimate = torch.empty_like(grad).copy_(estimate)
     found = gemm(estimate)
-    if not torch.compiler.is_compiling() and layer.observation.active:  # a compiled graph cannot hand figures out
+    if not compiling and layer.observation.active:  # a compiled graph cannot hand figures out
         layer.observation.add(layer.progress.clock, estimate, gemm(grad), found)
     return found
 
