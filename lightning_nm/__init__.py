@@ -1,6 +1,6 @@
 """N:M sparse training for PyTorch Lightning."""
 
-from lightning_nm import functional, metrics
+from lightning_nm import functional, metrics, moved
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.config import SparsityConfig
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
@@ -14,6 +14,8 @@ from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
 
 __version__ = "0.2.0"
+
+moved.install()
 
 __all__ = [
     "ASP",

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from lightning_nm.doctor.command import main as doctor
+from lightning_nm.commands.doctor.command import main as doctor
+from lightning_nm.commands.export.command import main as export
+from lightning_nm.commands.flops.command import main as flops
+from lightning_nm.commands.report.command import main as report
+from lightning_nm.commands.study.command import main as study
+from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.export.classes import find_modules_here
-from lightning_nm.export.command import main as verify
-from lightning_nm.export.export_command import main as export
-from lightning_nm.flops.command import main as flops
 from lightning_nm.lightning_cli import EXTRA, lightning_cli
-from lightning_nm.report.command import main as report
 from lightning_nm.spelling import did_you_mean
-from lightning_nm.study.command import main as study
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.first_last import SkipFirstLast
-from lightning_nm.nn.layout import ConvLayout
+from lightning_nm.nn.layer.layout import ConvLayout
+from lightning_nm.nn.selection.first_last import SkipFirstLast
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.presets import PresetName
 from lightning_nm.rules import ResolvedRules, RuleSpec, resolve_rules

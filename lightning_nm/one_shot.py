@@ -18,12 +18,12 @@ from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.expert_products import watching
-from lightning_nm.nn.first_last import SkipFirstLast, parse_skip_first_last
-from lightning_nm.nn.install import install, uninstall
+from lightning_nm.nn.adapters.experts.products import watching
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layout import ConvLayout
-from lightning_nm.nn.selection import Rule, as_globs, select
+from lightning_nm.nn.layer.layout import ConvLayout
+from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
+from lightning_nm.nn.selection.install import install, uninstall
+from lightning_nm.nn.selection.selection import Rule, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Score = Literal["magnitude", "wanda", "sparsegpt"]

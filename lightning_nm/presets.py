@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning_nm.estimators import EstimatorName
 from lightning_nm.methods import ASP, SRSTE, BiMask, Dense, Method, MethodName, TransposableMask
-from lightning_nm.nn.layout import ConvLayout
+from lightning_nm.nn.layer.layout import ConvLayout
 
 PresetName = Literal["paper", "fst"]
 """``"paper"``: the code of the paper that proposed the method. ``"fst"``: transposable masks in FST's transformers."""

@@ -11,9 +11,9 @@ from typing_extensions import Required
 
 from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
 from lightning_nm.methods import Method, MethodName, resolve_method
-from lightning_nm.nn.first_last import SkipFirstLast, parse_skip_first_last
-from lightning_nm.nn.layout import ConvLayout
-from lightning_nm.nn.selection import Rule, Selection, as_globs, select
+from lightning_nm.nn.layer.layout import ConvLayout
+from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
+from lightning_nm.nn.selection.selection import Rule, Selection, as_globs, select
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.presets import Preset, PresetName, preset_of
 
@@ -60,7 +60,7 @@ class ResolvedRules:
         return masked
 
     def select(self, model: nn.Module, **options: Any) -> Selection:
-        """:func:`~lightning_nm.nn.selection.select` by these settings."""
+        """:func:`~lightning_nm.nn.selection.selection.select` by these settings."""
         options |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
         return select(model, self.rules, self.exclude, **options)
 

@@ -15,12 +15,12 @@ from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.methods import Method, MethodName
-from lightning_nm.nn.install import install, uninstall
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.low_rank import warn_of_adapters
-from lightning_nm.nn.selection import Rule, Selection
-from lightning_nm.nn.sharding import reshard
-from lightning_nm.nn.state import SCHEMA, by_plain_name, check_schema, layer_state
+from lightning_nm.nn.layer.sharding import reshard
+from lightning_nm.nn.layer.state import SCHEMA, by_plain_name, check_schema, layer_state
+from lightning_nm.nn.selection.install import install, uninstall
+from lightning_nm.nn.selection.low_rank import warn_of_adapters
+from lightning_nm.nn.selection.selection import Rule, Selection
 from lightning_nm.pattern import PatternLike
 from lightning_nm.rules import SHORT_NAMES
 from lightning_nm.training.fitting import FittingState
@@ -127,8 +127,8 @@ class NMSparsifier(ModelStatistics):
                 those with ``requires_grad=False`` are.
 
         Raises:
-            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule does not
-                fit ``planned_steps``.
+            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.selection.select`, or a schedule
+                does not fit ``planned_steps``.
         """
         if not self.attached:
             if state:

@@ -21,9 +21,9 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.commands.study.config import last_part, override, quiet, read_yaml
+from lightning_nm.commands.study.trial import build, silence
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.study.config import last_part, override, quiet, read_yaml
-from lightning_nm.study.trial import build, silence
 
 
 class Flips(pl.Callback):

@@ -18,8 +18,8 @@ import torch
 
 from lightning_nm import load_packed, pack, save_packed
 from lightning_nm.kernels.cpu import build, library
-from lightning_nm.nn.packed import choice, packed_weights
-from tests.packed_models import copied, mutated, on_meta, small
+from lightning_nm.nn.packed import kernel_choice, packed_weights
+from tests.support.packed_models import copied, mutated, on_meta, small
 
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MODEL = ("-include", str(Path(__file__).parent / "kernels/cpu/bf16_model.h"))
@@ -102,7 +102,7 @@ def files(products):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         for level in products.LEVELS:
-            choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
+            kernel_choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
             with products.at_level(level):
                 ran[level] = sum(_mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds)
     if min(ran.values()) < FILES // len(products.LEVELS) // 5:
@@ -188,7 +188,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.exit(main())
     library.LIBRARY = Path(sys.argv[2])
-    from tests import cpu_products
+    from tests.support import cpu_products
 
     if cpu_products.REASON:
         sys.exit(cpu_products.REASON)

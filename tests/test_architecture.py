@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 ORDER = [
-    {"pattern", "schedule", "spelling"},
+    {"pattern", "schedule", "spelling", "moved"},
     {"functional"},
     {"kernels"},
     {"nn"},
@@ -19,8 +19,7 @@ ORDER = [
     {"callbacks", "plugins", "strategies", "metrics", "export"},
     {"integrations"},
     {"lightning_cli"},
-    {"doctor", "report", "study"},
-    {"flops"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]
@@ -29,9 +28,7 @@ LIGHTNING = (
     "plugins",
     "strategies",
     "lightning_cli",
-    "doctor",
-    "flops",
-    "study",
+    "commands",
     "cli",
     "demo",
     "integrations",
@@ -98,14 +95,14 @@ def test_only_public_lightning():
 
 # Each part of a layer: the file of its class, and who assigns its fields beside that file.
 OWNERS = {
-    "NMLayer": ("nn/layer.py", {"pending": ("methods/",)}),
-    "LayerSpec": ("nn/spec.py", {}),
-    "LayerMasks": ("nn/masks.py", {}),
-    "LayerNoise": ("nn/noise.py", {}),
-    "LayerProgress": ("nn/progress.py", {"": ("training/step.py", "training/phases.py")}),
-    "LayerCosts": ("nn/gemms.py", {"": ("training/step.py",)}),
-    "GradientObservation": ("nn/observation.py", {}),
-    "ShardedWeight": ("nn/weight.py", {}),
+    "NMLayer": ("nn/layer/layer.py", {"pending": ("methods/",)}),
+    "LayerSpec": ("nn/layer/spec.py", {}),
+    "LayerMasks": ("nn/layer/masks.py", {}),
+    "LayerNoise": ("nn/layer/noise.py", {}),
+    "LayerProgress": ("nn/layer/progress.py", {"": ("training/step.py", "training/phases.py")}),
+    "LayerCosts": ("nn/layer/gemms.py", {"": ("training/step.py",)}),
+    "GradientObservation": ("nn/layer/observation.py", {}),
+    "ShardedWeight": ("nn/layer/weight.py", {}),
 }
 
 

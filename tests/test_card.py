@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_nm import BAME, NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:BAME adapts once and never again")  # eight steps are few
 

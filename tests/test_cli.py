@@ -16,7 +16,7 @@ from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.lightning_cli import hint
-from tests.lightning_models import Data, make_trainer, new_model
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

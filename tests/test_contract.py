@@ -11,13 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.names import key_of_layer
-
-from .contract import METHODS, WEIGHT_GRADIENTS
-from .kinds import KINDS, make
-from .muon import muon
-from .outside import SoftThreshold
-from .pairs import pairwise_cases
+from lightning_nm.nn.layer.names import key_of_layer
+from tests.support.contract import METHODS, WEIGHT_GRADIENTS
+from tests.support.kinds import KINDS, make
+from tests.support.muon import muon
+from tests.support.outside import SoftThreshold
+from tests.support.pairs import pairwise_cases
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths",  # the stock module's

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_nm import ASP, BAME, SRSTE, STE, NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.training.forgotten import STEPS_WITHOUT_END, ForgottenCallWarning
-from tests.lightning_models import Data, make_trainer, new_model
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 
 def start(method="sr-ste", **options):

@@ -23,7 +23,7 @@ from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.report import Report, plain
 from benchmarks.gpu.setting import Setting, SoftwareOperators
 from lightning_nm.kernels import SimulatedSparseKernel
-from tests import child_functions
+from tests.support import child_functions
 
 DRY = Setting(dry_run=True)
 BF16 = torch.bfloat16
@@ -285,7 +285,7 @@ def test_messages_arrive_from_a_process_however_it_ends():
 @pytest.mark.slow
 def test_a_question_that_kills_its_process_leaves_the_others(monkeypatch):
     """As on a GPU, a part in a process of its own and in it a question in another, which no dry run does."""
-    monkeypatch.setattr(command, "PARTS", {"part": command.Part("tests.child_functions", 120)})
+    monkeypatch.setattr(command, "PARTS", {"part": command.Part("tests.support.child_functions", 120)})
     answers = {}
     command.answers("part", Setting(), 120, [], lambda name, answer: answers.update({name: answer}))
     assert answers["dies"]["error"] == "RuntimeError: the process died, exit code 3"

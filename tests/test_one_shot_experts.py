@@ -10,7 +10,7 @@ from lightning_nm import prune
 from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.nn import register_experts
-from tests.experts import EXPERTS, SPARSE_WAYS, WAYS, WIDTH, Experts, TransposedExperts
+from tests.support.experts import EXPERTS, SPARSE_WAYS, WAYS, WIDTH, Experts, TransposedExperts
 
 
 class Mixture(nn.Module):
@@ -137,7 +137,7 @@ def test_a_product_that_is_not_known_is_refused():
 @pytest.mark.slow
 def test_mixtral():
     pytest.importorskip("transformers")
-    from tests.hf_models import data, mixtral, new
+    from tests.support.hf_models import data, mixtral, new
 
     results = {}
     for score in ("magnitude", "sparsegpt"):

@@ -14,7 +14,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.nn.adapters import base as adapters
 from tests.docs.blocks import ROOT, ShortTrainer, blocks, read, run_commands
-from tests.lightning_models import Data, Net
+from tests.support.lightning_models import Data, Net
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -43,7 +43,7 @@ def test_distillation(monkeypatch):
 def test_hugging_face(tmp_path, monkeypatch, capsys):
     """The Trainer, what verify says of its folders, and the loop with Accelerate."""
     pytest.importorskip("transformers")
-    hugging_face = importlib.import_module("tests.hf_models")
+    hugging_face = importlib.import_module("tests.support.hf_models")
     page = read("huggingface.md")
     with_trainer, with_accelerate = blocks("python", page)
     monkeypatch.chdir(tmp_path)

@@ -10,8 +10,8 @@ import yaml
 from lightning_nm import NMPattern
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from lightning_nm.study.config import last_part, read_yaml
-from lightning_nm.study.spec import Cell, read
+from lightning_nm.commands.study.config import last_part, read_yaml
+from lightning_nm.commands.study.spec import Cell, read
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_nm import ASP, SRSTE, BiMask, GradientEstimator, NMPattern, NMSparsifier
 from lightning_nm import functional as nmf
-from tests.outside import ScaledMask
+from tests.support.outside import ScaledMask
 
 
 def data():

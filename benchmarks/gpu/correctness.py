@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Operators, Setting
 from lightning_nm.functional import nm_mask
-from lightning_nm.kernels.backends.two_four import packed_width
-from lightning_nm.kernels.timing import DeviceTimer
-from lightning_nm.kernels.trial import TOLERANCE
+from lightning_nm.kernels.gpu.two_four import packed_width
+from lightning_nm.kernels.router.checks import TOLERANCE
+from lightning_nm.kernels.router.timing import DeviceTimer
 
 REPEATS = 5
 

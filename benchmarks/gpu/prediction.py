@@ -42,8 +42,8 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.train import clean, make_trainer, parse, quiet
 from benchmarks.train_model import GPT, TINY, Batches, Size, help_topics
 from lightning_nm import MVUE, NMMixedPrecision, NMSparsityCallback
-from lightning_nm.doctor import Report as Doctors
-from lightning_nm.doctor.training import judge, watch
+from lightning_nm.commands.doctor import Report as Doctors
+from lightning_nm.commands.doctor.training import judge, watch
 from lightning_nm.kernels import GemmKernel, Router
 
 SIZE = Size(dim=4096, depth=2, heads=32, context=1024, batch=16)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import GemmKernel, KernelRegistry, SimulatedSparseKernel
-from lightning_nm.kernels.backends.simulated import compress, expand
-from lightning_nm.kernels.timing import DeviceTimer
+from lightning_nm.kernels.gpu.simulated import compress, expand
+from lightning_nm.kernels.router.timing import DeviceTimer
 
 Choice = TypeVar("Choice")
 
@@ -44,7 +44,7 @@ class Operators:
 
 
 class SoftwareOperators(Operators):
-    """The same by :mod:`lightning_nm.kernels.backends.simulated`."""
+    """The same by :mod:`lightning_nm.kernels.gpu.simulated`."""
 
     def pack(self, matrix: Tensor) -> Tensor:
         """Pack ``A [rows, depth]``."""

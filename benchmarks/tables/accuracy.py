@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.tables.markdown import Tables, read_json, table
-from lightning_nm.study.analysis import Interval
+from lightning_nm.commands.study.analysis import Interval
 
 COUNTS = ("arithmetic", "paper", "eligible")
 GRADIENTS = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.names import parameter_key, plain_name
-from lightning_nm.nn.state import dropped, latent_weight
+from lightning_nm.nn.layer.names import parameter_key, plain_name
+from lightning_nm.nn.layer.state import dropped, latent_weight
 
 
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
@@ -32,7 +32,8 @@ def mask_average(
 ) -> dict[str, dict[str, Any]]:
     """Mask the state dict of an averaged model, by the layers' methods.
 
-    Returns, for each key of a masked weight, the layer's name and its :func:`~lightning_nm.nn.state.dropped` entries.
+    Returns, for each key of a masked weight, the layer's name and its
+    :func:`~lightning_nm.nn.layer.state.dropped` entries.
     """
     names = _layer_names(model, layers)
     averages: dict[str, dict[str, Any]] = {}

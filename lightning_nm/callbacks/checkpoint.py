@@ -12,7 +12,7 @@ from lightning_nm.callbacks.lifecycle import Lifecycle
 from lightning_nm.callbacks.monitor import MaskMonitor
 from lightning_nm.export.files import check_archive, file_fault
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import check_schema
+from lightning_nm.nn.layer.state import check_schema
 from lightning_nm.sparsifier import NMSparsifier
 
 

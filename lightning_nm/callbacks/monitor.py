@@ -29,7 +29,7 @@ from lightning_nm.callbacks.report.tensorboard import (
     write_map_rows,
 )
 from lightning_nm.kernels import Router
-from lightning_nm.nn.selection import as_globs
+from lightning_nm.nn.selection.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
 NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"

@@ -22,7 +22,7 @@ from lightning_nm.export.safetensors_file import (
     write_safetensors,
 )
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
-from lightning_nm.nn.layout import Layout
+from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
 from lightning_nm.pattern import NMPattern
 

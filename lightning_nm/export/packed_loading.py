@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_model import Model, check_kernels, for_inference
-from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
     Budget,

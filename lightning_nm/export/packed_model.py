@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
-from lightning_nm.nn.layout import Layout
-from lightning_nm.nn.names import plain_name
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
     Budget,

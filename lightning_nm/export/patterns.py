@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_nm.export.safetensors_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
-from lightning_nm.nn.layout import Layout
-from lightning_nm.nn.names import key_of_layer, plain_name
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.pattern import NMPattern
 

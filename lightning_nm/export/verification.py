@@ -16,11 +16,11 @@ from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.export.verdicts import Verdict, classify, judge
-from lightning_nm.nn.layout import rows_of
-from lightning_nm.nn.names import key_of_layer, plain_name
+from lightning_nm.nn.layer.layout import rows_of
+from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
-from lightning_nm.nn.ranges import expanded, grouped, quoted
+from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 from lightning_nm.pattern import NMPattern, PatternLike
 
 

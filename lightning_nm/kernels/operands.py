@@ -231,4 +231,4 @@ def triton_kernels() -> ModuleType | None:
         importlib.import_module("triton")
     except ImportError:
         return None
-    return importlib.import_module("lightning_nm.kernels.operands_triton")
+    return importlib.import_module("lightning_nm.kernels.gpu.operands_triton")

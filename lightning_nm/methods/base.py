@@ -53,7 +53,7 @@ class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 
     The base class keeps every weight dense. One instance serves many layers: the state of one layer is kept on its
-    :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
+    :class:`~lightning_nm.nn.layer.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
 
     The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once; then for each real
     optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), :meth:`after_clipping`,

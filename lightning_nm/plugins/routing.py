@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
 from lightning_nm.kernels.api import refuse_removed
-from lightning_nm.kernels.dispatch import routing
+from lightning_nm.kernels.router.router import routing
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Selection
-from lightning_nm.nn.state import by_plain_name, latent_loaded, load_layer_state, refuse_others
+from lightning_nm.nn.layer.state import by_plain_name, latent_loaded, load_layer_state, refuse_others
+from lightning_nm.nn.selection.selection import Selection
 
 
 class FittingState(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.names import layer_name, plain_name
+from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode, compiled_parts
 
 OTHERS = "(weights of other kinds)"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.sharding import local_values
+from lightning_nm.nn.layer.sharding import local_values
 
 
 class OwnedLayers(NamedTuple):

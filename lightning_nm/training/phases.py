@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import changed_settings, same_estimator
+from lightning_nm.nn.layer.state import changed_settings, same_estimator
 
 
 def plan_schedules(

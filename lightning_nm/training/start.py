@@ -8,9 +8,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import refuse_masked, refuse_nan
-from lightning_nm.nn.sharding import is_sharded
-from lightning_nm.nn.state import saved_layer, state_difference
+from lightning_nm.nn.layer.sharding import is_sharded
+from lightning_nm.nn.layer.state import saved_layer, state_difference
+from lightning_nm.nn.selection.selection import refuse_masked, refuse_nan
 from lightning_nm.training.optimizers import trained_by
 from lightning_nm.training.phases import plan_schedules
 

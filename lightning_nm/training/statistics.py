@@ -20,7 +20,7 @@ from lightning_nm.functional.statistics import (
     magnitude_sum,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Selection
+from lightning_nm.nn.selection.selection import Selection
 from lightning_nm.training.macs import MacsCounter
 
 if TYPE_CHECKING:  # for the types only: imports point one way

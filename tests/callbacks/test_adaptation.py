@@ -12,7 +12,7 @@ from torch import nn
 from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, Net, make_trainer, new_model
+from tests.support.lightning_models import Data, Net, make_trainer, new_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",

@@ -8,10 +8,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnE
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.averages import mask_average
+from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.demo import ExactResume
-from lightning_nm.export.command import main as verify
-from tests.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer, new_model
-from tests.outside import ScaledMask, SoftThreshold
+from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer, new_model
+from tests.support.outside import ScaledMask, SoftThreshold
 
 MASKED = ["net.3.weight", "net.6.weight"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("asp-late", "transposable", "bame-bi-mask")]

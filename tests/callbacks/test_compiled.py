@@ -15,10 +15,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
+from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.demo import ExactResume
-from lightning_nm.export.command import main as verify
-from tests.lightning_models import Data, Net, SaveAt, assert_equal_models, make_trainer
-from tests.outside import ScaledMask
+from tests.support.lightning_models import Data, Net, SaveAt, assert_equal_models, make_trainer
+from tests.support.outside import ScaledMask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

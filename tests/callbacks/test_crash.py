@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_nm.export import read_checkpoint
-from tests.crashing import METHODS, REGIONS, train
-from tests.lightning_models import Data, SaveAt, callback, make_trainer, new_model
-from tests.processes import forkserver
+from tests.support.crashing import METHODS, REGIONS, train
+from tests.support.lightning_models import Data, SaveAt, callback, make_trainer, new_model
+from tests.support.processes import forkserver
 
 TRIALS = 20
 UNREADABLE = (RuntimeError, EOFError, OSError, pickle.UnpicklingError)
@@ -21,7 +21,7 @@ SETTINGS = [(method, accumulate) for method in METHODS for accumulate in (1, 2)]
 @pytest.fixture(scope="module")
 def processes():
     """Forks new processes from one that has imported everything and trained nothing."""
-    context = forkserver("tests.crashing")
+    context = forkserver("tests.support.crashing")
 
     def run(folder, *args, **kwargs):
         folder.mkdir(exist_ok=True)

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.export.command import main as verify
+from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.nn.adapters import Adapter
-from tests.features import ends_sparse, fit, methods, sparse
-from tests.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
+from tests.support.features import ends_sparse, fit, methods, sparse
+from tests.support.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
 
 pytestmark = [
     pytest.mark.parametrize("method", methods("sr-ste", "bame", "three-gemms")),

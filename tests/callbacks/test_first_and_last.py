@@ -13,7 +13,7 @@ from torch import nn
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.report.tables import print_layers
 from tests.callbacks.test_frozen_layers import Distilled, seeded
-from tests.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
+from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
 
 
 class Module(pl.LightningModule):

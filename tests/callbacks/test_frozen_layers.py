@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_nm import NMPrecision, NMSparsifier, NMSparsityCallback
 from lightning_nm.kernels import SimulatedSparseKernel
-from tests.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
-from tests.processes import in_processes
+from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
+from tests.support.processes import in_processes
 
 METHODS = ["ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "three-gemms"]
 

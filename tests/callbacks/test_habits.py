@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
+from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.demo import ExactResume
-from lightning_nm.export.command import main as verify
-from tests.features import ends_sparse, fit, methods, sparse
-from tests.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
+from tests.support.features import ends_sparse, fit, methods, sparse
+from tests.support.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
 
 pytestmark = pytest.mark.parametrize("method", methods("bame"))
 

@@ -22,8 +22,8 @@ from lightning_nm.callbacks.report.figures import COLOUR_MAP, PLOT_WIDTH, UNKNOW
 from lightning_nm.callbacks.report.history import COLUMNS, MAPS, LayerHistory, layer_column
 from lightning_nm.functional import mask_margin
 from tests.callbacks.test_monitor import fit
-from tests.event_files import Events
-from tests.lightning_models import Data, Inspect, callback, new_model
+from tests.support.event_files import Events
+from tests.support.lightning_models import Data, Inspect, callback, new_model
 
 TAGS = [f"nm/{name}_map" for name in MAPS]
 

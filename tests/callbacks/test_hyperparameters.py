@@ -5,7 +5,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_nm import BAME, NMSparsityCallback
-from tests.lightning_models import Data, make_trainer, new_model
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 OPTIONS = {
     "pattern": "1:4",

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.report.tables import broken_name, print_layers, print_summary
-from lightning_nm.nn.ranges import expanded, grouped
+from lightning_nm.nn.selection.ranges import expanded, grouped
 
 NAMES = st.lists(
     st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]), min_size=1, max_size=4

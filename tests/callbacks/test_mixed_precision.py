@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.state import layer_state
-from tests.lightning_models import Inspect, make_trainer
+from lightning_nm.nn.layer.state import layer_state
+from tests.support.lightning_models import Inspect, make_trainer
 
 METHODS = {
     "sr-ste": lambda: (SRSTE(1e-2), None),

@@ -13,9 +13,9 @@ from lightning_nm.demo import ExactResume, ResumableDataModule
 from lightning_nm.export import verify
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
-from tests.experts import EXPERTS, GROUPED, HIDDEN, WIDTH, Experts, TransposedExperts
-from tests.lightning_models import SaveAt, assert_equal_models, make_trainer
-from tests.tiny import VOCABULARY, tiny
+from tests.support.experts import EXPERTS, GROUPED, HIDDEN, WIDTH, Experts, TransposedExperts
+from tests.support.lightning_models import SaveAt, assert_equal_models, make_trainer
+from tests.support.tiny import VOCABULARY, tiny
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*_dataloader' does not have many workers",

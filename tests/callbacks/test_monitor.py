@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_nm import MaskMonitor, NMSparsifier
 from lightning_nm.callbacks import monitor as monitor_file
 from lightning_nm.functional import mask_margin
-from tests.event_files import Events
-from tests.lightning_models import Data, Inspect, Net, callback, make_trainer, new_model
+from tests.support.event_files import Events
+from tests.support.lightning_models import Data, Inspect, Net, callback, make_trainer, new_model
 
 
 def fit(path, *callbacks, model=None, data=None, logger=None, ckpt_path=None, **options):

@@ -12,7 +12,7 @@ from lightning_nm.callbacks.report.pictures import CROP, EDGES, margin_histogram
 from lightning_nm.callbacks.report.tensorboard import layers_markdown
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
-from lightning_nm.kernels.dispatch import routing
+from lightning_nm.kernels.router.router import routing
 
 
 def layer_of(module, method="bi-mask", pattern="2:4", **options):

@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_nm import BAME, MaskMonitor, NMSparsityCallback
 from lightning_nm.nn.adapters import Adapter
 from tests.callbacks.test_monitor import fit, header
-from tests.event_files import Events
-from tests.lightning_models import Net, callback
+from tests.support.event_files import Events
+from tests.support.lightning_models import Net, callback
 
 
 def test_what_is_switched_off_is_not_written(tmp_path):

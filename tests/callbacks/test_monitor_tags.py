@@ -8,8 +8,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm import BAME, MaskMonitor, NMSparsityCallback
 from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
-from tests.event_files import Events
-from tests.lightning_models import Data, make_trainer, new_model
+from tests.support.event_files import Events
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensorboard.md"
 ROWS = {
@@ -18,7 +18,7 @@ ROWS = {
     if line.startswith("| `nm/") and (cells := re.split(r"(?<!\\)\|", line.strip()[1:-1]))
 }
 ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio"}  # tests/strategies/test_monitor_in_processes.py
-ONLY_WITH_KERNELS = {"nm/kernels"}  # tests/report/test_report.py
+ONLY_WITH_KERNELS = {"nm/kernels"}  # tests/commands/report/test_report.py
 TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels", "nm/map_rows"}
 
 RUNS = {

@@ -5,7 +5,7 @@ import torch
 
 from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsityCallback, TopN
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, SaveAt, make_trainer, new_model
+from tests.support.lightning_models import Data, SaveAt, make_trainer, new_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",

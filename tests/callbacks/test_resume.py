@@ -8,7 +8,7 @@ from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import (
+from tests.support.lightning_models import (
     Data,
     Inspect,
     SaveAt,

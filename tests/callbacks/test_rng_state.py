@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_nm import RNGState
 from lightning_nm.callbacks.rng_state import rng_state, set_rng_state
-from tests.lightning_models import Data, Inspect, SaveAt, make_trainer, new_model
-from tests.processes import in_processes
+from tests.support.lightning_models import Data, Inspect, SaveAt, make_trainer, new_model
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, Net, make_trainer, new_model
+from tests.support.lightning_models import Data, Net, make_trainer, new_model
 
 SCALARS = {"nm/density", "nm/flip_rate", "nm/kept_magnitude", "nm/overlap", "nm/train_flops_ratio"}
 

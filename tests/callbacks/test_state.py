@@ -12,7 +12,7 @@ from torch import nn
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import (
+from tests.support.lightning_models import (
     Data,
     Inspect,
     Net,

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_nm import NMMixedPrecision, NMPrecision, NMSparsifier
 from lightning_nm.callbacks import throughput
 from lightning_nm.kernels import SimulatedSparseKernel
-from tests.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 TABLE = 989_400_000_000_000
 """Lightning's figure for an H100."""

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_nm import MVUE, NMSparsityCallback
 from lightning_nm.demo import ExactResume
-from tests.lightning_models import (
+from tests.support.lightning_models import (
     Data,
     Inspect,
     Net,

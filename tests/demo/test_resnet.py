@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_nm.commands.flops.forward import forward_of
 from lightning_nm.demo import ImageNet, ResNet50
-from lightning_nm.flops.forward import forward_of
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_nm import ASP, BAME, SRSTE, NMPattern, NMSparsifier
 from lightning_nm.distributed.comm_hook import CommHookState, _pack, _unpack, kept_entries, kept_entries_hook
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from tests.kinds import KINDS, make
-from tests.processes import in_processes
+from tests.support.kinds import KINDS, make
+from tests.support.processes import in_processes
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 3), max_size=2), st.integers(2, 5))

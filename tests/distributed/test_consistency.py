@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.distributed.consistency import checksum, mix, reduce_gradients
-from tests.outside import ScaledMask
-from tests.processes import in_processes
+from tests.support.outside import ScaledMask
+from tests.support.processes import in_processes
 
 
 def attached(method="bi-mask", seed=0):

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from lightning_nm.nn.adapters import base
-from tests import contract, kinds, test_contract
+from tests import test_contract
 from tests.docs.blocks import ROOT, blocks, execute, read
 from tests.estimators import test_gradient_estimators
 from tests.nn import test_routing
+from tests.support import contract, kinds
 
 PAGES = {page: read(f"extend/{page}.md") for page in ("method", "estimator", "kernel", "adapter")}
 TABLES = (contract.METHODS, contract.ESTIMATORS, kinds.KINDS)

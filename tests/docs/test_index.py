@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 
 from lightning_nm import functional as nmf
 from tests.docs.blocks import ShortTrainer, blocks, read
-from tests.lightning_models import Data, Net
+from tests.support.lightning_models import Data, Net
 
 
 def test_home(monkeypatch):

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from lightning_nm import ASP, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from tests.lightning_models import Data, Net
+from tests.support.lightning_models import Data, Net
 from tests.test_card import QUIET
 from tests.test_readme import ROOT, blocks
 

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_nm import MaskMonitor, NMSparsityCallback
 from lightning_nm.cli import main
-from lightning_nm.study.spec import read as read_study
+from lightning_nm.commands.study.spec import read as read_study
 from tests.docs.blocks import DOCS, ROOT, QuietTrainer, blocks, read
 
 

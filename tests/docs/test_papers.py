@@ -11,7 +11,7 @@ import yaml
 from lightning_nm import BiMask
 from lightning_nm.cli import main
 from lightning_nm.presets import _PRESETS
-from tests.lightning_models import Data, Net
+from tests.support.lightning_models import Data, Net
 from tests.test_readme import ShortTrainer, blocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")

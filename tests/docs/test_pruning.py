@@ -9,8 +9,8 @@ from lightning_nm import functional as nmf
 from lightning_nm import packed_summary
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
-from tests.lightning_models import Data, Net
-from tests.packed_models import copied
+from tests.support.lightning_models import Data, Net
+from tests.support.packed_models import copied
 from tests.test_readme import ROOT, ShortTrainer, blocks
 
 PAGE = (ROOT / "docs" / "pruning.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_nm import functional as nmf
 from tests.docs.blocks import QuietTrainer, blocks, execute, read
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 PARTS = read("several-machines.md").split("## Another number of processes")
 

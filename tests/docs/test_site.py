@@ -25,7 +25,7 @@ PUBLIC = (
     "nn",
     "metrics",
     "export",
-    "doctor",
+    "commands.doctor",
     "plugins",
     "strategies",
     "integrations",

@@ -25,7 +25,7 @@ from lightning_nm import (
 )
 from lightning_nm.distributed.comm_hook import CommHookState, kept_entries_hook
 from lightning_nm.functional import counter_uniform, fold_seed
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 
 def place():

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_nm import MVUE, GradientEstimator, NMSparsifier, TopN
 from lightning_nm import functional as nmf
-from tests.contract import ESTIMATORS
-from tests.kinds import KINDS, make
+from tests.support.contract import ESTIMATORS
+from tests.support.kinds import KINDS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -329,10 +329,10 @@ def test_ranks_draw_different_numbers(monkeypatch):
     module = nn.Linear(16, 16)
     (layer,) = attach(module, "mvue").layers.values()
     alone = layer.noise.words
-    monkeypatch.setattr("lightning_nm.nn.noise.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("lightning_nm.nn.layer.noise.dist.is_initialized", lambda: True)
     seeds = []
     for rank in range(3):
-        monkeypatch.setattr("lightning_nm.nn.noise.dist.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("lightning_nm.nn.layer.noise.dist.get_rank", lambda rank=rank: rank)
         layer.draw_noise(layer.noise.draws)
         seeds.append(layer.noise.words)
     assert torch.equal(seeds[0], alone)

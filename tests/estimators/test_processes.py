@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import MVUE, NMSparsifier
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 
 def run():

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, NMSparsifier, NMSparsityCallback, TopN, TransposableMask
 from lightning_nm.callbacks.report.tables import print_layers
-from tests.lightning_models import Data, Inspect, make_trainer, new_model
+from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
 
 
 def network():

@@ -15,7 +15,7 @@ from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_format import position_bits
 from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, read
-from tests.packed_models import small
+from tests.support.packed_models import small
 
 EXPORT = read("export.md")
 FORMAT = read("format.md")

@@ -17,9 +17,9 @@ from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
 from lightning_nm.pattern import NMPattern
-from tests.experts import Experts, TransposedExperts
-from tests.lightning_models import Data, Net, callback, make_trainer, new_model
-from tests.packed_models import assert_equal_states, copied, small
+from tests.support.experts import Experts, TransposedExperts
+from tests.support.lightning_models import Data, Net, callback, make_trainer, new_model
+from tests.support.packed_models import assert_equal_states, copied, small
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_a_model_of_transformers(tmp_path):
 
 @pytest.mark.slow
 def test_a_program_of_torch(checkpoint, tmp_path, capsys):
-    words = ("--to", "pt2", "--model", "tests.lightning_models.Net", "--input", "2x1x8x8")
+    words = ("--to", "pt2", "--model", "tests.support.lightning_models.Net", "--input", "2x1x8x8")
     assert run(checkpoint, "-o", tmp_path / "a.pt2", *words) == 0
     assert os.listdir(tmp_path) == ["a.pt2"]
     model = Net().eval()
@@ -230,7 +230,7 @@ def test_a_packed_program_is_small(tmp_path):
 def test_onnx(checkpoint, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    words = ("--to", "onnx", "--model", "tests.lightning_models.Net", "--input", "2x1x8x8")
+    words = ("--to", "onnx", "--model", "tests.support.lightning_models.Net", "--input", "2x1x8x8")
     assert run(checkpoint, "-o", tmp_path / "a.onnx", *words) == 0
     assert os.listdir(tmp_path) == ["a.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])

@@ -12,7 +12,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
 from lightning_nm.functional import nm_prune
 from lightning_nm.integrations import NMTrainerCallback
-from tests.hf_models import mixtral, new, trainer
+from tests.support.hf_models import mixtral, new, trainer
 
 EXPERTS = {f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")}
 

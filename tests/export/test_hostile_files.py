@@ -10,7 +10,7 @@ import torch
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.export import PackedFile, safetensors_file
-from tests.packed_models import assert_equal_states, clones, copied, header_of, mutated, on_meta, small
+from tests.support.packed_models import assert_equal_states, clones, copied, header_of, mutated, on_meta, small
 
 
 @pytest.fixture

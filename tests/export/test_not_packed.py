@@ -9,8 +9,8 @@ from lightning_nm import NMSparsifier, pack, packed_summary
 from lightning_nm.functional import nm_prune
 from lightning_nm.nn import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.adapters import base
-from tests.experts import LinearExperts
-from tests.packed_models import prune
+from tests.support.experts import LinearExperts
+from tests.support.packed_models import prune
 
 
 class Gated(nn.Module):

@@ -16,7 +16,7 @@ from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_
 from lightning_nm.functional import nm_prune
 from lightning_nm.nn.packed import PackedTensor, packed_weights, put
 from lightning_nm.pattern import NMPattern
-from tests.packed_models import ARGUMENTS, assert_equal_states, clones, copied, header_of, held, small
+from tests.support.packed_models import ARGUMENTS, assert_equal_states, clones, copied, header_of, held, small
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_nm import functional as nmf
+from lightning_nm.commands.verify.command import main
 from lightning_nm.export import verify
 from lightning_nm.export.checkpoint import read_checkpoint
-from lightning_nm.export.command import main
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

@@ -8,16 +8,16 @@ from torch import nn
 
 from lightning_nm import load_packed, pack, packed_summary, save_packed, unpacked_state_dict
 from lightning_nm.export.packed_file import PackedFile, write_packed
-from lightning_nm.nn.packed import PackedWeight, choice
-from tests.packed_models import assert_equal_states, header_of, prune
+from lightning_nm.nn.packed import PackedWeight, kernel_choice
+from tests.support.packed_models import assert_equal_states, header_of, prune
 
 WIDTH = 64
 
 
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "DECISIONS", str(tmp_path / "packed.json"))
-    choice._tuner.cache_clear()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    kernel_choice._tuner.cache_clear()
 
 
 class TwoNames(nn.Module):

@@ -9,7 +9,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import Verification, verify
 from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
-from tests.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 
 def test_a_checkpoint_names_its_masked_layers(tmp_path):

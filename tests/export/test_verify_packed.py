@@ -10,7 +10,7 @@ from lightning_nm import pack, save_packed
 from lightning_nm.cli import main
 from lightning_nm.export import verify
 from lightning_nm.functional import nm_prune
-from tests.packed_models import copied, small
+from tests.support.packed_models import copied, small
 from tests.test_readme import ROOT
 
 

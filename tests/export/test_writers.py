@@ -105,8 +105,8 @@ def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypat
     pytest.importorskip("jinja2")
     pytest.importorskip("plotly")
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr("lightning_nm.report.run.read_run", lambda folder, label: None)
-    monkeypatch.setattr("lightning_nm.report.page.render", lambda runs, version: "x" * 100_000)
+    monkeypatch.setattr("lightning_nm.commands.report.run.read_run", lambda folder, label: None)
+    monkeypatch.setattr("lightning_nm.commands.report.page.render", lambda runs, version: "x" * 100_000)
     page = tmp_path / "report.html"
     page.write_text("old")
     with full_disk():
@@ -119,7 +119,7 @@ def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypat
 
 
 def test_the_results_of_a_study_on_a_full_disk_leave_the_old_ones(tmp_path):
-    study_report = pytest.importorskip("lightning_nm.study.report")
+    study_report = pytest.importorskip("lightning_nm.commands.study.report")
     spec = SimpleNamespace(grid={}, search=None)
     path = tmp_path / "results.csv"
     path.write_text("old")
@@ -137,7 +137,7 @@ def test_a_study_that_cannot_write_says_one_sentence(tmp_path, capsys, monkeypat
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("lightning_nm.study.spec.read", denied)
+    monkeypatch.setattr("lightning_nm.commands.study.spec.read", denied)
     assert main(["study", str(tmp_path / "study.yaml")]) == 2
     said = capsys.readouterr().err
     assert "lightning-nm study: [Errno 13] Permission denied" in said

@@ -15,7 +15,7 @@ from lightning_nm.functional import (
     mask_overlap,
 )
 from lightning_nm.functional.mask_storage import count_bits, pack_mask
-from tests import metric_oracles as oracle
+from tests.support import metric_oracles as oracle
 
 SEEDS = st.integers(0, 2**16)
 SHAPES = st.lists(st.integers(0, 6), max_size=3)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from lightning_nm import BAME, MVUE, NMSparsifier
-from tests.hf_models import data, gpt2, new
+from tests.support.hf_models import data, gpt2, new
 
 
 @pytest.fixture(autouse=True)

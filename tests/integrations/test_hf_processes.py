@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from lightning_nm import functional as nmf
-from tests.hf_ranks import differing_masks, trained
-from tests.processes import in_processes
+from tests.support.hf_ranks import differing_masks, trained
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ pytest.importorskip("accelerate")
 from safetensors.torch import load_file
 
 from lightning_nm import ASP, BAME, MVUE, TransposableMask
-from tests.hf_models import bert, gpt2, llama, mixtral, new, trainer
-from tests.hf_runs import Early, Stop, assert_equal, checkpoint, is_ordinary, is_sparse, sparse
+from tests.support.hf_models import bert, gpt2, llama, mixtral, new, trainer
+from tests.support.hf_runs import Early, Stop, assert_equal, checkpoint, is_ordinary, is_sparse, sparse
 
 pytestmark = pytest.mark.filterwarnings(
     # Accelerate on torch 2.13.

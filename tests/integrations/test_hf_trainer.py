@@ -18,8 +18,8 @@ from lightning_nm import ASP, MVUE, SRSTE, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.export import verify
 from lightning_nm.methods import MaskMethod
-from tests.hf_models import bert, gpt2, llama, mixtral, new, trainer
-from tests.hf_runs import assert_equal, is_ordinary, is_sparse, sparse
+from tests.support.hf_models import bert, gpt2, llama, mixtral, new, trainer
+from tests.support.hf_runs import assert_equal, is_ordinary, is_sparse, sparse
 
 pytestmark = pytest.mark.filterwarnings(
     # Accelerate on torch 2.13.

@@ -17,8 +17,9 @@ from lightning_nm import NMSparsifier  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
-from lightning_nm.nn.low_rank import masked_delta  # noqa: E402
-from tests.adapted import (  # noqa: E402
+from lightning_nm.nn.selection.low_rank import masked_delta  # noqa: E402
+from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
+from tests.support.adapted import (  # noqa: E402
     INPUTS,
     QUIET,
     Conv1D,
@@ -30,8 +31,7 @@ from tests.adapted import (  # noqa: E402
     tiny_llama,
     values,
 )
-from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
-from tests.lightning_models import Data  # noqa: E402
+from tests.support.lightning_models import Data  # noqa: E402
 
 pytestmark = QUIET
 

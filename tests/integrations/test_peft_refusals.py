@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters  # noqa: E402
-from tests.adapted import QUIET, TARGETS, Net, adapted  # noqa: E402
+from tests.support.adapted import QUIET, TARGETS, Net, adapted  # noqa: E402
 
 pytestmark = QUIET
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey
-from lightning_nm.kernels.backends.cusparselt import _claim_thread
-from tests.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
+from lightning_nm.kernels.gpu.cusparselt import _claim_thread
+from tests.support.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from lightning_nm import NMPattern
 from lightning_nm.kernels import GemmKey, Router
 from lightning_nm.kernels.api import Algorithm
-from lightning_nm.kernels.backends import cusparselt_plans
-from lightning_nm.kernels.backends.cusparselt_plans import Library
-from lightning_nm.kernels.dispatch import Product
-from tests.fake_cusparselt import STREAM, DirectOnCpu, FakeCuSparseLt
-from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
+from lightning_nm.kernels.gpu import cusparselt_plans
+from lightning_nm.kernels.gpu.cusparselt_plans import Library
+from lightning_nm.kernels.router.router import Product
+from tests.support.fake_cusparselt import STREAM, DirectOnCpu, FakeCuSparseLt
+from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 CPU = torch.device("cpu")
 DEFAULT = Algorithm()
@@ -229,8 +229,8 @@ class TestPlans:
     @pytest.mark.slow
     def test_nothing_is_destroyed_at_exit(self):
         code = """
-from tests.fake_cusparselt import *
-from tests.trapping_cslt import normal, two_four
+from tests.support.fake_cusparselt import *
+from tests.support.trapping_cslt import normal, two_four
 class Loud(FakeCuSparseLt):
     def destroy(self, handle_ptr):
         print("destroyed")

@@ -14,9 +14,9 @@ import torch
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry
-from tests.fake_cusparselt import DirectOnCpu, FakeCuSparseLt
 from tests.kernels.test_cusparselt_direct import CPU, DTYPES, KERNELS, fake, library, multiply, probed  # noqa: F401 (fixtures)
-from tests.trapping_cslt import assert_product, normal, two_four
+from tests.support.fake_cusparselt import DirectOnCpu, FakeCuSparseLt
+from tests.support.trapping_cslt import assert_product, normal, two_four
 
 
 class TestProbe:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel
-from tests.trapping_cslt import assert_product, normal
+from tests.support.trapping_cslt import assert_product, normal
 
 pytestmark = pytest.mark.gpu
 

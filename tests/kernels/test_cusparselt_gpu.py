@@ -6,7 +6,7 @@ import torch
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey, KernelRegistry
-from tests.trapping_cslt import assert_product
+from tests.support.trapping_cslt import assert_product
 
 pytestmark = pytest.mark.gpu
 

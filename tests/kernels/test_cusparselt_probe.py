@@ -12,11 +12,11 @@ import torch
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey
-from lightning_nm.kernels.backends import cusparselt
-from lightning_nm.kernels.backends.cusparselt import CAPABILITIES, library_version
-from lightning_nm.kernels.backends.probe import DeviceProbe
+from lightning_nm.kernels.gpu import cusparselt
+from lightning_nm.kernels.gpu.cusparselt import CAPABILITIES, library_version
+from lightning_nm.kernels.gpu.probe import DeviceProbe
 from tests.kernels.test_cusparselt import CPU, DTYPES, h200, kernel, no_gpu  # noqa: F401 (fixtures)
-from tests.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
+from tests.support.trapping_cslt import KernelOnCpu, TrappingOps, assert_product, normal, two_four
 
 
 class TestProbe:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_nm.kernels.api import bucketed, multiply_adds, parse_key, token_bucket
-from tests.fake_kernels import gemm_key
+from tests.support.fake_kernels import gemm_key
 
 SIZES = st.integers(1, 1 << 40)
 

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_nm.kernels.api import Algorithm
-from lightning_nm.kernels.cache import Decision, Decisions, Environment
-from lightning_nm.kernels.registry import KernelRegistry
-from lightning_nm.kernels.tuner import Tuner
-from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
+from lightning_nm.kernels.router.cache import Decision, Decisions, Environment
+from lightning_nm.kernels.router.registry import KernelRegistry
+from lightning_nm.kernels.router.tuner import Tuner
+from tests.support.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 HERE = Environment("H200", None, "2.13.0", None, None)
 KEY = gemm_key()

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch.utils import collect_env
 
 from lightning_nm import NMMixedPrecision
-from lightning_nm.kernels import Router, cache
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.api import Algorithm
-from lightning_nm.kernels.cache import Decision, Decisions, Environment, environment_of
 from lightning_nm.kernels.cpu.library import cpu_name
-from tests.fake_kernels import gemm_key, without_home
-from tests.processes import in_processes
+from lightning_nm.kernels.router import cache
+from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, environment_of
+from tests.support.fake_kernels import gemm_key, without_home
+from tests.support.processes import in_processes
 
 HERE = Environment("H200", "580.65", "2.13.0", "13.0", "801")
 FAST = Decision("cusparselt", 1.5, 1.0, 0.1, "measured", "measured", "reuse 1")

@@ -6,8 +6,8 @@ import torch
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry, SimulatedSparseKernel
-from tests.fake_kernels import FakeKernel
-from tests.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
+from tests.support.fake_kernels import FakeKernel
+from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 KEY = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
 OTHER_KEY = GemmKey("wgrad", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")

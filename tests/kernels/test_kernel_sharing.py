@@ -1,9 +1,9 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_nm.kernels.cache import Decision, Decisions, Environment, share
-from tests.fake_kernels import gemm_key
-from tests.processes import in_processes
+from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, share
+from tests.support.fake_kernels import gemm_key
+from tests.support.processes import in_processes
 
 KEY = gemm_key(columns=1000)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_nm import functional as nmf
-from lightning_nm.kernels import timing, trial
 from lightning_nm.kernels.api import GemmKernel
-from tests.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
+from lightning_nm.kernels.router import checks, timing
+from tests.support.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 GEMMS = ["forward", "dgrad", "wgrad"]
 
@@ -34,7 +34,7 @@ class Recorder(FakeKernel):
 def test_the_operands_are_those_of_the_key(gemm, dtype, pattern):
     key = gemm_key(gemm, dtype=dtype, pattern=pattern)
     kernel = Recorder()
-    assert trial.check(kernel, key) == ""
+    assert checks.check(kernel, key) == ""
     assert (kernel.matrix.shape, kernel.matrix.dtype) == ((32, 64), dtype)
     assert nmf.is_nm(kernel.matrix[:, : 64 // key.pattern.m * key.pattern.m], key.pattern)
     assert kernel.matrix.count_nonzero() >= 32 * (64 // key.pattern.m) * key.pattern.n - 1
@@ -62,7 +62,7 @@ def nan(product):
     ],
 )
 def test_a_wrong_product_is_found(gemm, spoil, words):
-    objection = trial.check(FakeKernel(spoil=spoil), gemm_key(gemm))
+    objection = checks.check(FakeKernel(spoil=spoil), gemm_key(gemm))
     assert words.replace("(128, 32)", "(32, 128)" if gemm == "wgrad" else "(128, 32)") in objection
 
 
@@ -72,19 +72,19 @@ def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
         def linear(self, packed, x, bias=None):
             return sum(super(Halves, self).linear(a, b) for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True))
 
-    assert trial.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
+    assert checks.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("call", [0, 1, trial.REPEATS])
+@pytest.mark.parametrize("call", [0, 1, checks.REPEATS])
 def test_a_product_that_changes_is_refused_where_deterministic_algorithms_are_asked_for(gemm, call, deterministic):
-    objection = trial.check(FakeKernel(spoil=Flickering(call)), gemm_key(gemm))
+    objection = checks.check(FakeKernel(spoil=Flickering(call)), gemm_key(gemm))
     assert objection == "gives other bits when it is repeated, and deterministic algorithms are asked for"
 
 
-@pytest.mark.parametrize("call", range(trial.REPEATS + 1))
+@pytest.mark.parametrize("call", range(checks.REPEATS + 1))
 def test_a_last_digit_that_changes_is_no_error_else(call):
-    assert trial.check(FakeKernel(spoil=Flickering(call)), gemm_key()) == ""
+    assert checks.check(FakeKernel(spoil=Flickering(call)), gemm_key()) == ""
 
 
 def test_a_pack_that_changes_is_refused_as_well(deterministic):
@@ -92,11 +92,11 @@ def test_a_pack_that_changes_is_refused_as_well(deterministic):
         def pack(self, matrix):
             return super().pack(matrix) * (1 if len(self.calls) < 3 else 1.01)
 
-    assert "other bits" in trial.check(Packing(), gemm_key())
+    assert "other bits" in checks.check(Packing(), gemm_key())
 
 
 def test_a_result_that_stays_is_deterministic(deterministic):
-    assert trial.check(FakeKernel(), gemm_key()) == ""
+    assert checks.check(FakeKernel(), gemm_key()) == ""
 
 
 def test_training_goes_on_as_if_nothing_was_tried():
@@ -112,9 +112,9 @@ def test_training_goes_on_as_if_nothing_was_tried():
     timer = FakeTimer([kernel], dense=1, fast=(1, 1))
     key = gemm_key(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert trial.check(kernel, key) == ""
-        trial.dense_ms(key, timer)
-        trial.sparse_ms(kernel, key, timer)
+        assert checks.check(kernel, key) == ""
+        checks.dense_ms(key, timer)
+        checks.sparse_ms(kernel, key, timer)
     assert seen == [False] * 3
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -123,8 +123,8 @@ def test_training_goes_on_as_if_nothing_was_tried():
 def test_what_is_timed(gemm):
     kernel = FakeKernel()
     timer = FakeTimer([kernel], dense=7, fast=(4, 1.5))
-    assert trial.dense_ms(gemm_key(gemm), timer) == pytest.approx(7)
-    assert trial.sparse_ms(kernel, gemm_key(gemm), timer) == pytest.approx((4, 1.5))
+    assert checks.dense_ms(gemm_key(gemm), timer) == pytest.approx(7)
+    assert checks.sparse_ms(kernel, gemm_key(gemm), timer) == pytest.approx((4, 1.5))
     assert timer.timed == [DENSE, ("fast", "matmul" if gemm == "wgrad" else "linear"), ("fast", "pack")]
 
 
@@ -146,15 +146,15 @@ def test_what_is_timed_copies_no_operand(gemm):
         pass
 
     timer = Timer()
-    trial.dense_ms(gemm_key(gemm, dtype=torch.float32), timer)
-    trial.sparse_ms(Alias(), gemm_key(gemm, dtype=torch.float32), timer)
+    checks.dense_ms(gemm_key(gemm, dtype=torch.float32), timer)
+    checks.sparse_ms(Alias(), gemm_key(gemm, dtype=torch.float32), timer)
     assert timer.copies == [0, 0, 0]
 
 
 def test_operands_are_rotated_past_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=3 * 4096))
     on_cuda = timing.copies_past_cache
-    monkeypatch.setattr(trial, "copies_past_cache", lambda size, device: on_cuda(size, torch.device("cuda")))
+    monkeypatch.setattr(checks, "copies_past_cache", lambda size, device: on_cuda(size, torch.device("cuda")))
     seen = []
 
     class Timer:
@@ -166,7 +166,7 @@ def test_operands_are_rotated_past_the_cache(monkeypatch):
         def linear(self, packed, x, bias=None):
             return x
 
-    trial.sparse_ms(Alias(), gemm_key(), Timer())  # 4096 bytes of A, 16384 of x
+    checks.sparse_ms(Alias(), gemm_key(), Timer())  # 4096 bytes of A, 16384 of x
     assert [len(addresses) for addresses in seen] == [2, 7]
 
 
@@ -197,8 +197,8 @@ def test_kernels_that_change_operands_or_share_results_are_refused(gemm):
             return self._kept(super().matmul(packed, matrix))
 
     key = gemm_key(gemm, dtype=torch.float32)
-    assert trial.check(Greedy(), key) == "changes its operands"
-    assert trial.check(OneBuffer(), key) == "returns the same memory for two products"
+    assert checks.check(Greedy(), key) == "changes its operands"
+    assert checks.check(OneBuffer(), key) == "returns the same memory for two products"
 
 
 def test_tokens_of_an_estimate_are_padded():
@@ -207,5 +207,5 @@ def test_tokens_of_an_estimate_are_padded():
             return packed @ matrix
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        trial.check(Strict(), gemm_key("wgrad", depth=13, dtype=torch.float32))
-    assert trial.check(GemmKernel(), gemm_key("wgrad", depth=13, dtype=torch.float32)) == ""
+        checks.check(Strict(), gemm_key("wgrad", depth=13, dtype=torch.float32))
+    assert checks.check(GemmKernel(), gemm_key("wgrad", depth=13, dtype=torch.float32)) == ""

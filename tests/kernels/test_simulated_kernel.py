@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import GemmKernel, GemmKey, SimulatedSparseKernel
-from lightning_nm.kernels.backends.simulated import compress, expand
-from lightning_nm.kernels.backends.two_four import packed_width
-from tests.trapping_cslt import assert_product, normal, two_four
+from lightning_nm.kernels.gpu.simulated import compress, expand
+from lightning_nm.kernels.gpu.two_four import packed_width
+from tests.support.trapping_cslt import assert_product, normal, two_four
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KERNEL = SimulatedSparseKernel()
@@ -163,7 +163,7 @@ def test_what_is_supported_runs_and_nothing_else(gemm, rows, depth, columns):
 
 def test_a_full_batch_is_not_copied(monkeypatch):
     copies = []
-    monkeypatch.setattr("lightning_nm.kernels.backends.two_four.pad", lambda *arguments: copies.append(arguments))
+    monkeypatch.setattr("lightning_nm.kernels.gpu.two_four.pad", lambda *arguments: copies.append(arguments))
     packed = KERNEL.pack(two_four(16, 32))
     KERNEL.linear(packed, normal(8, 32))
     KERNEL.matmul(packed, normal(32, 8))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_nm import NMPattern
 from lightning_nm.functional import is_nm, nm_prune
 from lightning_nm.kernels import two_four_reason
-from lightning_nm.kernels.backends.two_four import two_four_violation
+from lightning_nm.kernels.gpu.two_four import two_four_violation
 
 
 def worst_group(pattern, depth):

@@ -11,7 +11,7 @@ from lightning_nm import NMSparsityCallback
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm
-from lightning_nm.nn.state import layer_state
+from lightning_nm.nn.layer.state import layer_state
 from tests.legacy.make_checkpoints import EPOCHS, SAVED_AFTER, fit
 
 # The lowest supported Lightning reads what a later one wrote.

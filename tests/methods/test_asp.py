@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_nm import ASP, NMSparsifier, TransposableMask
-from tests.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 
 def network():

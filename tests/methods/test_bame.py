@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from tests.bame import OPTIMIZERS, backward, batch, linear, run
+from tests.support.bame import OPTIMIZERS, backward, batch, linear, run
 
 
 def simulate(weight, pattern, steps, *, every, start, stop, budget, rate, mu):

@@ -12,7 +12,7 @@ from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.methods.bame.evidence import SCALE
 from lightning_nm.methods.bame.exchange import Exchange
-from tests.bame import OPTIMIZERS, backward, batch, linear, run
+from tests.support.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
-from tests.bame import batch
+from tests.support.bame import batch
 
 
 def test_statistics_against_their_definitions():

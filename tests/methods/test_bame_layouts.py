@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from tests.bame import linear, run
+from tests.support.bame import linear, run
 
 
 @pytest.mark.parametrize("layout", ["linear", "conv", "conv-flat", "conv-groups", "channels-last"])
@@ -83,7 +83,7 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
 
 
 def test_the_transposed_layout_evolves_as_the_plain_one():
-    from tests.kinds import hugging_face_conv1d
+    from tests.support.kinds import hugging_face_conv1d
 
     torch.manual_seed(0)
     plain = nn.Linear(32, 64).double()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
-from tests.bame import backward, linear, run
+from tests.support.bame import backward, linear, run
 
 
 @pytest.mark.parametrize(

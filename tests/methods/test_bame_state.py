@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import BAME, NMSparsifier
-from tests.bame import OPTIMIZERS, linear, run
+from tests.support.bame import OPTIMIZERS, linear, run
 
 
 class PeakMemory(TorchDispatchMode):

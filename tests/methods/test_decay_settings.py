@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_nm import SRSTE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
-from tests.lightning_models import Data, make_trainer, new_model
 from tests.methods.plain_loop import sgd_steps
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 MOST = 0.01  # the norm that gradients are clipped to
 

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_nm import SRSTE, STE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import print_summary
-from tests.lightning_models import Data, make_trainer, new_model
 from tests.methods.plain_loop import sgd_steps
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 METHODS = {
     "ste": STE,

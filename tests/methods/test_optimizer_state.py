@@ -9,7 +9,7 @@ from lightning_nm.functional.evolution import as_blocks, block_index
 from lightning_nm.methods.bame.exchange import Exchange, exchange_state
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, entry_states, step_size
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.spec import LayerSpec
+from lightning_nm.nn.layer.spec import LayerSpec
 from lightning_nm.pattern import NMPattern
 
 ENTRYWISE = {

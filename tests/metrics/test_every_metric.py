@@ -10,7 +10,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.checks import check_forward_full_state_property
 
 from lightning_nm import metrics
-from tests.metric_cases import CASES, MASKS, lone
+from tests.support.metric_cases import CASES, MASKS, lone
 
 pytestmark = pytest.mark.parametrize("name", CASES)
 FULL_STATE = {"MaskViolations"}

@@ -12,8 +12,8 @@ from torchmetrics import MetricCollection
 
 from lightning_nm.functional import mask_flip_rate
 from lightning_nm.metrics import MaskFlipRate, MaskOscillation, MaskViolations
-from tests import metric_oracles as oracle
-from tests.metric_cases import MASKS
+from tests.support import metric_oracles as oracle
+from tests.support.metric_cases import MASKS
 
 KINDS = {MaskFlipRate: oracle.flip_rate, MaskOscillation: oracle.oscillation}
 

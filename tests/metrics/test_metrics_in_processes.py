@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tests.metric_cases import CASES, in_a_process
-from tests.processes import in_processes
+from tests.support.metric_cases import CASES, in_a_process
+from tests.support.processes import in_processes
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 VOCABULARY, TOKENS, WIDTH, CLASSES, SIDE = 64, 16, 32, 8, 32
 ROUTER = {"router_aux_loss_coef": 0.01, "output_router_logits": True}

@@ -13,7 +13,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
-from tests.contract import METHODS
+from tests.support.contract import METHODS
 
 VOCABULARY, DIM = 24, 16
 

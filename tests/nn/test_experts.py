@@ -12,10 +12,10 @@ from lightning_nm import BAME, MVUE, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
-from lightning_nm.nn.noise import LayerNoise
-from tests.cpu_products import needs_library
-from tests.experts import EXPERTS, GROUPED, SPARSE_WAYS, WAYS, WIDTH, Experts, TransposedExperts, Twin, matrices
-from tests.outside import ScaledMask, SoftThreshold
+from lightning_nm.nn.layer.noise import LayerNoise
+from tests.support.cpu_products import needs_library
+from tests.support.experts import EXPERTS, GROUPED, SPARSE_WAYS, WAYS, WIDTH, Experts, TransposedExperts, Twin, matrices
+from tests.support.outside import ScaledMask, SoftThreshold
 
 METHODS = {
     "dense": lambda: "dense",

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_nm import NMSparsifier
 from lightning_nm.nn import register_experts
 from lightning_nm.nn.adapters import base
-from tests.experts import EXPERTS, WIDTH
+from tests.support.experts import EXPERTS, WIDTH
 
 
 class Any(nn.Module):
@@ -73,7 +73,7 @@ def test_products_are_recognised(code):
     result(code)
     if code is not OPERATORS["zeros-like"]:
         with pytest.MonkeyPatch.context() as patch:  # none of them falls back on W_F
-            patch.setattr("lightning_nm.nn.expert_weight._values", lambda tree: pytest.fail("fell back"))
+            patch.setattr("lightning_nm.nn.adapters.experts.weight._values", lambda tree: pytest.fail("fell back"))
             result(code)
 
 

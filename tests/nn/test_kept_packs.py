@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.kernels import dispatch as router_module
-from tests.fake_kernels import FakeKernel, FakeTimer
-from tests.kinds import make
-from tests.routed import assert_equal, attach, gradients, ran, simulated
+from lightning_nm.kernels.router import router as router_module
+from tests.support.fake_kernels import FakeKernel, FakeTimer
+from tests.support.kinds import make
+from tests.support.routed import assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

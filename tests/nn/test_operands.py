@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import Router
-from lightning_nm.nn.packing import packable_backward, packable_forward
-from tests.kinds import KINDS, make
-from tests.routed import METHODS, attach
+from lightning_nm.nn.products.operands import packable_backward, packable_forward
+from tests.support.kinds import KINDS, make
+from tests.support.routed import METHODS, attach
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

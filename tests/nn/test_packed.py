@@ -12,17 +12,17 @@ from torch import nn
 import lightning_nm
 from lightning_nm import NMPattern, NMSparsifier, load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed import PackedTensor, PackedWeight, choice, packed_weights
+from lightning_nm.nn.packed import PackedTensor, PackedWeight, kernel_choice, packed_weights
 from lightning_nm.nn.packed.operand import lay_out
-from tests.cpu_products import LEVELS, at_level, needs_library
-from tests.kinds import KINDS, make
-from tests.packed_models import assert_equal_states, clones, copied, held, prune, small
+from tests.support.cpu_products import LEVELS, at_level, needs_library
+from tests.support.kinds import KINDS, make
+from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
 
 
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "DECISIONS", str(tmp_path / "packed.json"))
-    choice._tuner.cache_clear()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    kernel_choice._tuner.cache_clear()
 
 
 def close(found, expected):
@@ -65,13 +65,13 @@ def test_layouts_of_kernels_keep_every_bit(data):
     with at_level(data.draw(st.sampled_from(LEVELS))), pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_nm.nn.packed.operand.LARGEST", 99)
         patch.setattr("lightning_nm.nn.packed.operand._CHUNK", 512)
-        choice.registry_of.cache_clear()
+        kernel_choice.registry_of.cache_clear()
         operand = lay_out(matrix, pattern, "sparse", convolution=data.draw(st.booleans()))
         assert operand is not None
         integers = torch.int32 if dtype == torch.float32 else torch.int16
         assert torch.equal(operand.dense().view(integers), matrix.view(integers))
         size = sum(tensor.nbytes for tensor in operand.tensors)
-    choice.registry_of.cache_clear()
+    kernel_choice.registry_of.cache_clear()
     assert size <= 8 * matrix.numel() + 4 * rows + 4 or operand.kernel == "cpu-permute"
 
 

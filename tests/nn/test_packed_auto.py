@@ -14,19 +14,19 @@ from torch import nn
 from lightning_nm import pack, packed_summary, unpacked_state_dict
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
-from lightning_nm.nn.packed import choice
-from tests.cpu_products import REASON
-from tests.fake_kernels import without_home
-from tests.kinds import make
-from tests.packed_models import held, prune
+from lightning_nm.nn.packed import kernel_choice
+from tests.support.cpu_products import REASON
+from tests.support.fake_kernels import without_home
+from tests.support.kinds import make
+from tests.support.packed_models import held, prune
 
 needs_kernel = pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
 
 
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "DECISIONS", str(tmp_path / "packed.json"))
-    choice._tuner.cache_clear()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    kernel_choice._tuner.cache_clear()
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def clock(monkeypatch):
         found = times.get(key.columns, 5.0)
         return found.pop(0) if isinstance(found, list) else found
 
-    monkeypatch.setattr("lightning_nm.kernels.tuner.dense_ms", dense_ms)
-    monkeypatch.setattr(choice, "time_product", lambda *_: 3.0)
+    monkeypatch.setattr("lightning_nm.kernels.router.tuner.dense_ms", dense_ms)
+    monkeypatch.setattr(kernel_choice, "time_product", lambda *_: 3.0)
     times["asked"] = asked
     return times
 
@@ -64,7 +64,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         assert model.weight.form == form
         # before and after the kernel, twice if dense seems faster; in the second run the file has it
         assert len(clock["asked"]) == (4 if form == "dense" else 2), run
-        choice._tuner.cache_clear()
+        kernel_choice._tuner.cache_clear()
     kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
     ((name, decision),) = next(iter(kept.values())).items()
     assert name == "forward 96x64x8 float32 1:16 cpu"
@@ -123,11 +123,11 @@ def test_products_without_a_kernel(clock, monkeypatch, why):
             model(x)
             assert model.weight.form == "cpu-permute"
             with monkeypatch.context() as patch:
-                patch.setattr(type(choice.kernel_of("cpu-permute")), "linear", lambda *_: torch.zeros(1))
+                patch.setattr(type(kernel_choice.kernel_of("cpu-permute")), "linear", lambda *_: torch.zeros(1))
                 with pytest.warns(RuntimeWarning, match="'cpu-permute' is switched off"):
                     y = model(x)
                 assert torch.equal(y, dense(x))
-            choice.registry_of.cache_clear()
+            kernel_choice.registry_of.cache_clear()
         else:
             with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
                 assert torch.equal(model(x), dense(x))
@@ -280,7 +280,7 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
 def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
     clock[8] = 1.0
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "DECISIONS", "~/.cache/lightning_nm/packed.json")
+        patch.setattr(kernel_choice, "DECISIONS", "~/.cache/lightning_nm/packed.json")
         without_home(patch)
         model = pack(linear())
         model(torch.randn(5, 64))

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_nm import load_packed, pack, packed_summary, save_packed, warm_up
 from lightning_nm.kernels.cpu import library
-from lightning_nm.nn.packed import choice
-from tests.cpu_products import REASON
-from tests.packed_models import prune
+from lightning_nm.nn.packed import kernel_choice
+from tests.support.cpu_products import REASON
+from tests.support.packed_models import prune
 
 pytestmark = pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
 
@@ -35,13 +35,13 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(tmp_path, monkeypatch):
     made = Clock()
-    monkeypatch.setattr(choice, "DECISIONS", str(tmp_path / "packed.json"))
-    monkeypatch.setattr("lightning_nm.kernels.tuner.dense_ms", made.dense_ms)
-    monkeypatch.setattr(choice, "time_product", lambda *_: 3.0)
-    monkeypatch.setattr(choice, "perf_counter", lambda: made.now)
-    choice._tuner.cache_clear()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    monkeypatch.setattr("lightning_nm.kernels.router.tuner.dense_ms", made.dense_ms)
+    monkeypatch.setattr(kernel_choice, "time_product", lambda *_: 3.0)
+    monkeypatch.setattr(kernel_choice, "perf_counter", lambda: made.now)
+    kernel_choice._tuner.cache_clear()
     yield made
-    choice._tuner.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 def linear(out=96):
@@ -86,7 +86,7 @@ def test_the_budget_is_that_of_the_model(clock):
 def test_known_products_take_no_budget(clock):
     dense = linear()
     run(pack(copy.deepcopy(dense), budget_s=3), 1, 2, 4)
-    choice._tuner.cache_clear()  # as a new process, which reads the file
+    kernel_choice._tuner.cache_clear()  # as a new process, which reads the file
     model = pack(dense, budget_s=1)
     run(model, 1, 2, 4, 8)
     assert clock.measured == [(96, 1), (96, 2), (96, 4), (96, 8)]
@@ -127,13 +127,13 @@ def test_packing_is_not_timed(monkeypatch):
     def refuse(*_):
         raise AssertionError("packing was timed")
 
-    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", refuse)
+    monkeypatch.setattr("lightning_nm.kernels.router.tuner.sparse_ms", refuse)
     run(pack(linear()), 4)
 
 
 def test_a_thread_does_not_wait_for_the_measurement_of_another(clock):
     model, other = pack(linear(), budget_s=9), pack(linear(32), budget_s=9)
-    choice._MEASURING.acquire()
+    kernel_choice._MEASURING.acquire()
     try:
         thread = threading.Thread(target=run, args=(model, 4))
         thread.start()
@@ -141,7 +141,7 @@ def test_a_thread_does_not_wait_for_the_measurement_of_another(clock):
         assert not thread.is_alive()
         assert not clock.measured
     finally:
-        choice._MEASURING.release()
+        kernel_choice._MEASURING.release()
     run(model, 4)
     assert clock.measured == [(96, 4)], "it is asked again"
     run(other, 4)

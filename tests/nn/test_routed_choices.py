@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.nn import routed_ops
-from tests.fake_kernels import FakeKernel, FakeTimer
-from tests.kinds import make
-from tests.routed import assert_equal, attach, gradients, ran, simulated
+from lightning_nm.nn.products import routed_ops
+from tests.support.fake_kernels import FakeKernel, FakeTimer
+from tests.support.kinds import make
+from tests.support.routed import assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

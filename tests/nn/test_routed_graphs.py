@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_nm import NMSparsifier
-from lightning_nm.kernels import dispatch as router_module
 from lightning_nm.kernels import routing
-from lightning_nm.kernels.handles import lookup
-from tests.kinds import make
-from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulated
+from lightning_nm.kernels.router import router as router_module
+from lightning_nm.kernels.router.handles import lookup
+from tests.support.kinds import make
+from tests.support.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

@@ -11,7 +11,7 @@ from lightning_nm.estimators import GradientEstimator
 from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import library
 from lightning_nm.methods import ASP, STE
-from tests.kinds import hugging_face_conv1d
+from tests.support.kinds import hugging_face_conv1d
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable() or "a library")
 

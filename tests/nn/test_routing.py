@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import SimulatedSparseKernel, routing
-from tests import contract, places
-from tests.kinds import KINDS, make
-from tests.pairs import pairwise_cases
-from tests.routed import METHODS, assert_equal, attach, gradients, ran, simulated
+from tests.support import contract, places
+from tests.support.kinds import KINDS, make
+from tests.support.pairs import pairwise_cases
+from tests.support.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import routing
-from tests.places import PLACES, assert_on_kernel, assert_right, exact, make_place, results
+from tests.support.places import PLACES, assert_on_kernel, assert_right, exact, make_place, results
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GEMMS = {"sr-ste": {"forward"}, "bi-mask": {"forward", "dgrad"}, "transposable": {"forward", "dgrad"}}

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.nn.adapters import Adapter
-from tests.kinds import hugging_face_conv1d
+from tests.support.kinds import hugging_face_conv1d
 
 
 class OwnForward(nn.Linear):

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_nm import NMSparsifier
 from lightning_nm.nn.adapters import Adapter
-from tests.contract import METHODS
-from tests.kinds import KINDS, Attention, make
+from tests.support.contract import METHODS
+from tests.support.kinds import KINDS, Attention, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # torch 2.6
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
-from lightning_nm.doctor.training import judge, watch
-from tests.lightning_models import Inspect, make_trainer
-from tests.places import PLACES, layers_of, make_place
+from lightning_nm.commands.doctor.training import judge, watch
+from tests.support.lightning_models import Inspect, make_trainer
+from tests.support.places import PLACES, layers_of, make_place
 
 SPARSE = {("net.0", "forward"), ("net.0", "wgrad"), *(("net.2", gemm) for gemm in ("forward", "dgrad", "wgrad"))}
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMPrecision, NMSparsityCallback
 from lightning_nm.kernels import SimulatedSparseKernel
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 
 class Opinion:

@@ -4,8 +4,8 @@ from lightning_nm import (
     NMPrecision,
 )
 from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel
-from tests.fake_kernels import FakeKernel
 from tests.plugins.test_precision_plugins import fit, mlp, plugin, sparse_callback, tabled  # noqa: F401
+from tests.support.fake_kernels import FakeKernel
 
 
 def test_the_table_after_a_fit(tmp_path, capsys):

@@ -24,11 +24,11 @@ from lightning_nm import (
     NMSparsityCallback,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
-from lightning_nm.kernels import dispatch as router_module
+from lightning_nm.kernels.router import router as router_module
 from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS
-from tests.fake_kernels import FakeKernel, FakeTimer
-from tests.lightning_models import assert_equal_models, callback, make_trainer
+from tests.support.fake_kernels import FakeKernel, FakeTimer
+from tests.support.lightning_models import assert_equal_models, callback, make_trainer
 
 
 class Mlp(pl.LightningModule):

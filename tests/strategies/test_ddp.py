@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 import lightning_nm
 from lightning_nm import BAME, NMDDPStrategy, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.consistency import ProcessConsistency
-from tests.outside import ScaledMask
-from tests.processes import in_processes
+from tests.support.outside import ScaledMask
+from tests.support.processes import in_processes
 
 OPTIONS = {
     "accelerator": "cpu",

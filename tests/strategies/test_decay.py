@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import SRSTE, BiMask, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
-from tests.processes import in_processes
+from tests.support.processes import in_processes
 
 RATE, DECAY, STEPS, TOKENS = 0.25, 0.5, 4, 16
 METHODS = {

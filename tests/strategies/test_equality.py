@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import ASP, BAME, SRSTE, BiMask, NMDDPStrategy, NMSparsityCallback, TransposableMask
-from tests.outside import ScaledMask
-from tests.processes import in_processes
+from tests.support.outside import ScaledMask
+from tests.support.processes import in_processes
 
 METHODS = {
     "sr-ste": lambda: SRSTE(1e-2),

@@ -10,8 +10,8 @@ from lightning.pytorch.tuner import Tuner
 from lightning_nm import BAME, MVUE, SRSTE, BiMask, NMSparsityCallback, RNGState, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from tests.lightning_models import Data, Net, SaveAt
-from tests.processes import in_processes
+from tests.support.lightning_models import Data, Net, SaveAt
+from tests.support.processes import in_processes
 
 METHODS = {
     "sr-ste": lambda: (SRSTE(1e-2), None),

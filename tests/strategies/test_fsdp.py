@@ -20,9 +20,9 @@ from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.nn.adapters import Adapter
-from tests.outside import ScaledMask
-from tests.processes import in_processes
 from tests.strategies.test_equality import METHODS, assert_equal
+from tests.support.outside import ScaledMask
+from tests.support.processes import in_processes
 
 METHODS = {
     **{name: METHODS[name] for name in ("sr-ste", "bi-mask", "asp", "transposable")},

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_nm import SRSTE, NMSparsifier
-from tests.processes import in_processes
 from tests.strategies.test_fsdp import whole
+from tests.support.processes import in_processes
 
 
 def plain_loop(settings, evaluate_first):

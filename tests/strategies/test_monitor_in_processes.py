@@ -8,9 +8,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_nm import MaskMonitor, NMDDPStrategy, NMSparsityCallback
-from tests.event_files import Events
-from tests.processes import in_processes
 from tests.strategies.test_fsdp import Net, data
+from tests.support.event_files import Events
+from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.slow
 

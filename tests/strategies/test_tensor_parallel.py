@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import ASP, BAME, SRSTE, BiMask, NMPattern, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm.functional import is_nm
-from tests.processes import in_processes
 from tests.strategies.test_equality import assert_equal
+from tests.support.processes import in_processes
 
 METHODS = {
     "sr-ste": lambda: SRSTE(1e-2),

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
 from studies.flip_rates import Flips, main
-from tests.lightning_models import Data, Net
+from tests.support.lightning_models import Data, Net
 from tests.test_card import QUIET
 
 CONFIG = {

@@ -15,7 +15,7 @@ from studies.speed import command
 from studies.speed.curves import Comparison, Curve, findings
 from studies.speed.race import Side, SideError, faster_precision, race
 from studies.speed.side import Grant, Setting, train
-from tests.event_files import Events
+from tests.support.event_files import Events
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = Setting(width=32, layers=1, tokens=64, context=16, threads=1, val_batches=1, budget_s=0.0)

@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from lightning_nm.kernels.cache import environment_of
+from lightning_nm.kernels.router.cache import environment_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_nm.estimators import GradientEstimator
     from lightning_nm.methods import Method
-    from lightning_nm.nn.selection import Rule
+    from lightning_nm.nn.selection.selection import Rule
 
 
 def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, Any]:

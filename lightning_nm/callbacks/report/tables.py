@@ -12,8 +12,8 @@ from rich.table import Table
 
 from lightning_nm.kernels import Router
 from lightning_nm.methods import MaskMethod
-from lightning_nm.nn.names import plain_name
-from lightning_nm.nn.ranges import grouped
+from lightning_nm.nn.layer.names import plain_name
+from lightning_nm.nn.selection.ranges import grouped
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.sharding import gather, local_shard, local_values
+from lightning_nm.nn.layer.sharding import gather, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
 EPSILON = 1e-12

@@ -22,7 +22,7 @@ from lightning_nm.functional.evolution import (
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states, moment_correction, step_size
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.sharding import gather, is_sharded, local_shard, local_values
+from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
 
 Index = tuple[Tensor, ...]
 

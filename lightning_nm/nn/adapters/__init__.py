@@ -13,7 +13,7 @@ from lightning_nm.nn.adapters.base import (
 )
 from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
 from lightning_nm.nn.adapters.embedding import NMEmbedding
-from lightning_nm.nn.adapters.experts import NMExperts, register_experts
+from lightning_nm.nn.adapters.experts.adapter import NMExperts, register_experts
 from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
 
 __all__ = [

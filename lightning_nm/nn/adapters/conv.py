@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.ops import CONVOLUTIONS, nm_conv
+from lightning_nm.nn.products.ops import CONVOLUTIONS, nm_conv
 
 
 class _NMConv(Adapter):

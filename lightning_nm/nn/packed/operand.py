@@ -16,9 +16,9 @@ from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
-from lightning_nm.kernels.handles import HasHandle
-from lightning_nm.nn.packed.choice import Budget, Choice, Kernels, choose, coarse, kernel_of, registry_of
-from lightning_nm.nn.routed_ops import plain
+from lightning_nm.kernels.router.handles import HasHandle
+from lightning_nm.nn.packed.kernel_choice import Budget, Choice, Kernels, choose, coarse, kernel_of, registry_of
+from lightning_nm.nn.products.routed_ops import plain
 from lightning_nm.pattern import NMPattern
 
 _CHUNK = 1 << 20  # entries that are unpacked at a time

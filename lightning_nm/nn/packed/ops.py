@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.kernels.api import Convolution
-from lightning_nm.kernels.handles import lookup
-from lightning_nm.nn.ops import CONVOLUTIONS
+from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.nn.packed.operand import Operand
 from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.routed_conv import flattened, unflattened
-from lightning_nm.nn.routed_ops import OPTIONS
+from lightning_nm.nn.products.ops import CONVOLUTIONS
+from lightning_nm.nn.products.routed_conv import flattened, unflattened
+from lightning_nm.nn.products.routed_ops import OPTIONS
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:

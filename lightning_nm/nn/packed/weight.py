@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.nn.packed.choice import Budget, Kernels
+from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out
 from lightning_nm.nn.packed.tensor import PackedTensor

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_nm.kernels.cpu import build
-from tests.cpu_products import LEVELS
 from tests.sanitize import MODEL
+from tests.support.cpu_products import LEVELS
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = """

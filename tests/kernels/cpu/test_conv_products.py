@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuCsrKernel
-from tests.cpu_products import LEVELS, at_level, compare_conv, conv_case, needs_library
+from tests.support.cpu_products import LEVELS, at_level, compare_conv, conv_case, needs_library
 
 pytestmark = needs_library
 

@@ -7,8 +7,8 @@ from torch import nn
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm.kernels import Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
-from tests.cpu_products import LEVELS, at_level, needs_library, trained
-from tests.routed import METHODS, assert_equal, attach, gradients, ran
+from tests.support.cpu_products import LEVELS, at_level, needs_library, trained
+from tests.support.routed import METHODS, assert_equal, attach, gradients, ran
 
 pytestmark = needs_library
 

@@ -9,7 +9,7 @@ from lightning_nm import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import EMPTY, PANEL
-from tests.cpu_products import LEVELS, STORAGES, at_level, case, compare, needs_library
+from tests.support.cpu_products import LEVELS, STORAGES, at_level, case, compare, needs_library
 
 pytestmark = needs_library
 

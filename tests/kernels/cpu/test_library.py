@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, build, library
-from tests.cpu_products import KERNELS, LEVELS, at_level, case, compare, has_kernel, needs_library
-from tests.routed import attach, gradients, ran
+from tests.support.cpu_products import KERNELS, LEVELS, at_level, case, compare, has_kernel, needs_library
+from tests.support.routed import attach, gradients, ran
 
 CPU = torch.device("cpu")
 LANES = {"baseline": 0, "avx2": 8, "avx512": 16, "avx512-bf16": 16}
@@ -279,7 +279,7 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
     script = f"""
         import threading, time
         import torch
-        from tests.cpu_products import KERNELS, case, has_kernel, library
+        from tests.support.cpu_products import KERNELS, case, has_kernel, library
         torch.set_num_threads({threads})
         made = case(512, 512, 4096, "2:8")
         kernel = KERNELS[has_kernel(KERNELS[0], library.LEVELS[library.level()]) - 1]

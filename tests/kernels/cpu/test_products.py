@@ -9,7 +9,17 @@ from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.kernels import GemmKey, KernelRegistry
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
-from tests.cpu_products import KERNELS, LEVELS, REASON, STORAGES, at_level, case, compare, has_kernel, needs_library
+from tests.support.cpu_products import (
+    KERNELS,
+    LEVELS,
+    REASON,
+    STORAGES,
+    at_level,
+    case,
+    compare,
+    has_kernel,
+    needs_library,
+)
 
 pytestmark = needs_library
 

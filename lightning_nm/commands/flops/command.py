@@ -1,0 +1,139 @@
+"""``lightning-nm flops``: what a model and its planned training cost in multiply-adds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+
+from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.callbacks.report.tables import phases
+from lightning_nm.callbacks.training_length import has_schedule
+from lightning_nm.commands.doctor.build import add_classes, build
+from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
+from lightning_nm.commands.flops.report import Report, layers_of
+from lightning_nm.commands.flops.tables import print_report
+from lightning_nm.lightning_cli import EXTRA
+from lightning_nm.pattern import NMPattern
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.planned import charge_plan
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+SCHEMA = 1
+
+
+def main(args: Sequence[str]) -> int:
+    """Run ``lightning-nm flops``.
+
+    Returns:
+        0, or 2 if a config, an option or the data cannot be used; stderr says why.
+    """
+    options = _parser().parse_args(list(args))
+    try:
+        with redirect_stdout(sys.stderr):  # what Lightning and the model print
+            reports = _reports(options)
+    except (ImportError, OSError, ValueError) as error:
+        advice = f"\n{EXTRA}" if isinstance(error, ImportError) and "jsonargparse" in str(error) else ""
+        print(f"lightning-nm flops: {error}{advice}", file=sys.stderr)
+        return 2
+    if options.json:
+        content = {"schema": SCHEMA, "reports": [report.to_dict() for report in reports]}
+        print(json.dumps(content, indent=1, allow_nan=False))
+    else:
+        for report in reports:
+            print_report(report, Console())
+    return 0
+
+
+def _reports(options: argparse.Namespace) -> list[Report]:
+    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [None]
+    if options.steps is not None and options.steps < 1:
+        raise ValueError(f"--steps {options.steps} must be at least 1")
+    configs = [*options.files, *options.config]
+    if not configs:
+        raise ValueError("give the CONFIG of a training, such as configs/digits-bi-mask.yaml")
+    cli = build(configs, options.model, options.data, "lightning-nm flops", kernels=False)
+    callbacks = [each for each in getattr(cli.trainer, "callbacks", []) if isinstance(each, NMSparsityCallback)]
+    if options.pattern and not callbacks:
+        raise ValueError(f"--pattern {' '.join(options.pattern)}: the config has no NMSparsityCallback")
+    forward, plan = _observe(cli, callbacks, options)
+    return [_report(cli, callbacks, forward, plan, pattern) for pattern in patterns]
+
+
+def _observe(
+    cli: LightningCLI, callbacks: Sequence[NMSparsityCallback], options: argparse.Namespace
+) -> tuple[Forward, Plan]:
+    """A forward pass and the plan; data are read only where they are needed."""
+    example = cli.model.example_input_array if options.input is None else _zeros(options.input)
+    if example is None:
+        forward, plan = first_forward(cli.trainer, cli.model, cli.datamodule)
+        return forward, plan if options.steps is None else Plan(options.steps, plan.optimizers)
+    forward = forward_of(cli.model, example)
+    if options.steps is not None or not any(map(_is_scheduled, callbacks)):
+        return forward, Plan(options.steps, ())
+    try:
+        return forward, plan_of(cli.trainer, cli.model, cli.datamodule)
+    except (ImportError, OSError, ValueError) as error:
+        needed = "a schedule of the config depends on the number of training steps, which takes its data"
+        raise ValueError(f"{needed}, and {error}\nor give the number: --steps N") from error
+
+
+def _is_scheduled(callback: NMSparsityCallback) -> bool:
+    sparsifier = NMSparsifier(torch.nn.Module(), config=callback.config)
+    return any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator))
+
+
+def _report(
+    cli: LightningCLI, callbacks: Sequence[NMSparsityCallback], forward: Forward, plan: Plan, pattern: str | None
+) -> Report:
+    sparsifiers: list[NMSparsifier] = []
+    try:
+        for callback in callbacks:
+            config = callback.config if pattern is None else replace(callback.config, pattern=pattern)
+            sparsifier = NMSparsifier(cli.model, config=config, planned_steps=plan.steps)
+            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None))
+            charge_plan(list(sparsifier.layers.values()), plan.steps)
+        layers = layers_of(cli.model, forward.macs, sparsifiers)
+        lines = dict.fromkeys(line for sparsifier in sparsifiers for line in phases(sparsifier))
+    finally:
+        for sparsifier in sparsifiers:
+            sparsifier.detach()
+    return Report(type(cli.model).__name__, forward.inputs, layers, plan.steps, tuple(lines), pattern)
+
+
+def _zeros(sizes: str) -> torch.Tensor:
+    try:
+        return torch.zeros([int(size) for size in sizes.replace("x", ",").split(",")])
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-nm flops",
+        description="Count the multiply-adds of a config's model, weight by weight, and those of its training relative "
+        "to a dense one: of the forward, dgrad and wgrad GEMM, averaged over the planned steps, counted in three ways "
+        "(docs/flops.md). Nothing is trained or timed. Exits with 0, or with 2 if something cannot be used.",
+    )
+    files = "a YAML file as `lightning-nm fit -c` takes it; of several, later ones override"
+    parser.add_argument("files", metavar="CONFIG", nargs="*", default=[], help=files)
+    parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help="the same")
+    add_classes(parser)
+    given = "run the model on zeros of this shape, such as 1,3,224,224; by default on its example_input_array, or else "
+    parser.add_argument("--input", metavar="SHAPE", help=f"{given}on the first batch of the data")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, help="training steps; by default those that the Trainer plans"
+    )
+    several = "count for these patterns instead of the callback's own; one report for each"
+    parser.add_argument("--pattern", metavar="N:M", nargs="+", default=[], help=several)
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
+    return parser

@@ -1,0 +1,96 @@
+"""``lightning-nm study``: train the variants of a study file on paired seeds, and report their differences."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+EXTRA = "Studies need the extra `study`: pip install 'lightning-nm[study]'"
+
+
+def main(args: Sequence[str]) -> int:
+    """Run ``lightning-nm study``.
+
+    Returns:
+        0 if every training is complete; 1 if one failed or is missing; 2 if the study file or an option cannot be
+        used, stderr says why; 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(list(args))
+    try:
+        return _study(options)
+    except KeyboardInterrupt:
+        print("lightning-nm study: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ImportError, OSError, ValueError) as error:
+        advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
+        print(f"lightning-nm study: {error}{advice}", file=sys.stderr)
+        return 2
+
+
+def _study(options: argparse.Namespace) -> int:
+    import matplotlib  # noqa: F401  # a study that cannot be reported should not start
+    import optuna  # noqa: F401
+    import scipy  # noqa: F401
+
+    from lightning_nm.commands.study.plots import THEMES, draw
+    from lightning_nm.commands.study.report import markdown, sections, show, write_csv
+    from lightning_nm.commands.study.run import check, pace, run
+    from lightning_nm.commands.study.spec import read
+    from lightning_nm.commands.study.store import Store
+    from lightning_nm.export.safetensors_file import replacing
+
+    for name in ("workers", "threads"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    spec = read(options.study)
+    folder = options.output or Path("runs/studies") / spec.name
+    ended = True
+    if options.report_only:
+        if not (folder / "journal.log").exists():
+            raise ValueError(f"{folder}: holds no study; run without --report-only first")
+    else:
+        check(spec)
+        Store(spec, folder).plan(options.retry_failed)
+        threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
+        pace(spec, folder, threads)
+        ended = run(spec, folder, options.workers, threads)
+    rows = Store(spec, folder).rows()
+    found = sections(spec, rows)
+    write_csv(folder / "results.csv", spec, rows)
+    with replacing(folder / "report.md") as new:
+        new.write_text(markdown(spec, rows, found))
+    written = ["results.csv", "report.md"]
+    if spec.baselines:
+        for theme in THEMES:
+            draw(folder / f"report-{theme}.png", spec, found, theme)
+            written.append(f"report-{theme}.png")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    show(spec, rows, found, console)
+    console.print(f"Written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+    return 0 if ended and all(row["state"] == "complete" for row in rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-nm study",
+        description="Train every variant of a study file with every seed, and report paired differences with 95 % "
+        "intervals. Started again, it goes on where it stopped; started in several processes or on several machines "
+        "with the same output folder, they share the trials. Exits with 0 if every training is complete, with 1 if "
+        "one failed or is missing, with 2 if the study file or an option cannot be used.",
+    )
+    parser.add_argument("study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md")
+    output = "folder of the journal and the report; runs/studies/NAME by default"
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help=output)
+    parser.add_argument("--workers", metavar="N", type=int, default=1, help="processes that train; 1 by default")
+    threads = "threads of each process; by default the cores divided by the processes"
+    parser.add_argument("--threads", metavar="N", type=int, help=threads)
+    parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
+    parser.add_argument("--retry-failed", action="store_true", help="train failed trials of a grid again")
+    return parser

@@ -1,1 +1,0 @@
-"""The kernel families, one file each."""

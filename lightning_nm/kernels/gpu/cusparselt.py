@@ -1,0 +1,171 @@
+"""NVIDIA's 2:4 products: cuSPARSELt through the two operators that torch core binds to it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.gpu.probe import DeviceProbe
+from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_violation
+
+# The compute capabilities of cuSPARSELt 0.8. torch's other 2:4 operators are not used: they support 8.x alone, and
+# those that prune by tiles write the packed form of 8.x on every device.
+CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (11, 0), (12, 0), (12, 1))
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+_thread = threading.local()
+
+
+class CuSparseLtKernel(TwoFourKernel):
+    """2:4 products on sparse tensor cores, by ``torch._cslt_compress`` and ``torch._cslt_sparse_mm``.
+
+    | product | call |
+    |---|---|
+    | ``pack(A)`` | ``_cslt_compress(A)`` |
+    | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
+    | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
+
+    Neither call copies an operand or a result. The operators ignore strides, and drop a group's third nonzero without
+    an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because reading it would
+    synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel object and device.
+
+    Args:
+        algorithm: The library's id of an algorithm, 0 for its default. Some ids give wrong results (pytorch#155333), so
+            each has to pass the probe.
+        check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
+            pass and a synchronisation.
+
+    Raises:
+        ValueError: If `algorithm` is negative.
+
+    Source: torch's aten/src/ATen/native/sparse/cuda/cuSPARSELtOps.cpp, and the cuSPARSELt documentation.
+    """
+
+    name = "cusparselt"
+    device_type = "cuda"
+    dtypes = DTYPES
+    ops: Any = torch  # the namespace of the two operators; tests replace it
+
+    def __init__(self, algorithm: int = 0, check: bool = False) -> None:
+        self.name = named(self.name, algorithm)
+        self.algorithm = algorithm
+        self.check = check
+        self.device_probe = DeviceProbe(self)
+
+    def machine_reason(self, device: torch.device) -> str:
+        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        if (reason := cuda_reason(device)) or torch.backends.cusparselt.is_available():
+            return reason
+        return f"torch {torch.__version__} was built without cuSPARSELt: install a CUDA build from pytorch.org"
+
+    def remark(self, device: torch.device) -> str:
+        """Warn of cuSPARSELt 0.8.0 on Hopper, which is slower than other versions."""
+        return "" if self.machine_reason(device) else regression(device, library_version())
+
+    def compress(self, matrix: Tensor) -> Tensor:
+        """Pack by the library.
+
+        Raises:
+            ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
+        """
+        if self.check:
+            refuse_crowded(self.name, matrix)
+        _claim_thread(matrix.device)
+        return self.ops._cslt_compress(matrix)
+
+    def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        _claim_thread(x.device)
+        return self.ops._cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=self.algorithm)
+
+    def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        _claim_thread(matrix.device)
+        return self.ops._cslt_sparse_mm(packed, matrix, alg_id=self.algorithm)
+
+
+def _claim_thread(device: torch.device) -> None:
+    """Refuse a second device in one thread: torch's cuSPARSELt handle belongs to the first one."""
+    if device.type != "cuda":
+        return
+    first = getattr(_thread, "device", device)
+    if first != device:
+        raise RuntimeError(
+            f"this thread used cuSPARSELt on {first} and cannot use it on {device}: one thread or process a device"
+        )
+    _thread.device = device
+
+
+def named(name: str, algorithm: int) -> str:
+    """Return the name of a kernel with an algorithm; refuse a negative one."""
+    if algorithm < 0:
+        raise ValueError(f"algorithm={algorithm} is not an id of cuSPARSELt: pass 0, its default, or a larger one")
+    return f"{name}:{algorithm}" if algorithm else name
+
+
+def refuse_crowded(name: str, matrix: Tensor) -> None:
+    """Refuse a matrix with more than two entries other than ``+0`` in a group of four."""
+    if violation := two_four_violation(matrix.view(torch.int16) != 0):
+        raise ValueError(
+            f"{name}: a matrix of shape {tuple(matrix.shape)} cannot be packed, {violation}, counting -0.0: "
+            "prune it by a select (`torch.where`, `nm_prune`), which leaves +0.0, and not by a product with a mask"
+        )
+
+
+def cuda_reason(device: torch.device) -> str:
+    """Why cuSPARSELt cannot run on a device, as far as torch knows; empty if it may."""
+    if device.type != "cuda":
+        return f"cuSPARSELt needs a CUDA device, not {device}"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if torch.version.hip:
+        return "ROCm's replacement of cuSPARSELt was never tested"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        return f"compute capability {capability[0]}.{capability[1]} is not one that cuSPARSELt knows: {known}"
+    return ""
+
+
+def regression(device: torch.device, version: int | None) -> str:
+    """Warn of a version of cuSPARSELt that is slow on a device; empty if it is not."""
+    if version != 800 or torch.cuda.get_device_capability(device) != (9, 0):
+        return ""
+    return (
+        "cuSPARSELt 0.8.0 has a performance regression on H100 and H200, which 0.8.1 fixes (NVIDIA's release "
+        "notes): install a torch that brings 0.8.1 or later, such as 2.13"
+    )
+
+
+def library_version() -> int | None:
+    """Return the version of the loaded cuSPARSELt, 801 for 0.8.1; None without it.
+
+    The library is asked; ``torch.backends.cusparselt.version()``, the version that torch was compiled with, is the
+    fallback.
+    """
+    if not torch.backends.cusparselt.is_available():
+        return None
+    try:
+        library = ctypes.CDLL("libcusparseLt.so.0")
+        return version_number(lambda part: _property(library, part))
+    except (OSError, AttributeError, RuntimeError):
+        return torch.backends.cusparselt.version()
+
+
+def version_number(read: Callable[[int], int]) -> int:
+    """Return ``1000 major + 100 minor + patch`` from the library's properties 0, 1 and 2."""
+    major, minor, patch = map(read, range(3))
+    return 1000 * major + 100 * minor + patch
+
+
+def _property(library: Any, part: int) -> int:
+    value = ctypes.c_int()
+    if status := library.cusparseLtGetProperty(part, ctypes.byref(value)):
+        raise RuntimeError(f"cusparseLtGetProperty({part}) returned {status}")
+    return value.value

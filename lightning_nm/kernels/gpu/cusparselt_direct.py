@@ -1,0 +1,144 @@
+"""NVIDIA's 2:4 products: cuSPARSELt without torch's operators, which create a plan in each product."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.api import Algorithm, GemmName
+from lightning_nm.kernels.gpu.cusparselt import DTYPES, cuda_reason, named, refuse_crowded, regression
+from lightning_nm.kernels.gpu.cusparselt_plans import Library
+from lightning_nm.kernels.gpu.probe import DeviceProbe
+from lightning_nm.kernels.gpu.two_four import TwoFourKernel
+
+VERSIONS = (800, 801)
+"""The supported versions of cuSPARSELt: 0.8.0 and 0.8.1."""
+
+_thread = threading.local()
+
+
+class CuSparseLtDirectKernel(TwoFourKernel):
+    """The products of ``CuSparseLtKernel`` by the same library, called through ``nvmath.bindings.cusparseLt``.
+
+    torch's operators create descriptors and a plan in each call, at a reported cost to the host of 50-200 us
+    (pytorch#179642), or 0.46 ms between kernels (pytorch#177866). This kernel creates them once for each shape,
+    algorithm, thread and device. Nothing is copied.
+
+    In mode ``"auto"`` the library's search proposes an algorithm, with a split of the contraction, for each product. It
+    is used if its products are right and it is faster than the default.
+
+    It needs nvmath-python, ``pip install lightning-nm[cuda]``, which finds the library that torch brings. It has not
+    run on a GPU yet; whether a CUDA graph can capture the first product of a shape is not known.
+
+    Args:
+        algorithm: The library's id of an algorithm, 0 for its default; with another one no algorithm is searched.
+        check: As ``CuSparseLtKernel``'s.
+        any_version: Try versions of the library besides 0.8.0 and 0.8.1.
+
+    Raises:
+        ValueError: If `algorithm` is negative.
+
+    Source: the cuSPARSELt and nvmath-python documentation; pytorch#179642 on kept plans.
+    """
+
+    name = "cusparselt-direct"
+    device_type = "cuda"
+    dtypes = DTYPES
+
+    def __init__(self, algorithm: int = 0, check: bool = False, any_version: bool = False) -> None:
+        self.name = named(self.name, algorithm)
+        self.algorithm = Algorithm(algorithm)
+        self.check = check
+        self.any_version = any_version
+        self.device_probe = DeviceProbe(self)
+
+    def binding(self) -> Any:
+        """Import the module with the library's calls when it is first needed."""
+        return importlib.import_module("nvmath.bindings.cusparseLt")
+
+    def machine_reason(self, device: torch.device) -> str:
+        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        return cuda_reason(device) or self.library_reason(device)
+
+    def library_reason(self, device: torch.device) -> str:
+        """Why the library is not used: it is missing, or of an unknown version."""
+        try:
+            version = self.version(device)
+        except ImportError as error:
+            return f"nvmath-python cannot be imported ({error}): install lightning-nm[cuda]"
+        except Exception as error:
+            return f"cuSPARSELt does not start: {type(error).__name__}: {error}"
+        if self.any_version or version in VERSIONS:
+            return ""
+        known = ", ".join(map(_dotted, VERSIONS))
+        return (
+            f"cuSPARSELt {_dotted(version)} is not one of the versions that this kernel was written for, {known}: "
+            "any_version=True tries it"
+        )
+
+    def remark(self, device: torch.device) -> str:
+        """As ``CuSparseLtKernel``'s."""
+        return "" if self.machine_reason(device) else regression(device, self.version(device))
+
+    def version(self, device: torch.device) -> int:
+        """The version of the loaded library, 801 for 0.8.1."""
+        with self._entered(device) as (library, _):
+            return library.version
+
+    def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
+        """The algorithm that the library's search proposes, unless one was given or it is the default."""
+        if self.algorithm != Algorithm():
+            return ()
+        with self._entered(dense.device) as (library, stream):
+            found = library.search(packed, dense, transposed=gemm != "wgrad", stream=stream)
+        return () if found == self.algorithm else (found,)
+
+    def with_algorithm(self, algorithm: Algorithm) -> CuSparseLtDirectKernel:
+        """This kernel with another algorithm; the device's probe is shared."""
+        other = copy(self)
+        other.algorithm = algorithm
+        return other
+
+    def compress(self, matrix: Tensor) -> Tensor:
+        """As ``CuSparseLtKernel``'s."""
+        if self.check:
+            refuse_crowded(self.name, matrix)
+        with self._entered(matrix.device) as (library, stream):
+            return library.compress(matrix, stream)
+
+    def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        with self._entered(x.device) as (library, stream):
+            return library.multiply(packed, x, bias, transposed=True, algorithm=self.algorithm, stream=stream)
+
+    def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        with self._entered(matrix.device) as (library, stream):
+            return library.multiply(packed, matrix, None, transposed=False, algorithm=self.algorithm, stream=stream)
+
+    @contextmanager
+    def stream(self, device: torch.device) -> Iterator[tuple[int, int]]:
+        """Make a device current; gives its index and the pointer of its current stream."""
+        with torch.cuda.device(device):
+            yield torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+
+    @contextmanager
+    def _entered(self, device: torch.device) -> Iterator[tuple[Library, int]]:
+        """The library of this thread and a device, and the stream for its work."""
+        binding = self.binding()
+        libraries = _thread.__dict__.setdefault("libraries", {})
+        with self.stream(device) as (index, stream):
+            if (binding, index) not in libraries:
+                libraries[binding, index] = Library(binding)
+            yield libraries[binding, index], stream
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version // 100 % 10}.{version % 100}"

@@ -1,0 +1,212 @@
+"""The rules of 2:4 hardware that its kernels share: patterns, shapes, layouts, padding and checks of operands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.pattern import NMPattern, PatternLike
+
+if TYPE_CHECKING:
+    from lightning_nm.kernels.gpu.probe import DeviceProbe
+
+DENSE_MULTIPLE = 8
+"""Divides the sizes of the dense matrix, for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT)."""
+
+SPARSE_MULTIPLE = 16
+"""Divides rows and depth of the sparse matrix, for 16-bit types."""
+
+ALIGNMENT = 16
+"""Divides the addresses of operands: torch tells cuSPARSELt so, and checks nothing."""
+
+
+def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
+    """Return why matrices of a pattern are not all 2:4; empty if they are.
+
+    Every aligned group of four may hold two nonzeros. A group meets at most two blocks of 1:M, with one nonzero each.
+    Two blocks of 2:M may give it more than two, unless 4 divides M, so that no group lies across them. Three entries
+    of a block may lie in one group. Where ``depth``, the size of the blocks' axis, is known, 4 must divide it.
+
+    Example::
+
+        >>> [pattern for pattern in ("1:2", "2:4", "4:8", "1:16", "2:6") if not two_four_reason(pattern)]
+        ['1:2', '2:4', '1:16']
+        >>> two_four_reason("1:2", depth=6)
+        'an axis of 6 is not made of groups of four, as 2:4 hardware needs it'
+    """
+    pattern = NMPattern.parse(pattern)
+    if pattern.n > 2 or (pattern.n == 2 and pattern.m % 4):
+        fault = f"{pattern} may put more than two nonzeros into a group of four, and the hardware knows 2:4 alone"
+        return f"{fault}: patterns 1:M and 2:M with 4 dividing M fit"
+    if depth is not None and depth % 4:
+        return f"an axis of {depth} is not made of groups of four, as 2:4 hardware needs it"
+    return ""
+
+
+def two_four_violation(nonzero: Tensor) -> str:
+    """Return where a matrix is not 2:4; empty if each group of four along its last axis holds at most two nonzeros.
+
+    ``nonzero`` is a bool tensor ``[rows, depth]``, 4 dividing `depth`. The call synchronises with its device.
+
+    Example::
+
+        >>> two_four_violation(torch.tensor([[False, True, False, True, True, True, True, False]]))
+        '1 of 2 groups of four holds more than two nonzeros, the first at row 0, columns 4 to 7'
+    """
+    crowded = nonzero.unflatten(1, (-1, 4)).sum(2) > 2
+    count = int(crowded.sum())
+    if not count:
+        return ""
+    row, group = (int(index) for index in crowded.nonzero()[0])
+    hold = "holds" if count == 1 else "hold"
+    return (
+        f"{count} of {crowded.numel()} groups of four {hold} more than two nonzeros, "
+        f"the first at row {row}, columns {4 * group} to {4 * group + 3}"
+    )
+
+
+def packed_width(depth: int, dtype: torch.dtype) -> int:
+    """Columns of a packed matrix: half of the values, then 4 bits for each group of four, in words of the dtype.
+
+    ``depth / 2 + ceil(depth / 8 / itemsize)``: 9/16 of `depth` for 16-bit types.
+    """
+    return depth // 2 + -(-(depth // 8) // dtype.itemsize)
+
+
+class TwoFourKernel(GemmKernel):
+    """Products with a matrix A that is 2:4 along its depth, packed into half of its values and their positions.
+
+    Rows and depth of A are multiples of :meth:`multiple`, sizes of the dense matrix multiples of 8. Tokens are padded
+    with zero rows to such a multiple, and the result is cut; the sizes of a layer are not padded, as that would copy an
+    operand in each product. Operands are contiguous matrices of one dtype, on one device; others are refused, because
+    the library would read them wrongly without an error.
+
+    A subclass defines ``dtypes``, ``compress``, ``sparse_linear`` and ``sparse_matmul``, which get padded and checked
+    operands. A subclass for hardware also defines ``device_probe`` and :meth:`machine_reason`.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    device_probe: DeviceProbe | None = None
+    """Checks a device before the first product on it; None for software that works everywhere."""
+
+    def machine_reason(self, device: torch.device) -> str:
+        """Why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
+        return ""
+
+    def probe(self, device: torch.device) -> str:
+        """The reason that :class:`~lightning_nm.kernels.gpu.probe.DeviceProbe` found against a device."""
+        return "" if self.device_probe is None else self.device_probe.reason(device)
+
+    def multiple(self, device: torch.device) -> int:
+        """Divisor of rows and depth of A on a device; a RuntimeError if the kernel did not pass its probe there."""
+        return SPARSE_MULTIPLE if self.device_probe is None else self.device_probe.multiple(device)
+
+    def compress(self, matrix: Tensor) -> Tensor:
+        """Pack ``A [rows, depth]`` into ``rows * packed_width(depth)`` values of its dtype."""
+        raise NotImplementedError
+
+    def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        raise NotImplementedError
+
+    def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        raise NotImplementedError
+
+    def supports(self, key: GemmKey) -> str:
+        """Why a product cannot run: the probe's reason, its dtype, its pattern, or the first size that does not fit."""
+        device = torch.device(key.device)
+        return self.probe(device) or self._misfit(key, self.multiple(device))
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Why no device runs a product: its dtype, its pattern, or a size that is no multiple of 16, or of 8."""
+        return self._misfit(key, SPARSE_MULTIPLE)
+
+    def _misfit(self, key: GemmKey, multiple: int) -> str:
+        if key.dtype not in self.dtypes:
+            return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
+        depth = key.depth + (-key.depth % multiple if key.gemm == "wgrad" else 0)
+        if reason := two_four_reason(key.pattern, depth):
+            return reason
+        if 0 in (key.rows, key.depth, key.columns):
+            return f"the product {key} is empty"
+        sizes = [("rows", key.rows, multiple), ("depth", depth, multiple)]
+        if key.gemm == "wgrad":
+            sizes.append(("columns", key.columns, DENSE_MULTIPLE))
+        misfits = (f"{name}={size} is not a multiple of {divisor}" for name, size, divisor in sizes if size % divisor)
+        return next(misfits, "")
+
+    def pack(self, matrix: Tensor) -> Tensor:
+        """Pack ``A [rows, depth]`` into one tensor ``[rows, packed_width(depth)]`` of its dtype.
+
+        The depth, the tokens of a wgrad, is padded with zeros to a multiple that the hardware takes.
+
+        Raises:
+            ValueError: If `matrix` is not a contiguous, aligned matrix of one of the dtypes, or its rows do not fit.
+            RuntimeError: If the library's packed form has another size.
+        """
+        self._check("the matrix to pack", matrix)
+        multiple = self.multiple(matrix.device)
+        if matrix.shape[0] % multiple:
+            fault = f"a matrix of shape {tuple(matrix.shape)} has rows that are not a multiple of {multiple}"
+            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
+        if missing := -matrix.shape[1] % multiple:
+            matrix = pad(matrix, (0, missing))
+        rows, width = matrix.shape[0], packed_width(matrix.shape[1], matrix.dtype)
+        packed = self.compress(matrix)
+        if packed.numel() != rows * width:
+            given = f"a packed matrix of shape {tuple(matrix.shape)}"
+            fault = f"{given} has {packed.numel()} entries and not {rows} x {width}"
+            raise RuntimeError(f"{self.name}: {fault}: the library pads this shape, so keep this product dense")
+        return packed.view(rows, width)
+
+    def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x A^T + bias``, as :meth:`GemmKernel.linear`; a ValueError for an operand that does not fit the pack."""
+        self._check("x", x, packed)
+        self._check_packed(packed, x.shape[1], "x", x)
+        if bias is not None:
+            self._check("bias", bias, packed, shape=packed.shape[:1])
+        tokens = len(x)
+        if missing := -tokens % DENSE_MULTIPLE:
+            x = pad(x, (0, 0, 0, missing))
+        return self.sparse_linear(packed, x, bias)[:tokens]
+
+    def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
+        """``A B``, as :meth:`GemmKernel.matmul`; B is padded as A's depth was. Raises as :meth:`linear`."""
+        self._check("B", matrix, packed)
+        missing = -len(matrix) % self.multiple(matrix.device)
+        self._check_packed(packed, len(matrix) + missing, "B", matrix)
+        if matrix.shape[1] % DENSE_MULTIPLE:
+            fault = f"B of shape {tuple(matrix.shape)} has columns that are not a multiple of {DENSE_MULTIPLE}"
+            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
+        return self.sparse_matmul(packed, pad(matrix, (0, 0, 0, missing)) if missing else matrix)
+
+    def _check(self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()) -> None:
+        """Refuse what the library would misread: it checks neither strides nor the dtype of a second operand."""
+        size = tuple(tensor.shape)
+        if tensor.dtype not in self.dtypes:
+            fault = f"is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}"
+        elif like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
+            given, packed = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+            fault = f"is {given}, but the packed matrix is {packed}: bring both to one dtype and device"
+        elif (shape and size != shape) or (not shape and len(size) != 2) or not tensor.numel():
+            wanted = f"of shape {tuple(shape)}" if shape else "a matrix that is not empty"
+            fault = f"must be {wanted}, not of shape {size}"
+        elif not tensor.is_contiguous():
+            fault = f"of shape {size} has strides {tensor.stride()}: pass it contiguous"
+        elif tensor.data_ptr() % ALIGNMENT:
+            fault = f"of shape {size} starts at an address that is not a multiple of {ALIGNMENT} bytes: pass a clone"
+        else:
+            return
+        raise ValueError(f"{self.name}: {name} {fault}")
+
+    def _check_packed(self, packed: Tensor, depth: int, name: str, dense: Tensor) -> None:
+        """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
+        self._check("the packed matrix", packed)
+        if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(depth, packed.dtype):
+            fault = f"{name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape {tuple(packed.shape)}"
+            raise ValueError(f"{self.name}: {fault}: pass what `pack` returned for a matrix of that depth")

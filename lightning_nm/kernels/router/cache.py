@@ -1,0 +1,196 @@
+"""Decisions, which kernel runs which product: their environment, their file, and sharing them between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, cast
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.utils import collect_env
+
+from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
+from lightning_nm.kernels.cpu.library import LEVELS, compiled_from, cpu_name, level, unavailable
+from lightning_nm.kernels.gpu.cusparselt import library_version
+
+SCHEMA = 1
+
+Source = Literal["measured", "forced", "default"]
+"""Timed on the device; requested by the mode; the reference because no other kernel can run."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where decisions were measured; they are reused only in an equal environment.
+
+    Example::
+
+        >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
+        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none'
+    """
+
+    device: str  # its name; the others are versions, None for what is missing
+    driver: str | None
+    torch: str
+    cuda: str | None  # that torch was built for
+    cusparselt: str | None  # the loaded library
+    nvmath: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self))
+
+
+def environment_of(device: torch.device) -> Environment:
+    """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
+    if device.type == "cpu":
+        kernels = "no kernels" if unavailable() else f"{LEVELS[level()]}; library {compiled_from()}"
+        name = f"{cpu_name()}; {kernels}; threads: {torch.get_num_threads()}"
+        return Environment(name, None, torch.__version__, None, None)
+    if device.type != "cuda":
+        return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
+    cusparselt = library_version()
+    try:
+        nvmath = version("nvmath-python")
+    except PackageNotFoundError:
+        nvmath = None
+    return Environment(
+        device=torch.cuda.get_device_name(device),
+        driver=collect_env.get_nvidia_driver_version(collect_env.run),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cusparselt=None if cusparselt is None else str(cusparselt),
+        nvmath=nvmath,
+    )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The kernel of a product and why, with measured times, None where they are unknown."""
+
+    kernel: str
+    dense_ms: float | None
+    sparse_ms: float | None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None  # of packing its operand once
+    reason: str  # why this kernel, and why not others
+    source: Source
+    terms: str = ""  # when it holds: available kernels, uses of a pack, margin, whether products must be deterministic
+    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for the kernel's own
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> Decision:
+        """Read what :func:`dataclasses.asdict` and JSON made of a decision."""
+        algorithm = entry.get("algorithm")
+        return cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
+
+
+def decisions_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """The file at a path, which may begin with ``~``; ``None`` if the user has no home directory."""
+    with suppress(RuntimeError):
+        return None if path is None else Path(path).expanduser()
+    return None
+
+
+class Decisions(MutableMapping[GemmKey, Decision]):
+    """The decisions of one environment.
+
+    Keys whose tokens are in one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so are
+    those of two devices of one type: the GPUs of a machine are assumed to be equal.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self._decisions: dict[GemmKey, Decision] = {}
+
+    def __getitem__(self, key: GemmKey) -> Decision:
+        return self._decisions[_shared(key)]
+
+    def __setitem__(self, key: GemmKey, decision: Decision) -> None:
+        self._decisions[_shared(key)] = decision
+
+    def __delitem__(self, key: GemmKey) -> None:
+        del self._decisions[_shared(key)]
+
+    def __iter__(self) -> Iterator[GemmKey]:
+        return iter(self._decisions)
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
+        """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
+        decisions = cls(environment)
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            entries = _read(Path(path)).get(str(environment), {})
+            decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+        return decisions
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Add the decisions to a file; those of other environments and of other keys stay in it.
+
+        The file is replaced atomically. If two processes save at the same time, those of one may be lost.
+
+        Raises:
+            ValueError: If the file exists and does not hold decisions; one of another schema is replaced.
+            OSError: If the file cannot be written.
+        """
+        path = Path(path)
+        try:
+            environments = _read(path)
+        except (FileNotFoundError, _OtherSchemaError):
+            environments = {}
+        entries = {str(key): asdict(decision) for key, decision in self.items()}
+        environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            new.write_text(json.dumps({"schema": SCHEMA, "environments": environments}, indent=1) + "\n")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+class _OtherSchemaError(ValueError):
+    """The file holds decisions of another release."""
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries by environment."""
+    text = path.read_text()
+    try:
+        content = json.loads(text)
+        schema, environments = content["schema"], content["environments"]
+        if not isinstance(environments, dict):
+            raise TypeError("`environments` is not a mapping")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold decisions: give another path, or remove it") from error
+    if schema != SCHEMA:
+        raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
+    return cast("dict[str, dict[str, Any]]", environments)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared(key: GemmKey) -> GemmKey:
+    """The key under which a decision is stored: a bucket of tokens and a device type."""
+    return replace(bucketed(key), device=torch.device(key.device).type)
+
+
+def share(decisions: Decisions) -> Decisions:
+    """Return the decisions of the first process, with their environment, in every process.
+
+    Processes that decide for themselves may choose differently where two kernels are equally fast. Every process must
+    call this. Without :mod:`torch.distributed` it returns `decisions`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return decisions
+    box = [decisions]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

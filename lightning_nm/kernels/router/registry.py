@@ -1,0 +1,165 @@
+"""The known kernels, which of them can execute a product, and the dense product if one fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.api import GemmKernel, GemmKey, Sparsity
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
+from lightning_nm.kernels.gpu.cusparselt_direct import CuSparseLtDirectKernel
+
+_NOT_TAKEN: dict[Sparsity, str] = {
+    "n:m": "it takes no operand that is N:M along the contraction axis",
+    "masked": "its sparse operand must be N:M along the contraction axis",
+    "outputs": "it computes all outputs, not those at kept entries alone",
+}
+
+
+class KernelRegistry:
+    """The reference and the sparse kernels, in order of preference.
+
+    An exception that a kernel raises counts as a reason against it. Each kernel is probed once per device.
+
+    Args:
+        backends: The kernels besides the reference, each with its own name; ``None`` takes those of the package:
+            ``cusparselt-direct`` and ``cusparselt`` for GPUs, ``cpu-permute`` and ``cpu-csr`` for CPUs.
+
+    Raises:
+        ValueError: If two kernels have one name, or something is not a kernel.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
+        >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
+        >>> [(kernel.name, registry.reason(kernel, key)) for kernel in registry.kernels.values()]
+        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
+    """
+
+    def __init__(self, backends: Sequence[GemmKernel] | None = None) -> None:
+        self.reference = GemmKernel()
+        self.kernels: dict[str, GemmKernel] = {}
+        if backends is None:
+            backends = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CpuPermuteKernel(), CpuCsrKernel()]
+        if isinstance(backends, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in backends):
+            raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
+        for kernel in (self.reference, *backends):
+            if kernel.name in self.kernels:
+                raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
+            self.kernels[kernel.name] = kernel
+        self.failures: dict[tuple[str, GemmKey], str] = {}
+        """Why a kernel was switched off for a product, by its name and the key."""
+        self._probes: dict[tuple[str, str], str] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(self.kernels)
+
+    @property
+    def backends(self) -> list[GemmKernel]:
+        """The kernels besides the reference, in order."""
+        return list(self.kernels.values())[1:]
+
+    def made_for(self, device: str) -> list[GemmKernel]:
+        """The kernels besides the reference that are made for a type of device, in order; all if none is."""
+        kind = torch.device(device).type
+        return [kernel for kernel in self.backends if kernel.device_type in ("", kind)] or self.backends
+
+    def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
+        if failed := self.failures.get((kernel.name, key)):
+            return failed
+        return (
+            self.probe(kernel, key.device)
+            or self.sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.supports, key))
+        )
+
+    def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel cannot use what is sparse in a product; empty if it can."""
+        if kernel is self.reference:
+            return ""
+        if key.conv is not None and not kernel.convolutions:
+            return "it takes no convolutions"
+        return "" if key.sparsity in kernel.takes else _NOT_TAKEN[key.sparsity]
+
+    def reason_against(self, name: str, key: GemmKey) -> str:
+        """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
+        kernel = self.kernels.get(name)
+        return "not among the kernels" if kernel is None else self.reason(kernel, key)
+
+    def probe(self, kernel: GemmKernel, device: str) -> str:
+        """Why a kernel does not work on a device; asked once for each."""
+        if (kernel.name, device) not in self._probes:
+            self._probes[kernel.name, device] = reason_or_error(partial(kernel.probe, torch.device(device)))
+        return self._probes[kernel.name, device]
+
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """What may be sparse in the products of the kernels that work on a device."""
+        return frozenset().union(*(kernel.takes for kernel in self.backends if not self.probe(kernel, device)))
+
+    def unavailable_reason(self, device: str) -> str:
+        """Why no sparse kernel works on a device; empty if one does."""
+        names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
+        for kernel in self.backends:
+            if not (reason := self.probe(kernel, device)):
+                return ""
+            if kernel in self.made_for(device):
+                names.setdefault(reason, []).append(kernel.name)
+        reasons = (f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items())
+        return "; ".join(reasons) or "there is no sparse kernel"
+
+    def attempt(
+        self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
+    ) -> Tensor:
+        """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
+
+        A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
+        product fails too, the operands are at fault: its error is raised, and the kernel stays on.
+        """
+        if (kernel.name, key) in self.failures:
+            return dense()
+        shape = key.result_shape
+        try:
+            result = product()
+            if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
+                raise RuntimeError(
+                    f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
+                    f"contiguous {shape} {key.dtype}"
+                )
+            return result
+        except (torch.OutOfMemoryError, MemoryError):
+            failed = ""  # of the moment, not of the kernel
+        except Exception as error:
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if kernel is self.reference or capturing:  # a capture that failed takes no other product either
+                raise
+            failed = f"it failed, {describe_error(error)}"
+        result = dense()  # not while the error is handled, which keeps the memory of what failed
+        if failed:
+            self.failures[kernel.name, key] = failed
+            warnings.warn(
+                f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return result
+
+
+def describe_error(error: Exception) -> str:
+    """The class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def reason_or_error(ask: Callable[[], str]) -> str:
+    """Ask for a reason; an exception is one."""
+    try:
+        return ask()
+    except Exception as error:
+        return describe_error(error)

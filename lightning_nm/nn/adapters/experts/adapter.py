@@ -1,0 +1,154 @@
+"""Modules that hold the weights of experts as 3-D parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.experts import operators  # noqa: F401  (registers the operators)
+from lightning_nm.nn.adapters.experts.products import ExpertsInUse
+from lightning_nm.nn.adapters.experts.weight import ExpertWeight, Part
+from lightning_nm.nn.layer.layout import Layout
+
+Kind = TypeVar("Kind", bound=type[nn.Module])
+
+_TRANSPOSED = frozenset({"Llama4TextExperts"})
+"""Classes of transformers that hold ``[experts, in, out]`` and do not tell so by an attribute."""
+
+
+@register_adapter
+class NMExperts(Adapter):
+    """Any module with weights ``[experts, out, in]`` or ``[experts, in, out]``, whose ``forward`` stays its own.
+
+    While it runs, reading such a parameter gives an
+    :class:`~lightning_nm.nn.adapters.experts.weight.ExpertWeight`, whose products are those of masked layers, expert by
+    expert. Elsewhere it is the parameter. Modules are adapted without being
+    registered if their attributes or a name say that they hold experts, or if `include` names a parameter;
+    :func:`register_experts` makes a class known.
+    """
+
+    handles = nn.Module
+    by_parameters = True
+    wraps_forward = True
+    transposed: ClassVar[bool | Collection[str] | None] = None  # None asks the module's attribute
+    parameters_masked: ClassVar[Collection[str] | None] = None  # None: all 3-D ones
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """Every 3-D floating-point parameter of matrices, its output rows in one group for each expert."""
+        for name, parameter in module._parameters.items():
+            chosen = cls.parameters_masked is None or name in cls.parameters_masked
+            if chosen and _holds_matrices(parameter):
+                layout: Layout = "experts-transposed" if cls._is_transposed(module, name) else "experts"
+                yield WeightSpec(name, layout, len(parameter))
+
+    @classmethod
+    def _is_transposed(cls, module: Any, parameter: str) -> bool:
+        if cls.transposed is None:
+            return getattr(module, "is_transposed", False) is True or _class_of(module).__name__ in _TRANSPOSED
+        return cls.transposed if isinstance(cls.transposed, bool) else parameter in cls.transposed
+
+    @classmethod
+    def recognizes(cls, name: str, module: nn.Module, parameter: str) -> bool:
+        """Whether a parameter is known to hold experts.
+
+        The module must have the attributes that transformers gives its experts, or "expert" must be in the name of its
+        class, in its own, or in the parameter's, and the parameter must hold more than one matrix.
+        """
+        if not cls.by_parameters or (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+            return True
+        names = (_class_of(module).__name__, name.rpartition(".")[2], parameter)
+        return len(getattr(module, parameter)) > 1 and any("expert" in each.lower() for each in names)
+
+    @classmethod
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int | None:
+        """What the products with the weight counted in the module's last call."""
+        layer = module.nm_layers.get(parameter) if isinstance(module, Adapter) else None
+        return None if layer is None else layer.costs.last_call
+
+    @classmethod
+    def wrapping(cls) -> dict[str, Any]:
+        """The forward pass and the reading of attributes; ``torch.compile`` breaks its graph around the experts."""
+        return {"forward": torch.compiler.disable(_forward), "__getattr__": _getattr}
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, in which each of its masked weights is an :class:`ExpertWeight`."""
+    state = vars(self)
+    outer = state.get("nm_in_use")
+    in_use: dict[str, ExpertsInUse] = {}
+    state["nm_in_use"] = in_use
+    try:
+        return type(self).nm_base.forward(self, *args, **kwargs)
+    finally:
+        del state["nm_in_use"]
+        if outer is not None:
+            state["nm_in_use"] = outer
+        for use in in_use.values():
+            use.close()
+
+
+def _getattr(self: Any, name: str) -> Any:
+    in_use = vars(self).get("nm_in_use")
+    if in_use is not None and name in self.nm_layers:
+        if name not in in_use:
+            in_use[name] = ExpertsInUse(self.nm_layers[name])
+        return ExpertWeight.of(Part(in_use[name]))
+    return type(self).nm_base.__getattr__(self, name)
+
+
+def register_experts(
+    kind: Kind | None = None,
+    *,
+    transposed: bool | Collection[str] = False,
+    parameters: Collection[str] | None = None,
+) -> Any:
+    """Make a module class known that holds the weights of experts in 3-D parameters; usable as a decorator.
+
+    Args:
+        kind: The module class; its ``forward`` stays as it is.
+        transposed: Whether the weights are ``[experts, in, out]`` instead of ``[experts, out, in]``, or the names of
+            those that are.
+        parameters: The names of the weights; all 3-D floating-point parameters by default.
+
+    Example::
+
+        >>> from lightning_nm import NMSparsifier
+        >>> @register_experts(transposed=True)
+        ... class MoE(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = nn.Parameter(torch.randn(4, 8, 16))
+        ...     def forward(self, x):  # [4, tokens, 8]
+        ...         return torch.bmm(x, self.up)
+        >>> list(NMSparsifier(MoE(), "2:4").attach().layers)
+        ['up']
+    """
+
+    def register(kind: Kind) -> Kind:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"register_experts takes a module class, not {kind!r}")
+        if kind.forward is nn.Module.forward:
+            raise TypeError(f"{kind.__name__} has no forward, so other modules read its weights: register theirs")
+        choices = {"handles": kind, "by_parameters": False, "transposed": transposed, "parameters_masked": parameters}
+        register_adapter(type(f"NM{kind.__name__}Adapter", (NMExperts,), choices))
+        return kind
+
+    decorator: Callable[[Kind], Kind] = register
+    return decorator if kind is None else register(kind)
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    return type(module).nm_base if isinstance(module, Adapter) else type(module)
+
+
+def _holds_matrices(parameter: nn.Parameter | None) -> bool:
+    if parameter is None or nn.parameter.is_lazy(parameter) or parameter.dim() != 3:
+        return False
+    return parameter.is_floating_point() and min(parameter.shape[1:]) > 1

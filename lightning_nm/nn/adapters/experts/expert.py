@@ -1,0 +1,103 @@
+"""One expert of a layer of experts, as a layer that products run through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layout import of_one_expert, row_sizes
+
+
+class ExpertLayer(NMLayer):
+    """The matrix of one expert: views of the layer's masks, its method and estimator, and random numbers of its own.
+
+    It has a handle of its own, so kernels keep packed operands for each expert. Counters and observations are the
+    layer's. Made by :func:`expert_of`.
+    """
+
+    layer: NMLayer
+    expert: int
+    row: int
+    stamp: tuple[Any, ...]
+
+    def follow(self, layer: NMLayer, expert: int, method: Any = None) -> ExpertLayer:
+        """Become this expert of a layer as the layer is now, perhaps with another method; returns itself."""
+        self.__setstate__(vars(layer))
+        out = row_sizes(layer.param.shape, layer.spec.layout)[0] // layer.groups
+        self.layer, self.expert, self.stamp = layer, expert, _stamp(layer)
+        layout, method = of_one_expert(layer.spec.layout), method or layer.spec.method
+        self.spec = replace(layer.spec, layout=layout, groups=1, method=method)
+        self.masks = layer.masks.of_group(expert, out)
+        self.row = expert * out
+        self.parameters = {}
+        return self
+
+    @property
+    def param(self) -> Any:
+        """The expert's part of the parameter, detached, for its shape and whether it is trained."""
+        parameter = self.layer.param
+        return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
+
+    @property
+    def first_row(self) -> int:
+        """Its first row in the layer, which tells its random numbers from those of other experts."""
+        return self.row
+
+    @property
+    def routes_gradients(self) -> bool:
+        """The gradients of all experts are routed together."""
+        return False
+
+
+def expert_of(layer: NMLayer, expert: int) -> ExpertLayer:
+    """The layer of one expert, its masks as they are now."""
+    found = layer.experts.get(expert)
+    if isinstance(found, ExpertLayer) and all(new is old for new, old in zip(_stamp(layer), found.stamp, strict=True)):
+        return found
+    made = found if isinstance(found, ExpertLayer) else ExpertLayer.__new__(ExpertLayer)
+    layer.experts[expert] = made
+    return made.follow(layer, expert)
+
+
+def _stamp(layer: NMLayer) -> tuple[Any, ...]:
+    """What the parts of an expert's layer are made of, to be compared by identity."""
+    return layer.masks, layer.masks.generation, layer.buffers, layer.pending, layer.handle_tensor
+
+
+class WholeValues:
+    """W_F and W_B of all experts, made at once, for a method that makes them of more than one expert's entries.
+
+    It stands in for the method of an expert's layer within one forward pass and its backward pass.
+    """
+
+    masks_entries = False
+
+    def __init__(self, layer: NMLayer, weight: Tensor) -> None:
+        self._layer, self._weight = layer, weight
+        self._forward: Tensor | None = None
+        self._backward: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer.spec.method, name)
+
+    @torch.no_grad()
+    def forward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
+        """W_F of the expert."""
+        if self._forward is None:
+            self._forward = self._layer.spec.method.forward_weight(self._layer, self._weight)
+        return self._forward[layer.expert]
+
+    @torch.no_grad()
+    def backward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
+        """W_B of the expert."""
+        if self._backward is None:
+            self._backward = self._layer.spec.method.backward_weight(self._layer, self._weight)
+        return self._backward[layer.expert]
+
+    def release(self) -> None:
+        """Free the memory of both."""
+        self._forward = self._backward = None

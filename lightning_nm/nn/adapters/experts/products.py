@@ -1,0 +1,133 @@
+"""The products of a layer of experts within one forward pass of its module: each expert's through the op seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.nn.adapters.experts.expert import ExpertLayer, WholeValues, expert_of
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.products.ops import nm_linear
+
+Watch = Callable[[int, Tensor], None]
+"""Gets an expert's number and what is multiplied by its matrix, ``[..., in]``."""
+
+_WATCHES: dict[NMLayer, Watch] = {}
+
+
+@contextmanager
+def watching(layer: NMLayer, watch: Watch) -> Iterator[None]:
+    """Within, every product with a masked layer of experts is told, before it is made.
+
+    Raises:
+        ValueError: In a product that is not made expert by expert.
+    """
+    _WATCHES[layer] = watch
+    try:
+        yield
+    finally:
+        del _WATCHES[layer]
+
+
+class ExpertsInUse:
+    """A layer of experts in one forward pass of its module.
+
+    All products read one node of the graph, :attr:`weight`. Its backward pass gets the sum of their gradients once, so
+    that the method routes the gradient of all experts together, and experts without tokens cost nothing.
+
+    Args:
+        layer: The layer, with a weight ``[experts, out, in]`` or ``[experts, in, out]``.
+    """
+
+    def __init__(self, layer: NMLayer) -> None:
+        self.layer = layer
+        self.macs = 0
+        """Multiply-adds of the products so far."""
+        parameter = layer.param
+        self.values = None if layer.method.masks_entries else WholeValues(layer, parameter.detach())
+        with torch.enable_grad():  # a block without gradients may read it first
+            self.weight: Tensor = _Routed.apply(layer, self.values, parameter, *layer.parameters.values())
+        self._parts: Sequence[Tensor] = ()
+        self._forward_weight: Tensor | None = None
+
+    def product(self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """``x W_F[expert]^T + bias`` for ``x [..., in]``, in a dtype or by default the one that torch takes."""
+        if not self._parts:
+            with torch.enable_grad():
+                self._parts = self.weight.unbind(0)
+        if _WATCHES and self.layer in _WATCHES:
+            _WATCHES[self.layer](expert, x)
+        part = self._parts[expert]
+        self.macs += x.numel() // max(x.shape[-1], 1) * part.numel()
+        if self.values is None:
+            return nm_linear(x, part, bias, expert_of(self.layer, expert), dtype=dtype)
+        layer = ExpertLayer.__new__(ExpertLayer).follow(self.layer, expert, self.values)
+        return nm_linear(x, part, bias, layer, dtype=dtype)
+
+    def grouped(self, x: Tensor, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """The products of ``x [tokens, in]``, sorted by expert; tokens beyond all counts give 0."""
+        *pieces, rest = x.split([*counts, len(x) - sum(counts)])
+        found = [self.product(k, piece, dtype=dtype) for k, piece in enumerate(pieces) if len(piece)]
+        found = found or [self.product(0, x[:0], dtype=dtype)]
+        if len(rest):
+            found.append(found[0].new_zeros(len(rest), found[0].shape[1]))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def by_index(self, x: Tensor, experts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The products of ``x [tokens, in]`` with the expert that ``experts [tokens]`` names for each token."""
+        order = experts.argsort(stable=True)
+        counts = torch.bincount(experts, minlength=len(self.weight)).tolist()
+        made = self.grouped(x[order], counts, dtype)
+        return torch.empty_like(made).index_copy(0, order, made)
+
+    def forward_weight(self) -> Tensor:
+        """W_F of all experts, its gradient routed by the method."""
+        if self.layer in _WATCHES:
+            raise ValueError(
+                f"layer '{self.layer.name}' multiplies by an operator that does not tell the inputs of single experts"
+            )
+        if self._forward_weight is None:
+            with torch.enable_grad():
+                self._forward_weight = _ForwardWeight.apply(self.layer, self.weight)
+        return self._forward_weight
+
+    def close(self) -> None:
+        """The forward pass is over: free what only it needs, and record the multiply-adds."""
+        self._parts, self._forward_weight = (), None
+        if self.values is not None:
+            self.values.release()
+        self.layer.costs.record_call(self.macs)
+
+
+class _Routed(torch.autograd.Function):
+    """The latent weight, whose gradient the method routes."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: NMLayer, values: WholeValues | None, weight: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.values = layer, values
+        ctx.save_for_backward(weight)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        if ctx.values is not None:
+            ctx.values.release()
+        return None, None, *ctx.layer.spec.method.weight_gradient(ctx.layer, weight, grads[0])
+
+
+class _ForwardWeight(torch.autograd.Function):
+    """W_F of the latent weight; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: NMLayer, weight: Tensor) -> Tensor:
+        made = layer.spec.method.forward_weight(layer, weight)
+        return weight.clone() if made is weight else made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]

@@ -1,0 +1,163 @@
+"""What the three GEMMs of a layer do, and what they cost relative to the dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.kernels.api import GemmName
+from lightning_nm.pattern import NMPattern
+
+if TYPE_CHECKING:
+    from lightning_nm.nn.layer.layer import NMLayer
+
+GemmKind = Literal["n:m", "masked", "outputs", "dense", "none"]
+"""``"n:m"``: an operand is N:M along the contraction axis. ``"masked"``: an operand has zeros, but not along that axis.
+``"outputs"``: the result is needed at kept entries alone. ``"none"``: the wgrad of a frozen weight, which neither this
+training nor the dense one runs; it counts as dense."""
+
+
+class Gemm(NamedTuple):
+    """One GEMM, and its multiply-adds relative to the dense GEMM counted in three ways.
+
+    Args:
+        kind: What its sparse operand is.
+        pattern: The pattern along the contraction axis where the kind is ``"n:m"``, else ``None``.
+        reason: Why, in a few words; empty when there is nothing to explain.
+        arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
+        paper: Share counted as the N:M training papers count it.
+        eligible: Share that N:M hardware would execute.
+    """
+
+    kind: GemmKind = "dense"
+    pattern: NMPattern | None = None
+    reason: str = ""
+    arithmetic: float = 1.0
+    paper: float = 1.0
+    eligible: float = 1.0
+
+    @classmethod
+    def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
+        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
+        density = pattern.n / pattern.m
+        return cls("n:m", pattern, "", density if arithmetic is None else arithmetic, density, density)
+
+    @property
+    def treatment(self) -> str:
+        """The kind for tables: the pattern, ``"masked"``, ``"none"``, or else ``"dense"``."""
+        if self.pattern is not None:
+            return str(self.pattern)
+        return "dense" if self.kind == "outputs" else self.kind
+
+
+class Gemms(NamedTuple):
+    """The three GEMMs of a layer: ``Y = X W_F^T``, ``dX = dY W_B`` and ``dW = E(dY)^T X``."""
+
+    forward: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    def densities(self) -> dict[FlopsKind, GemmDensity]:
+        """The shares of the three GEMMs, in each counting."""
+        return {kind: GemmDensity(*(getattr(gemm, kind) for gemm in self)) for kind in get_args(FlopsKind)}
+
+
+def layer_gemms(layer: NMLayer) -> Gemms:
+    """What the three GEMMs of a layer do now, by one rule for all methods.
+
+    The forward is N:M where there is a forward mask. dgrad is N:M where there is a backward mask or the forward mask is
+    transposable, else masked. wgrad is N:M through an estimator alone; where the method needs no gradient at pruned
+    entries, these outputs are not counted as arithmetic.
+    """
+    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
+
+
+def _forward(layer: NMLayer) -> Gemm:
+    spec = layer.spec
+    if not spec.method.uses_masks:
+        return Gemm()
+    if layer.masks.has_forward:
+        return Gemm.sparse(spec.method.current_pattern(layer))
+    return Gemm(reason=spec.forward_reason or "dense phase")
+
+
+def _dgrad(layer: NMLayer) -> Gemm:
+    spec, masks = layer.spec, layer.masks
+    method, pattern = spec.method, spec.method.current_pattern(layer)
+    if not method.uses_masks:
+        return Gemm()
+    if masks.has_backward:
+        return Gemm.sparse(pattern, masks.backward_density)
+    if not masks.has_forward:
+        return Gemm(reason=spec.dgrad_reason)
+    if method.transposable and not spec.dgrad_reason:
+        return Gemm.sparse(pattern)
+    paper = pattern.density if method.paper_counts_masked else 1.0
+    return Gemm("masked", None, spec.dgrad_reason or "not N:M along out", pattern.density, paper)
+
+
+def _wgrad(layer: NMLayer) -> Gemm:
+    if not layer.param.requires_grad:
+        return Gemm("none", reason="frozen, so no weight gradient")
+    method, estimator, dense = layer.spec.method, layer.spec.estimator, Gemm()
+    if method.uses_masks and layer.masks.has_forward and not method.gradient_at_pruned(layer):
+        density = method.current_pattern(layer).density
+        paper = density if method.paper_counts_masked else 1.0
+        dense = Gemm("outputs", reason="dW at kept entries alone", arithmetic=density, paper=paper)
+    if estimator is None:
+        return dense
+    if not layer.progress.estimating:
+        return dense._replace(reason="; ".join(filter(None, ("dense phase", dense.reason))))
+    pattern = estimator.pattern_of(layer)
+    gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
+    return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
+
+
+LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {"forward": _forward, "dgrad": _dgrad, "wgrad": _wgrad}
+"""What one GEMM of a layer does now."""
+
+
+class LayerCosts:
+    """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
+
+    def __init__(self) -> None:
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.counted = 0  # steps that were summed
+        self.treatment: tuple[Any, ...] | None = None  # what current depends on
+        self.current: list[tuple[list[float], list[float]]] = []
+        """For each counting the sums and what a step adds to them."""
+        self.last_call: int | None = None
+        """Multiply-adds of the module's last call, where its products count themselves."""
+
+    def settle(self, treatment: tuple[Any, ...], gemms: Gemms) -> None:
+        """Set what a step adds."""
+        self.treatment = treatment
+        self.current = [(sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()]
+
+    def charge(self, gemms: Gemms, steps: int) -> None:
+        """Add so many steps in which the GEMMs are these."""
+        for kind, sums in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.counted += steps
+
+    def record_call(self, macs: int) -> None:
+        """Set the multiply-adds of a call that ended."""
+        self.last_call = macs
+
+    def mean(self) -> dict[FlopsKind, GemmDensity] | None:
+        """The average over the steps; ``None`` if there were none."""
+        if not self.counted:
+            return None
+        return {kind: GemmDensity(*(total / self.counted for total in sums)) for kind, sums in self.spent.items()}
+
+    def charge_dense(self, steps: int) -> None:
+        """Start with so many steps in which all GEMMs were dense."""
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+
+    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
+        """Set saved sums."""
+        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        self.counted = counted
+        self.treatment = None

@@ -1,0 +1,39 @@
+"""What the selection decided on one weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.pattern import NMPattern
+
+if TYPE_CHECKING:  # for the types only: imports point one way
+    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.methods.base import Method
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """The selection's decisions on a weight; never changed."""
+
+    name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
+    module: nn.Module  # owns the parameter
+    parameter: str  # the parameter's name in the module
+    pattern: NMPattern
+    method: Method
+    estimator: GradientEstimator | None = None  # None uses dY itself in the wgrad GEMM
+    layout: Layout = "plain"
+    groups: int = 1  # equal groups of output rows that no dgrad block crosses
+    forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
+    dgrad_reason: str = ""  # likewise for the dgrad GEMM
+    tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
+    tied: tuple[tuple[nn.Module, str], ...] = ()
+    """Other modules that hold the same parameter, with its name in them: they use the same masks."""
+
+    @property
+    def holders(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Every module that holds the parameter, with its name in it."""
+        return (self.module, self.parameter), *self.tied

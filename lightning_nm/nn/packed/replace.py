@@ -1,0 +1,119 @@
+"""Which weights of a model can be packed, and putting packed weights in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_nm.functional.nm_format import PACKED_DTYPES
+from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.layer.names import parameter_key
+from lightning_nm.nn.packed.layers import PackedLayer, packed_class, packed_kind
+from lightning_nm.nn.packed.weight import PackedWeight, Role
+from lightning_nm.nn.selection.selection import Selection, candidates_of
+
+
+class Place(NamedTuple):
+    """A parameter that can be packed.
+
+    Args:
+        module: Its module.
+        parameter: Its name there.
+        layout: Where the blocks lie that the module's products contract.
+        role: What the module is.
+    """
+
+    module: nn.Module
+    parameter: str
+    layout: Layout
+    role: Role
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter."""
+        found: nn.Parameter = self.module._parameters[self.parameter]  # type: ignore[assignment]
+        return found
+
+
+def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """The weights of a model that can be packed, by their keys in the state dict, and why others cannot.
+
+    Raises:
+        ValueError: If a sparsifier's masks are installed.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Adapter) and module.nm_layers:
+            raise ValueError(f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first")
+    return places_and_reasons(model)
+
+
+def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
+    selection = Selection()
+    found: dict[str, Place] = {}
+    owners: dict[int, int] = {}
+    for each in model.modules():
+        for tensor in each._parameters.values():
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    reasons: dict[str, str] = {}
+    for candidate in candidates_of(model, selection, "channels"):
+        module, parameter = candidate.module, candidate.spec.parameter
+        key = parameter_key(candidate.module_name, parameter)
+        kind = packed_kind(type(module))
+        weight = module._parameters.get(parameter)
+        if isinstance(module, Adapter) and module.nm_layers:
+            reasons[key] = "masked by a sparsifier"
+        elif kind is None:
+            reasons[key] = f"no packed layer for {type(module).__name__}"
+        elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
+            reasons[key] = "its weight is not an ordinary parameter"
+        elif weight.dtype not in PACKED_DTYPES:
+            reasons[key] = f"its weight is {weight.dtype}"
+        elif isinstance(weight, DTensor):
+            reasons[key] = "its weight is sharded"
+        elif owners[id(weight)] > 1:
+            reasons[key] = "its weight is shared with another module"
+        else:
+            found[key] = Place(module, parameter, candidate.spec.layout, kind.packed_role)
+    return found, {**selection.skipped, **reasons}
+
+
+def put(place: Place, weight: PackedWeight) -> None:
+    """Replace a parameter by its packed weight, and the class of its module."""
+    module = place.module
+    weight.train(module.training)
+    if not isinstance(module, PackedLayer):
+        module.__class__ = packed_class(type(module))
+    del module._parameters[place.parameter]
+    setattr(module, place.parameter, weight)
+
+
+def settle(model: nn.Module) -> None:
+    """Let modules that read the weights of their children call them, and switch off fused paths, which read them."""
+    for module in model.modules():
+        found = find_adapter(type(module))
+        children = () if found is None else found[0].reads_children
+        reads = any(isinstance(getattr(module, child, None), PackedLayer) for child in children)
+        if reads and not isinstance(module, PackedLayer):
+            module.__class__ = packed_class(type(module))
+    for module in model.modules():
+        for kind, attribute, off in FUSED_PATHS:
+            if isinstance(module, kind) and any(isinstance(part, PackedLayer) for part in module.modules()):
+                setattr(module, attribute, off)
+
+
+def packed_weights(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by the keys that they have in the dense state dict.
+
+    Args:
+        model: A model.
+        all_names: Whether a weight of a module that the model holds under several names comes with each of its keys,
+            as in a state dict. By default it comes once, with its first key.
+    """
+    for name, module in model.named_modules(remove_duplicate=not all_names):
+        if isinstance(module, PackedWeight):
+            yield name, module

@@ -1,0 +1,54 @@
+"""Linear layers that tensor parallelism shards: each process multiplies its shard under its part of the masks.
+
+``ColwiseParallel`` gives each process rows of W and so outputs of its own; the gradients of X add up over the
+processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them; the products add up to Y. The
+selection sees to it that no block lies in two shards.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.products.ops import nm_linear
+
+
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLayer) -> Tensor:
+    """``x @ W_F^T + bias``, a DTensor: its last dimension sharded if W's rows are, else replicated.
+
+    Args:
+        x: ``[..., in]``, a DTensor, or a plain tensor that is equal in all processes.
+        weight: ``[out, in]``, a DTensor, replicated or sharded along one dimension, over a mesh of one dimension.
+        bias: ``[out]`` or ``None``, sharded as W's rows are.
+        layer: The layer of all of W.
+
+    Raises:
+        RuntimeError: If FSDP should have gathered the weight, or has and was not known, naming the layer.
+    """
+    if not isinstance(weight, DTensor):
+        raise RuntimeError(
+            f"layer '{layer.name}' was taken for tensor parallel, but FSDP gathers its weight: give the sparsifier the "
+            "module that fully_shard was given, not a part of it"
+        )
+    if layer.shards is not None and layer.shards.wrappers and not layer.spec.tensor_parallel:
+        raise RuntimeError(
+            f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "
+            "was given, whose hooks gather it, not its parts"
+        )
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    by_rows, by_columns = placement.is_shard(0), placement.is_shard(1)
+    x = x.redistribute(mesh, [Shard(x.dim() - 1) if by_columns else Replicate()])
+    y = nm_linear(
+        x.to_local(grad_placements=[Partial()] if by_rows else x.placements),
+        weight.to_local(grad_placements=weight.placements),
+        None if bias is None or by_columns else bias.to_local() if isinstance(bias, DTensor) else bias,
+        layer.local_view(weight),
+        routed=False,
+    )
+    if not by_columns:
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1) if by_rows else Replicate()], run_check=False)
+    whole = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+    return whole if bias is None else whole + bias

@@ -1,0 +1,270 @@
+"""lightning-nm study, with trainings of a few steps."""
+
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+
+from lightning_nm import BAME, NMSparsityCallback
+from lightning_nm.cli import main
+from lightning_nm.commands.study import pace, run
+from lightning_nm.commands.study.spec import Cell, read
+from lightning_nm.commands.study.trial import train
+from lightning_nm.demo import Digits, HelpTopics, ResidualCNN, TinyTransformer
+
+FIXED = {"method": {"class_path": "lightning_nm.BAME", "init_args": {"start": 1.0, "stop": 1.0}}}
+CONFIG = {
+    "seed_everything": 7,
+    "model": {"class_path": "TinyTransformer", "init_args": {"dim": 16, "depth": 1}},
+    "data": {"class_path": "HelpTopics", "init_args": {"batch_size": 4, "train_size": 64, "val_fraction": 0.01}},
+    "trainer": {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0, "limit_test_batches": 2},
+}
+STUDY = {
+    "config": "config.yaml",
+    "metric": "test_bits_per_byte",
+    "baselines": ["dense"],
+    "variants": {"dense": {"method": "dense"}, "fixed": FIXED},
+    "grid": {"pattern": ["1:16"]},
+    "seeds": 2,
+}
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
+
+    def write(config=CONFIG, **changes):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY | changes))
+        return tmp_path / "study.yaml"
+
+    return write
+
+
+def start(path, *arguments):
+    return main(["study", str(path), "--output", str(path.parent / "out"), "--threads", "1", *arguments])
+
+
+def results(path):
+    with (path.parent / "out" / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_study_is_trained_once_and_reported(study, capsys):
+    path = study()
+    assert start(path) == 0
+    out = capsys.readouterr().out
+    assert out.count("test_bits_per_byte ") >= 4
+    assert "fixed - dense" in out
+    rows = results(path)
+    assert [(row["variant"], row["pattern"], row["seed"], row["state"]) for row in rows] == [
+        (variant, "1:16", seed, "complete") for variant in ("dense", "fixed") for seed in "01"
+    ]
+    assert {row["steps"] for row in rows} == {"3"}
+    assert float(rows[2]["flops_paper"]) < float(rows[0]["flops_paper"]) == 1
+    assert {row["torch"] for row in rows} == {torch.__version__}
+    text = (path.parent / "out" / "report.md").read_text()
+    assert "| fixed - dense | 2 |" in text
+    for theme in ("light", "dark"):
+        assert (path.parent / "out" / f"report-{theme}.png").read_bytes().startswith(b"\x89PNG")
+    assert start(path, "--report-only") == 0
+    assert start(path) == 0
+    assert "(process" not in capsys.readouterr().out
+    assert results(path) == rows
+
+
+def test_a_failed_trial_is_reported_and_stops_nothing(study, capsys):
+    bad = {"method": "dense", "trainer.limit_test_batches": 0}
+    path = study(variants={"bad": bad, **STUDY["variants"]}, seeds=1)
+    assert start(path) == 1
+    out = capsys.readouterr().out
+    assert "Failed: variant bad, pattern 1:16, seed 0: ValueError: metric: the test logs no 'test_bits_per_byte'" in out
+    assert [row["state"] for row in results(path)] == ["failed", "complete", "complete"]
+    assert "test_bits_per_byte" in results(path)[0]["error"]
+
+
+def test_a_diverged_training_fails(study):
+    path = study(variants={"wild": {"model.init_args.lr": 1e30}}, baselines=[], seeds=1)
+    assert start(path) == 1
+    assert "diverged: test_bits_per_byte is nan" in results(path)[0]["error"]
+
+
+def test_ctrl_c_leaves_a_state_that_goes_on(study, capsys, monkeypatch):
+    path = study()
+    trained = []
+
+    def interrupted(config, seed, metric):
+        if len(trained) == 2:
+            raise SystemExit(1)  # what Lightning makes of Ctrl-C
+        trained.append(seed)
+        return {
+            metric: 1.0 + seed,
+            "fit_seconds": 0.0,
+            **dict.fromkeys(("torch", "lightning_nm", "threads", "device"), 1),
+        }
+
+    monkeypatch.setattr(run, "train", interrupted)
+    assert start(path) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert start(path, "--report-only") == 1
+    assert [row["state"] for row in results(path)].count("complete") == 2
+    assert "Not finished: 2 of 4 trainings" in capsys.readouterr().out
+    trained[:] = [None, None, None]
+    assert start(path) == 0
+    assert len(trained) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": {"a": {"metod": "dense"}}, "baselines": []}, ["variant a, pattern 1:16", "metod"]),
+        ({"variants": {"a": {"method": "dens"}}, "baselines": []}, ["dens", "dense"]),
+        (
+            {
+                "variants": {"a": {"method": {"class_path": "lightning_nm.BAME", "init_args": {"budget": 0}}}},
+                "baselines": [],
+            },
+            ["budget=0"],
+        ),
+        ({"overrides": {"model.init_args.depht": 2}}, ["depht"]),
+        ({"overrides": {"trainer.max_step": 2}}, ["max_step"]),
+        ({"grid": {"data.init_args.batch_size": [0]}}, ["batch_size 0", "at least 1"]),
+        ({"sampler": "random", "trials": 1, "search": {"model.init_args.lrr": [1, 2]}}, ["lrr"]),
+        ({"baselines": ["a"]}, ["baselines: 'a' is no variant"]),
+    ],
+)
+def test_mistakes_are_named_before_any_training(study, capsys, changes, words):
+    path = study(**changes)
+    assert start(path) == 2
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+    assert not (path.parent / "out").exists()
+
+
+def test_equal_seconds_give_each_variant_its_number_of_steps(study, capsys, monkeypatch):
+    timed = []
+
+    def measure(spec, cells):
+        timed.extend(cell.label for cell in cells)
+        return [{"dense": 0.5, "fixed": 0.2, "slow": 5.0}[cell.variant] for cell in cells]
+
+    monkeypatch.setattr(run, "measure", measure)
+    changes = {"seconds": 2.1, "variants": STUDY["variants"], "seeds": [3]}
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": 3, "min_steps": 7, "max_time": "00:00:00:01"}}
+    path = study(config, **changes)
+    assert start(path) == 0
+    assert [(row["variant"], row["steps"], float(row["step_ms"])) for row in results(path)] == [
+        ("dense", "4", 500.0),
+        ("fixed", "10", 200.0),
+    ]
+    assert "as many steps as take 2.1 s" in " ".join(capsys.readouterr().out.split())
+    more = changes | {"variants": changes["variants"] | {"slow": {"method": "sr-ste"}}, "seeds": [3, 4]}
+    assert start(study(config, **more)) == 0
+    assert timed == ["dense, pattern 1:16", "fixed, pattern 1:16", "slow, pattern 1:16"]  # each once
+    assert [row["steps"] for row in results(path)] == ["4", "4", "10", "10", "1", "1"]
+    assert start(study(config, **more | {"seconds": 3})) == 2
+    assert "seconds: was 2.1, is 3" in capsys.readouterr().err
+
+
+def test_a_step_is_timed_without_its_validations(study, monkeypatch):
+    monkeypatch.setattr(pace, "STEPS", 7)
+    stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    trainer = {
+        "limit_val_batches": 2,
+        "val_check_interval": 2,
+        "check_val_every_n_epoch": None,
+        "callbacks": [stopping],
+    }
+    config = CONFIG | {"trainer": CONFIG["trainer"] | trainer}
+    spec = read(study(config, seconds=10, variants={"a": {"trainer.accumulate_grad_batches": 2}}, baselines=[]))
+    fits = []
+    monkeypatch.setattr(TinyTransformer, "on_validation_start", lambda self: time.sleep(0.2))
+    monkeypatch.setattr(TinyTransformer, "on_train_end", lambda self: fits.append(self.trainer.global_step))
+    (step_s,) = pace.measure(spec, list(spec.cells()))
+    assert 0 < step_s < 0.2
+    assert fits == [6] + [7] * pace.ROUNDS
+
+
+def test_options_are_checked(study, capsys):
+    path = study()
+    assert start(path, "--workers", "0") == 2
+    assert "--workers 0 must be at least 1" in capsys.readouterr().err
+    assert start(path, "--report-only") == 2
+    assert "holds no study" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["optuna", "scipy", "matplotlib"])
+def test_a_missing_extra_is_named(study, capsys, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert start(study()) == 2
+    assert "pip install 'lightning-nm[study]'" in capsys.readouterr().err
+
+
+def plain(model, data, method, pattern):
+    """A training and its test without LightningCLI."""
+    masks = NMSparsityCallback(pattern, method, show_tables=False, grad_snr_every=0)
+    trainer = pl.Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        callbacks=[masks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        limit_test_batches=3,
+    )
+    trainer.fit(model, data)
+    return trainer.test(model, data, verbose=False)[0]
+
+
+@pytest.mark.parametrize(("data", "model"), [(HelpTopics, TinyTransformer), (Digits, ResidualCNN)])
+@pytest.mark.parametrize("method", ["sr-ste", FIXED["method"]], ids=["sr-ste", "fixed"])
+@pytest.mark.filterwarnings("ignore:BAME never adapts")
+def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
+    names = [{"class_path": cls.__name__} for cls in (data, model)]
+    trainer = {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0, "limit_test_batches": 3}
+    config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
+    metric = {TinyTransformer: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
+    spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
+    found = train(spec.trial_config(Cell("it", {"pattern": "1:16"}), {}), 3, metric)
+    pl.seed_everything(3, verbose=False)
+    made = method if method == "sr-ste" else BAME(start=1.0, stop=1.0)
+    expected = plain(model(), data(seed=3), made, "1:16")
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.slow
+def test_a_killed_study_with_two_workers_gives_the_rows_of_an_undisturbed_one(study):
+    path = study(seeds=4)
+    assert start(path) == 0
+    expected = {(row["variant"], row["seed"]): row["test_bits_per_byte"] for row in results(path)}
+    output = path.parent / "killed"
+    words = ["study", str(path), "--output", str(output), "--threads", "1"]
+    command = [sys.executable, "-m", "lightning_nm", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    process.stdout.readline()  # the first trial is complete
+    time.sleep(0.2)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert main([*words, "--workers", "2"]) == 0
+    with (output / "results.csv").open() as file:
+        found = {(row["variant"], row["seed"]): row["test_bits_per_byte"] for row in csv.DictReader(file)}
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[3] / "studies").glob("accuracy-*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_studies_can_be_built(path):
+    run.check(read(path))
