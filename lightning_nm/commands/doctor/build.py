@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 
+from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.export.classes import import_class
 from lightning_nm.lightning_cli import lightning_cli
 from lightning_nm.plugins import NMFSDPPrecision
@@ -42,6 +44,7 @@ def build(
     prog: str = "lightning-nm doctor",
     *,
     kernels: bool = True,
+    masks: bool = True,
 ) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
@@ -52,6 +55,7 @@ def build(
         data: Likewise of the data module.
         prog: What the messages of usage errors begin with.
         kernels: Keep the precision plugins that choose kernels; they refuse a model without masks.
+        masks: Keep the callbacks that mask; without them plugins that choose kernels become Lightning's own.
 
     Raises:
         ImportError: If jsonargparse is missing.
@@ -69,11 +73,15 @@ def build(
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             given = self.config_init.trainer
-            forced = {**_FORCED, "callbacks": _without(given.callbacks, _WATCHERS)}
+            unused = _WATCHERS if masks else (*_WATCHERS, NMSparsityCallback, MaskMonitor)
+            forced = {**_FORCED, "callbacks": _without(given.callbacks, unused)}
             if not torch.cuda.is_available():
                 forced |= {"accelerator": "cpu", "strategy": "auto"}
             if not kernels or not torch.cuda.is_available():
                 forced["plugins"] = _without(given.plugins, NMFSDPPrecision if kernels else KernelRouting)
+            if not masks:
+                plugins = forced.get("plugins", _without(given.plugins, ()))
+                forced["plugins"] = [_without_routing(plugin) for plugin in plugins]
             return super().instantiate_trainer(**forced, **kwargs)
 
     classes = {
@@ -85,6 +93,19 @@ def build(
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
         options = {"save_config_callback": None, "parser_kwargs": {"prog": prog}, "args": arguments}
         return CLI(**classes, run=False, **options)
+
+
+def _without_routing(plugin: Any) -> Any:
+    """Lightning's own plugin of the same precision in place of one that chooses kernels."""
+    if not isinstance(plugin, KernelRouting):
+        return plugin
+    if isinstance(plugin, MixedPrecision):
+        return MixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+    if isinstance(plugin, HalfPrecision):
+        return HalfPrecision(plugin.precision)
+    if isinstance(plugin, FSDPPrecision):
+        return FSDPPrecision(plugin.precision)  # type: ignore[arg-type]
+    return Precision()
 
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
