@@ -1,4 +1,4 @@
-"""Training without masks, which the doctor measures first: the same config and precision, and nothing of this package."""
+"""Training without masks, which the doctor measures first: the same config and precision, and no masks."""
 
 import lightning.pytorch as pl
 import pytest
