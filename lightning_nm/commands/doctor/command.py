@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_nm.commands.doctor.build import add_classes, build
+from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.doctor.machine import examine
 from lightning_nm.commands.doctor.report import Report
 from lightning_nm.commands.doctor.tables import print_machine, print_report

@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from lightning_nm.cli import main
-from lightning_nm.commands.doctor.build import build
+from lightning_nm.commands.build import build
 from lightning_nm.commands.doctor.training import plain_step_ms
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.plugins.routing import KernelRouting

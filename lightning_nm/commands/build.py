@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +35,25 @@ _WATCHERS = (
     *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.EarlyStopping, callbacks.LearningRateMonitor),
     *(callbacks.ModelSummary, callbacks.ProgressBar, callbacks.Timer),
 )
+
+
+class Classes(NamedTuple):
+    """Import paths of the model's and the data module's class, for a config that does not name them."""
+
+    model: str | None = None
+    data: str | None = None
+
+    def imported(self) -> dict[str, Any]:
+        """Return the classes as arguments of a LightningCLI.
+
+        Raises:
+            ValueError: If one cannot be imported, or is no such class.
+        """
+        model, data = self.model, self.data
+        return {
+            "model_class": None if model is None else import_class(model, "--model", pl.LightningModule),
+            "datamodule_class": None if data is None else import_class(data, "--data", pl.LightningDataModule),
+        }
 
 
 def build(
@@ -84,10 +103,7 @@ def build(
                 forced["plugins"] = [_without_routing(plugin) for plugin in plugins]
             return super().instantiate_trainer(**forced, **kwargs)
 
-    classes = {
-        "model_class": None if model is None else import_class(model, "--model", pl.LightningModule),
-        "datamodule_class": None if data is None else import_class(data, "--data", pl.LightningDataModule),
-    }
+    classes = Classes(model, data).imported()
     arguments = [word for path in configs for word in ("--config", str(path))]
     with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
