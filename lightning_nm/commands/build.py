@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecisi
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.export.classes import import_class
-from lightning_nm.lightning_cli import lightning_cli
+from lightning_nm.lightning_cli import NMLightningCLI
 from lightning_nm.plugins import NMFSDPPrecision
 from lightning_nm.plugins.routing import KernelRouting
 
@@ -56,6 +57,32 @@ class Classes(NamedTuple):
         }
 
 
+def require_classes(configs: Sequence[Any], classes: Classes) -> None:
+    """Refuse configs whose ``model:`` or ``data:`` names no class, if no option names it.
+
+    Raises:
+        ValueError: With the option.
+    """
+    for option, name, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
+        sections = [config[option] for config in configs if isinstance(config, Mapping) and config.get(option)]
+        named = name is not None or any(isinstance(each, str) or "class_path" in each for each in sections)
+        if sections and not named:
+            raise ValueError(
+                f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
+                "or write `class_path` and `init_args` in the config"
+            )
+
+
+def _content(path: str) -> Any:
+    """What a YAML file holds; nothing if it cannot be read, which the parser explains."""
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
 def build(
     configs: Sequence[str],
     model: str | None = None,
@@ -82,7 +109,7 @@ def build(
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
 
-    class CLI(lightning_cli()):  # type: ignore[misc]
+    class CLI(NMLightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             for name in ("ckpt_path", "weights_only"):  # arguments of fit, in the configs that it prints and saves
                 parser.add_argument(f"--{name}", default=None, type=Any)
@@ -104,6 +131,7 @@ def build(
             return super().instantiate_trainer(**forced, **kwargs)
 
     classes = Classes(model, data).imported()
+    require_classes([_content(path) for path in configs], Classes(model, data))
     arguments = [word for path in configs for word in ("--config", str(path))]
     with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")

@@ -17,7 +17,6 @@ from lightning_nm.commands.doctor.report import Report
 from lightning_nm.commands.doctor.tables import print_machine, print_report
 from lightning_nm.commands.doctor.training import judge, judge_unmeasured, plain_step_ms, router_for, watch
 from lightning_nm.kernels.api import check_mode
-from lightning_nm.lightning_cli import EXTRA
 
 SCHEMA = 3
 
@@ -35,8 +34,7 @@ def main(args: Sequence[str]) -> int:
             machine = examine()
             reports = _reports(options) if options.config else []
     except (ImportError, ValueError) as error:
-        advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
-        print(f"lightning-nm doctor: {error}{advice}", file=sys.stderr)
+        print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
         content = {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}

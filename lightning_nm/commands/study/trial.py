@@ -17,8 +17,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import Classes
-from lightning_nm.lightning_cli import lightning_cli
+from lightning_nm.commands.build import Classes, require_classes
+from lightning_nm.lightning_cli import NMLightningCLI
 from lightning_nm.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -54,13 +54,14 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes = NO_CLASSES) -
             imported.
     """
 
-    class CLI(lightning_cli()):  # type: ignore[misc]
+    class CLI(NMLightningCLI):
         def before_instantiate_classes(self) -> None:
             data = self.config.get("data")
             arguments = data.get("init_args") if data else None
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed
 
+    require_classes([config], classes)
     said = StringIO()
     try:
         with silence(), redirect_stderr(said), redirect_stdout(said):
