@@ -71,6 +71,19 @@ class NMLightningCLI(LightningCLI):
                 raise
             self.parser.error(str(error))
 
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Create the Trainer; two callbacks of this package without names are a usage error."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except RuntimeError as error:
+            found = re.search(r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error))
+            if found is None:
+                raise
+            self.parser.error(
+                f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or use one "
+                "with `rules` for layers that differ"
+            )
+
 
 def require_extra() -> None:
     """Raise ``ImportError``, with :data:`EXTRA`, if a package of the command line is missing."""

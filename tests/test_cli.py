@@ -220,6 +220,16 @@ def test_help_without_its_extra_lists_the_commands_first(monkeypatch, capsys, pa
     assert err.startswith("The command line needs the extra `cli`: pip install 'lightning-nm[cli]'")
 
 
+def test_two_callbacks_without_names_are_told_of_names(tmp_path, capsys):
+    path = tmp_path / "two.yaml"
+    callbacks = [{"class_path": "lightning_nm.NMSparsityCallback", "init_args": {"include": name}} for name in "ab"]
+    content = {"seed_everything": 0, "model": "ResidualCNN", "data": "Digits", "trainer": {"callbacks": callbacks}}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(path)])
+    assert "two NMSparsityCallbacks with the same name: give each its own `name`" in capsys.readouterr().err
+
+
 def test_a_class_that_the_config_does_not_name(tmp_path, capsys):
     path = tmp_path / "own.yaml"
     path.write_text("model: {dim: 16, depth: 1}\n")
