@@ -80,8 +80,8 @@ class NMLightningCLI(LightningCLI):
             if found is None:
                 raise
             self.parser.error(
-                f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or use one "
-                "with `rules` for layers that differ"
+                f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or "
+                "use one with `rules` for layers that differ"
             )
 
 
