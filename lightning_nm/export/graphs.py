@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.classes import import_class
-from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.export.sources import Source, hyperparameters
 
 TOLERANCE = 1e-3

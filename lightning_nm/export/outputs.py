@@ -11,11 +11,12 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from lightning_nm.export.atomic_write import check_folder, replacing
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import ToPack, write_packed
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import check_folder, replacing, write_safetensors
+from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.nm_format import position_bytes
 from lightning_nm.pattern import NMPattern, PatternLike

@@ -1,7 +1,10 @@
 """Safetensors files: tensors are read one at a time, and a file is checked before anything of its sizes is allocated.
 
-The format is a little-endian length of eight bytes, so many bytes of JSON, and the tensors without gaps. The package
-``safetensors`` takes the last of duplicate names; this reader refuses them.
+The format is a little-endian length of eight bytes, so many bytes of JSON, and the tensors without gaps.
+
+The package ``safetensors`` is not used here. It takes the last of duplicate names, its errors name neither the tensor
+nor the sizes, it maps the file into memory, so that a file that becomes shorter ends the process by SIGBUS, and it
+writes only what is in memory as a whole. Weights to pack are packed one at a time while they are written.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from uuid import uuid4
 
 import torch
 from torch import Tensor
+
+from lightning_nm.export.atomic_write import replacing
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -71,7 +74,8 @@ class SafetensorsFile:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             length = int.from_bytes(first, "little")
-            if first.startswith(b"PK"):  # a zip file, which torch.save writes
+            # torch.save writes zip files.
+            if first.startswith(b"PK"):
                 raise ValueError(
                     f"'{self.path}' is a checkpoint of torch, not a safetensors file: "
                     f"`lightning-nm export {self.path} -o model.safetensors` packs it"
@@ -92,8 +96,9 @@ class SafetensorsFile:
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             self._refuse("its metadata do not map names to texts")
-        entries = {name: self._entry(name, fields, size) for name, fields in header.items()}
-        entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
+        unordered = {name: self._entry(name, fields, size) for name, fields in header.items()}
+        entries = dict(sorted(unordered.items(), key=lambda item: (item[1].begin, item[1].end)))
+        # Tensors that overlap or leave gaps could hide content, or let two names share memory.
         place = 0
         for name, entry in entries.items():
             if entry.begin != place:
@@ -106,17 +111,20 @@ class SafetensorsFile:
     def _entry(self, name: str, fields: Any, size: int) -> Entry:
         if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
             self._refuse(f"'{name}' does not have exactly dtype, shape and data_offsets")
-        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        dtype = fields["dtype"]
+        shape = fields["shape"]
+        offsets = fields["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             self._refuse(f"'{name}' is of dtype {dtype!r}, none of {', '.join(DTYPES)}")
         if not is_shape(shape):
             self._refuse(f"'{name}' is of shape {shape!r}")
         if not is_shape(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
             self._refuse(f"'{name}' lies at {offsets!r} of {size} bytes")
+        begin, end = offsets
         needed = math.prod(shape) * DTYPES[dtype].itemsize
-        if needed != offsets[1] - offsets[0]:
-            self._refuse(f"'{name}' of shape {shape} in {dtype} takes {needed} bytes, not {offsets[1] - offsets[0]}")
-        return Entry(DTYPES[dtype], tuple(shape), *offsets)
+        if needed != end - begin:
+            self._refuse(f"'{name}' of shape {shape} in {dtype} takes {needed} bytes, not {end - begin}")
+        return Entry(DTYPES[dtype], tuple(shape), begin, end)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor.
@@ -146,11 +154,14 @@ def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
         return found
 
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_pairs_hook=unique)
+        # json.loads would guess the encoding of bytes.
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=unique)
     except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
         refuse(f"its header is no JSON ({error})")
     except ValueError as error:
-        if str(error).startswith("Exceeds the limit"):  # of digits
+        # Python refuses integers of thousands of digits by a plain ValueError, the class of `refuse`.
+        if str(error).startswith("Exceeds the limit"):
             refuse(f"its header is no JSON ({error})")
         raise
 
@@ -182,7 +193,8 @@ def write_safetensors(
         ValueError: If a dtype is unknown to the format, or a tensor is not of its dtype and shape.
         OSError: If the file cannot be written; an older one is then as it was.
     """
-    order = sorted(entries, key=lambda name: -entries[name][0].itemsize)  # so that every tensor is aligned
+    # Larger elements come first, so that every tensor is aligned.
+    order = sorted(entries, key=lambda name: -entries[name][0].itemsize)
     places: dict[str, dict[str, object]] = {}
     begins: dict[str, int] = {}
     end = 0
@@ -190,12 +202,13 @@ def write_safetensors(
         dtype, shape = entries[name]
         if dtype not in NAMES:
             raise ValueError(f"safetensors files hold no {dtype}: leave out or convert '{name}'")
-        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-        places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+        begin = end
+        end += math.prod(shape) * dtype.itemsize
+        begins[name] = begin
+        places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps({"__metadata__": dict(metadata), **places}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    target = Path(path)
-    with replacing(target) as new, open(new, "wb") as file:
+    with replacing(Path(path)) as new, open(new, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         written = set()
         for name, tensor in tensors:
@@ -210,40 +223,6 @@ def write_safetensors(
             raise ValueError(f"there is no tensor for {sorted(set(entries) - written)}")
         file.flush()
         os.fsync(file.fileno())
-
-
-def check_folder(path: Path) -> None:
-    """Refuse a path in a folder that does not exist or cannot be written, by an ``OSError`` that names the folder."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder '{folder}' for '{path.name}': make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"nothing can be written into the folder '{folder}'")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which takes its place unless there is an error.
-
-    Raises:
-        OSError: If the folder does not exist, or the file cannot be written: the message names `path`. An older file
-            is then as it was.
-    """
-    check_folder(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"'{path}' is a folder: name a file")
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        yield new
-        new.replace(path)
-    except OSError as error:
-        raise type(error)(f"'{path}' was not written: {error.strerror or error}") from error
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
-            raise
-        raise OSError(f"'{path}' was not written: torch could not write the whole file, as on a full disk") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
+from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import STATE_FILE
-from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.nn.layer.state import check_schema
 
 _START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"

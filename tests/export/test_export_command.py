@@ -304,6 +304,6 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys, to):
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_nm.export.safetensors_file.os.access", lambda *_: False)
+    monkeypatch.setattr("lightning_nm.export.atomic_write.os.access", lambda *_: False)
     with pytest.raises(PermissionError, match=f"nothing can be written into the folder '{tmp_path}'"):
         save_packed(pack(small()), tmp_path / "x.safetensors")

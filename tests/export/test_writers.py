@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_nm import pack, save_packed
 from lightning_nm.cli import main
+from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.graphs import export_pt2
-from lightning_nm.export.safetensors_file import replacing
 from lightning_nm.functional import nm_prune
 
 
@@ -119,7 +119,7 @@ def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypat
 
 
 def test_the_results_of_a_study_on_a_full_disk_leave_the_old_ones(tmp_path):
-    study_report = pytest.importorskip("lightning_nm.commands.study.report")
+    study_report = pytest.importorskip("lightning_nm.commands.study.tables")
     spec = SimpleNamespace(grid={}, search=None)
     path = tmp_path / "results.csv"
     path.write_text("old")

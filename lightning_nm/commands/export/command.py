@@ -14,9 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.outputs import Written, export_packed, export_torch
-from lightning_nm.export.safetensors_file import check_folder
 from lightning_nm.export.sources import Source, read_source
 
 

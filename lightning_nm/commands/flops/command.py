@@ -17,8 +17,8 @@ from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.callbacks.report.tables import phases
 from lightning_nm.callbacks.training_length import has_schedule
 from lightning_nm.commands.build import add_classes, build
+from lightning_nm.commands.flops.counts import Report, layers_of
 from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
-from lightning_nm.commands.flops.report import Report, layers_of
 from lightning_nm.commands.flops.tables import print_report
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier

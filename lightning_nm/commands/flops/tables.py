@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.callbacks.report.tables import Whole
-from lightning_nm.commands.flops.report import GEMMS, LayerFlops, Report
+from lightning_nm.commands.flops.counts import GEMMS, LayerFlops, Report
 from lightning_nm.functional import FlopsKind
 from lightning_nm.nn.selection.ranges import grouped
 

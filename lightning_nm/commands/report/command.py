@@ -35,7 +35,7 @@ def _write(folders: Sequence[Path], output: Path) -> int:
 
     from lightning_nm.commands.report.page import render
     from lightning_nm.commands.report.run import labels, read_run
-    from lightning_nm.export.safetensors_file import replacing
+    from lightning_nm.export.atomic_write import replacing
 
     if output.is_dir():
         raise ValueError(f"-o {output} is a folder: name a file, such as {output / 'report.html'}")

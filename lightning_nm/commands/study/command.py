@@ -41,11 +41,11 @@ def _study(options: argparse.Namespace) -> int:
     import scipy  # noqa: F401
 
     from lightning_nm.commands.study.plots import THEMES, draw
-    from lightning_nm.commands.study.report import markdown, sections, show, write_csv
     from lightning_nm.commands.study.run import check, pace, run
     from lightning_nm.commands.study.spec import read
     from lightning_nm.commands.study.store import Store
-    from lightning_nm.export.safetensors_file import replacing
+    from lightning_nm.commands.study.tables import markdown, sections, show, write_csv
+    from lightning_nm.export.atomic_write import replacing
 
     for name in ("workers", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from lightning_nm.callbacks.report.figures import THEMES as THEMES  # the themes that a study is drawn in
 from lightning_nm.callbacks.report.figures import style_axes
 from lightning_nm.commands.study.analysis import Comparison
-from lightning_nm.commands.study.report import Section
 from lightning_nm.commands.study.spec import Spec
-from lightning_nm.export.safetensors_file import replacing
+from lightning_nm.commands.study.tables import Section
+from lightning_nm.export.atomic_write import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

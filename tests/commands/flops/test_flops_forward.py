@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
+from lightning_nm.commands.flops.counts import REST, layers_of
 from lightning_nm.commands.flops.forward import first_forward, forward_of, plan_of
-from lightning_nm.commands.flops.report import REST, layers_of
 from lightning_nm.training.forwards import can_watch
 from tests.support.lightning_models import Data, Net, make_trainer, new_model
 

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from lightning_nm.commands.study.analysis import Comparison, Interval, best_settings, by_seed, compare
 from lightning_nm.commands.study.spec import Spec
 from lightning_nm.commands.study.store import Row
-from lightning_nm.export.safetensors_file import replacing
+from lightning_nm.export.atomic_write import replacing
 
 _FACTS = ("torch", "lightning_nm", "threads", "device")
 

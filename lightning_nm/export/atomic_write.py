@@ -1,0 +1,59 @@
+"""Files that are written to a temporary path and take the place of an older file when they are complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path in a folder that does not exist or cannot be written, by an ``OSError`` that names the folder.
+
+    Example:
+        >>> check_folder(Path("missing/model.pt"))
+        Traceback (most recent call last):
+        FileNotFoundError: there is no folder 'missing' for 'model.pt': make it first
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder '{folder}' for '{path.name}': make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"nothing can be written into the folder '{folder}'")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, which takes its place unless there is an error.
+
+    Raises:
+        OSError: If the folder does not exist, or the file cannot be written: the message names `path`. An older file
+            is then as it was.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "note.txt"
+        ...     with replacing(path) as new:
+        ...         size = new.write_text("complete")
+        ...     path.read_text()
+        'complete'
+    """
+    check_folder(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"'{path}' is a folder: name a file")
+    new = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        yield new
+        new.replace(path)
+    except OSError as error:
+        raise type(error)(f"'{path}' was not written: {error.strerror or error}") from error
+    except RuntimeError as error:
+        # torch.save reports a full disk in these words, and by no class of its own.
+        if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
+            raise
+        raise OSError(f"'{path}' was not written: torch could not write the whole file, as on a full disk") from error
+    finally:
+        new.unlink(missing_ok=True)
