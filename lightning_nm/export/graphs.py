@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.classes import import_class
@@ -33,8 +36,11 @@ def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.Path
     Raises:
         OSError: If it cannot be written.
     """
-    program = _in_evaluation(model, lambda: torch.export.export(model, example, dynamic_shapes=_dynamic(example)))
-    content = io.BytesIO()  # torch aborts the process where it cannot write a file to its end
+    shapes = _first_axis_varies(example)
+    with _evaluation(model):
+        program = torch.export.export(model, example, dynamic_shapes=shapes)
+    # torch aborts the process where it cannot write a file to its end.
+    content = io.BytesIO()
     torch.export.save(program, content)
     with replacing(Path(output)) as new:
         new.write_bytes(content.getbuffer())
@@ -64,18 +70,19 @@ def export_onnx(model: nn.Module, example: tuple[Any, ...], output: str | os.Pat
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'lightning-nm[onnx]'") from error
-    shapes, inputs = _dynamic(example), tuple(_random_like(x) for x in example)
-    program = _in_evaluation(
-        model, lambda: torch.onnx.export(model, example, dynamo=True, dynamic_shapes=shapes, verbose=False)
-    )
-    expected = _in_evaluation(model, lambda: model(*inputs))
-    expected = [expected] if isinstance(expected, Tensor) else [x for x in _leaves(expected) if isinstance(x, Tensor)]
+    shapes = _first_axis_varies(example)
+    inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
+    with _evaluation(model):
+        program: Any = torch.onnx.export(model, example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        outputs = model(*inputs)
+    expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     with replacing(Path(output)) as new:
         program.save(str(new), external_data=False)
         session = onnxruntime.InferenceSession(str(new), providers=["CPUExecutionProvider"])
         names = [each.name for each in session.get_inputs()]
-        found = session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
-        worst = max(_difference(torch.from_numpy(a), b) for a, b in zip(found, expected, strict=True))
+        feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        found = [torch.from_numpy(array) for array in session.run(None, feeds)]
+        worst = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
         if not worst < TOLERANCE:
             raise RuntimeError(
                 f"onnxruntime differs from torch by {worst:.2g} of the largest output: nothing is written"
@@ -101,7 +108,8 @@ def build_model(source: Source, name: str) -> nn.Module:
             return found.eval()
         names = inspect.signature(cls).parameters
         saved = hyperparameters(source.path)
-        model: nn.Module = cls(**{key: value for key, value in saved.items() if key in names})
+        arguments = {name: value for name, value in saved.items() if name in names}
+        model: nn.Module = cls(**arguments)
         model.load_state_dict(source.weights)
     except (TypeError, RuntimeError, OSError) as error:
         raise ValueError(f"--model {name} and '{source.path}': {error}") from error
@@ -119,42 +127,43 @@ def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
         if own is None:
             raise ValueError("give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64")
         return (own,) if isinstance(own, Tensor) else tuple(own)
-    found = []
-    for text in texts:
-        sizes, _, dtype_name = text.partition(":")
-        dtype = getattr(torch, dtype_name or "float32", None)
-        if not all(size.isdecimal() for size in sizes.split("x")) or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--input {text}: a shape is written 2x3x32x32, with a dtype 2x16:int64")
-        shape = [int(size) for size in sizes.split("x")]
-        found.append(torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype))
-    return tuple(found)
+    return tuple(_example_input(text) for text in texts)
 
 
-def _in_evaluation(model: nn.Module, call: Any) -> Any:
+def _example_input(text: str) -> Tensor:
+    """Random numbers, or zeros of another dtype."""
+    shape_text, _, dtype_name = text.partition(":")
+    sizes = shape_text.split("x")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not all(map(str.isdecimal, sizes)) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--input {text}: a shape is written 2x3x32x32, with a dtype 2x16:int64")
+    shape = [int(size) for size in sizes]
+    # Zeros are valid indices of every embedding.
+    make = torch.randn if dtype.is_floating_point else torch.zeros
+    return make(shape, dtype=dtype)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return call()
+            yield
     finally:
         model.train(training)
 
 
-def _dynamic(example: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first axis of each tensor may vary; torch keeps it fixed where the model needs that."""
-    return tuple({0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None for x in example)
-
-
-def _random_like(x: Tensor) -> Tensor:
-    return torch.randn_like(x) if x.is_floating_point() else x
-
-
-def _leaves(value: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(value)
+def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shapes of inputs for torch, which keeps the first axis fixed where the model needs that."""
+    free = {0: torch.export.Dim.AUTO}
+    return tuple(free if isinstance(x, Tensor) and x.dim() else None for x in example)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    largest = expected.double().abs().max() if expected.numel() else torch.ones(())
-    return float(
-        ((found.double() - expected.double()).abs().max() if expected.numel() else 0) / largest.clamp_min(1e-30)
-    )
+    """The largest difference, relative to the largest expected value."""
+    if not expected.numel():
+        return 0.0
+    expected = expected.double()
+    largest = expected.abs().max().clamp_min(1e-30)
+    return float((found.double() - expected).abs().max() / largest)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_nm.export.safetensors_file import (
     DTYPES,
     NAMES,
+    Entry,
     SafetensorsFile,
     is_shape,
     memory_of,
@@ -57,7 +58,7 @@ class PackedFile:
 
     Attributes:
         packed: The packed weights by key.
-        dense: The other tensors by key: dtype and shape.
+        dense: The entries of the other tensors by key.
         aliases: Keys of tensors that are the same as another one.
 
     Raises:
@@ -78,17 +79,19 @@ class PackedFile:
         if metadata.get("version") != VERSION:
             given = metadata.get("version")
             raise ValueError(f"'{path}' is of version {given!r}, and this lightning_nm reads {VERSION!r}: update it")
-        header = {name: read_json(metadata.get(name, "null"), self._refuse) for name in ("packed", "aliases")}
-        if not all(isinstance(part, dict) for part in header.values()):
+        packed = read_json(metadata.get("packed", "null"), self._refuse)
+        aliases = read_json(metadata.get("aliases", "null"), self._refuse)
+        if not isinstance(packed, dict) or not isinstance(aliases, dict):
             self._refuse("`packed` and `aliases` are not objects")
-        self.packed = {key: self._entry(key, fields) for key, fields in header["packed"].items()}
-        parts = {name for key in self.packed for name in parts_of(key)}
-        self.dense = {key: (e.dtype, e.shape) for key, e in self.file.entries.items() if key not in parts}
-        both = [key for key in self.packed if key in self.file.entries]
-        if both:
-            self._refuse(f"'{both[0]}' is both dense and packed")
-        self.aliases: dict[str, str] = header["aliases"]
-        for alias, key in self.aliases.items():
+        self.packed = {key: self._entry(key, fields) for key, fields in packed.items()}
+        self.dense = dict(self.file.entries)
+        for key in self.packed:
+            if key in self.file.entries:
+                self._refuse(f"'{key}' is both dense and packed")
+            for part in parts_of(key):
+                self.dense.pop(part, None)
+        self.aliases: dict[str, str] = aliases
+        for alias, key in aliases.items():
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
             if not known or alias in self.packed or alias in self.file.entries:
                 self._refuse(f"'{alias}' is an alias of {key!r}")
@@ -113,17 +116,23 @@ class PackedFile:
             shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
+        # A list or an object from the header is not hashable: only texts are looked up.
         dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
-        if dtype not in PACKED_DTYPES:
+        if dtype is None or dtype not in PACKED_DTYPES:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
-        for name, right in zip(parts_of(key), ((dtype, shapes[0]), (torch.uint8, shapes[1])), strict=True):
-            entry = self.file.entries.get(name)
-            if entry is None:
-                self._refuse(f"there is no tensor '{name}'")
-            if entry[:2] != right:
-                self._refuse(f"'{name}' is {entry[0]} {entry[1]}, not {right[0]} {right[1]}")
-        assert dtype is not None
+        values_shape, positions_shape = shapes
+        values_name, positions_name = parts_of(key)
+        self._check_part(values_name, dtype, values_shape)
+        self._check_part(positions_name, torch.uint8, positions_shape)
         return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype)
+
+    def _check_part(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Check a tensor that the header of a packed weight implies."""
+        entry = self.file.entries.get(name)
+        if entry is None:
+            self._refuse(f"there is no tensor '{name}'")
+        if entry.dtype != dtype or entry.shape != shape:
+            self._refuse(f"'{name}' is {entry.dtype} {entry.shape}, not {dtype} {shape}")
 
     def names(self) -> list[str]:
         """The keys of the model's state dict."""
@@ -131,13 +140,15 @@ class PackedFile:
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a tensor of the dense state dict."""
-        key = self.aliases.get(key, key)
-        return self.packed[key].shape if key in self.packed else self.dense[key][1]
+        return self._described(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype of a tensor of the dense state dict."""
+        return self._described(key).dtype
+
+    def _described(self, key: str) -> PackedEntry | Entry:
         key = self.aliases.get(key, key)
-        return self.packed[key].dtype if key in self.packed else self.dense[key][0]
+        return self.packed[key] if key in self.packed else self.dense[key]
 
     def read(self, key: str) -> Tensor | PackedTensor:
         """Read one tensor.
@@ -146,10 +157,18 @@ class PackedFile:
             ValueError: If its positions are damaged.
         """
         key = self.aliases.get(key, key)
-        entry = self.packed.get(key)
-        if entry is None:
-            return self.file.read(key)
-        values, positions = (self.file.read(name) for name in parts_of(key))
+        return self.read_packed(key) if key in self.packed else self.file.read(key)
+
+    def read_packed(self, key: str) -> PackedTensor:
+        """Read one packed weight, by its own key.
+
+        Raises:
+            ValueError: If its positions are damaged.
+        """
+        entry = self.packed[key]
+        values_name, positions_name = parts_of(key)
+        values = self.file.read(values_name)
+        positions = self.file.read(positions_name)
         found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
         try:
             found.check()
@@ -186,19 +205,27 @@ def write_packed(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Pa
         ValueError: If a key is taken, a weight is not of its pattern, or the format lacks a dtype.
         OSError: If the file cannot be written; an older one stays as it was.
     """
-    aliases, own = _aliases(tensors)
+    aliases = _aliases(tensors)
+    own = {key: tensor for key, tensor in tensors.items() if key not in aliases}
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     header: dict[str, dict[str, Any]] = {}
     for key, tensor in own.items():
         if isinstance(tensor, Tensor):
             entries[key] = tensor.dtype, tuple(tensor.shape)
             continue
-        values = tensor.weight if isinstance(tensor, ToPack) else tensor.values
-        shape = tuple(tensor.weight.shape if isinstance(tensor, ToPack) else tensor.shape)
-        sizes = packed_shapes(shape, tensor.pattern, tensor.layout)
-        entries.update(zip(parts_of(key), ((values.dtype, sizes[0]), (torch.uint8, sizes[1])), strict=True))
-        fields = {"pattern": str(tensor.pattern), "layout": tensor.layout, "shape": list(shape)}
-        header[key] = {**fields, "dtype": NAMES[values.dtype]}
+        dtype = _stored(tensor).dtype
+        shape = tuple(tensor.weight.shape) if isinstance(tensor, ToPack) else tensor.shape
+        values_shape, positions_shape = packed_shapes(shape, tensor.pattern, tensor.layout)
+        values_name, positions_name = parts_of(key)
+        entries[values_name] = dtype, values_shape
+        entries[positions_name] = torch.uint8, positions_shape
+        header[key] = {
+            "pattern": str(tensor.pattern),
+            "layout": tensor.layout,
+            "shape": list(shape),
+            "dtype": NAMES[dtype],
+        }
+    # Each packed weight adds one entry more than it has keys, unless a name was taken.
     if len(entries) < len(own) + len(header) or not set(entries).isdisjoint({*header, *aliases}):
         names = [name for key in header for name in parts_of(key) if name in tensors]
         raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
@@ -212,21 +239,27 @@ def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tu
             yield key, tensor
         else:
             found = PackedTensor.of(*tensor) if isinstance(tensor, ToPack) else tensor
-            yield from zip(parts_of(key), found[:2], strict=True)
+            values_name, positions_name = parts_of(key)
+            yield values_name, found.values
+            yield positions_name, found.positions
 
 
-def _aliases(
-    tensors: Mapping[str, Tensor | PackedTensor | ToPack],
-) -> tuple[dict[str, str], dict[str, Tensor | PackedTensor | ToPack]]:
-    """Keys that are aliases of another key, and the other tensors."""
+def _aliases(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> dict[str, str]:
+    """Keys whose tensor is in the same memory as that of an earlier key, and the earlier key."""
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for key, tensor in tensors.items():
-        weight = (
-            tensor.weight if isinstance(tensor, ToPack) else tensor if isinstance(tensor, Tensor) else tensor.values
-        )
-        if weight.numel():
-            other = first.setdefault(memory_of(weight), key)
+        stored = _stored(tensor)
+        # All empty tensors have the address 0.
+        if stored.numel():
+            other = first.setdefault(memory_of(stored), key)
             if other != key:
                 aliases[key] = other
-    return aliases, {key: tensor for key, tensor in tensors.items() if key not in aliases}
+    return aliases
+
+
+def _stored(tensor: Tensor | PackedTensor | ToPack) -> Tensor:
+    """The tensor whose memory and dtype stand for a weight."""
+    if isinstance(tensor, ToPack):
+        return tensor.weight
+    return tensor.values if isinstance(tensor, PackedTensor) else tensor

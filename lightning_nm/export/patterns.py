@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,51 +55,62 @@ def pattern_of(weight: Tensor, pattern: NMPattern | None = None, layouts: Sequen
         pattern: The only one to try; by default every N for blocks of :data:`SOUGHT`.
         layouts: Where blocks may lie; by default :func:`possible_layouts`.
     """
-    if weight.dim() < 2 or weight.dtype not in PACKED_DTYPES or not weight.numel():
-        return Found(None, reason=f"{str(weight.dtype).removeprefix('torch.')} of shape {list(weight.shape)}")
+    packable = weight.dim() >= 2 and weight.dtype in PACKED_DTYPES and weight.numel()
+    if not packable:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return Found(None, reason=f"{dtype} of shape {list(weight.shape)}")
     blocked = [(layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)]
     if pattern is not None:
         return _checked(blocked, pattern)
-    best: tuple[float, Found] | None = None
+    best = None
+    least = math.inf
     for layout, rows in blocked:
-        for found in _sparsest(rows):
-            share = _share(found, weight.dtype)
-            if share <= LARGEST and (best is None or share < best[0]):
-                best = share, Found(found, layout)
+        for possible in _sparsest(rows):
+            share = _share(possible, weight.dtype)
+            if share <= LARGEST and share < least:
+                least = share
+                best = Found(possible, layout)
     if best is not None:
-        return best[1]
-    return Found(None, reason=_checked(blocked, NMPattern(2, 4)).reason or "packing would save little")
+        return best
+    # The usual pattern gives the reason.
+    reason = _checked(blocked, NMPattern(2, 4)).reason
+    return Found(None, reason=reason or "packing would save little")
 
 
 def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Found:
     if pattern.m > MAX_M:
         return Found(None, reason=f"blocks of more than {MAX_M} are not packed")
-    best = None
+    counts = []
     for layout, rows in blocked:
         if rows.shape[-1] % pattern.m:
             continue
-        violations, blocks = int(count_violations(rows, pattern)), rows.numel() // pattern.m
+        violations = int(count_violations(rows, pattern))
         if not violations:
             return Found(pattern, layout)
-        if best is None or violations < best[0]:
-            best = violations, blocks
-    if best is None:
+        counts.append(violations)
+    if not counts:
         return Found(None, reason=f"no axis is a multiple of {pattern.m}")
-    return Found(None, reason=f"{best[0]} of {best[1]} blocks hold more than {pattern.n} of {pattern.m}")
+    blocks = blocked[0][1].numel() // pattern.m  # of every layout
+    return Found(None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}")
 
 
 def _sparsest(rows: Tensor) -> Iterator[NMPattern]:
     """For each length of blocks the least N."""
     for m in SOUGHT:
-        if rows.shape[-1] % m == 0:
-            most = int(torch.count_nonzero(rows.reshape(-1, m), dim=1).max())
-            if most < m:
-                yield NMPattern(max(most, 1), m)
+        if rows.shape[-1] % m:
+            continue
+        blocks_bm = rows.reshape(-1, m)
+        nonzeros_b = torch.count_nonzero(blocks_bm, dim=1)
+        most = int(nonzeros_b.max())
+        if most < m:
+            # A weight that is all zero needs one value a block, too.
+            yield NMPattern(max(most, 1), m)
 
 
 def _share(pattern: NMPattern, dtype: torch.dtype) -> float:
     """Packed over dense bytes."""
-    return pattern.density + position_bits(pattern) / (pattern.m * 8 * dtype.itemsize)
+    dense_bits = pattern.m * dtype.itemsize * 8
+    return pattern.density + position_bits(pattern) / dense_bits
 
 
 def patterns_in(
@@ -120,8 +132,9 @@ def patterns_in(
             key = keys.get(key_of_layer(plain_name(name), layer["parameter"]))
             if key is None:
                 raise ValueError(f"the file has masks for '{name}' but no weight for it")
-            own = NMPattern.parse(layer["pattern"])
+            own_pattern = NMPattern.parse(layer["pattern"])
             layout = _SAME_BLOCKS.get(layer["layout"], layer["layout"])
-            found[key] = pattern_of(weights[key], own, [layout])
+            found[key] = pattern_of(weights[key], own_pattern, [layout])
+    # Tied weights have several keys, and a state names one of them.
     masked = {memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None}
-    return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}  # tied weights, too
+    return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import pickle
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,12 +59,13 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self.kinds: dict[str, type[_Record]] = {}  # of this file alone: a pickle may set attributes of classes
+        # The stand-ins of this file alone: a pickle may set attributes of classes.
+        self.kinds: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
+        if module == "torch" and name == "Size":
             return tuple
-        if (module, name) == ("collections", "OrderedDict"):
+        if module == "collections" and name == "OrderedDict":
             return dict
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return getattr(torch, name)
@@ -91,10 +93,11 @@ def read_shards(folder: Path) -> dict[str, Any]:
     metadata = _Unpickler((folder / ".metadata").read_bytes()).load()
     if type(metadata).__name__ != "Metadata" or not isinstance(metadata, _Record):
         raise ValueError(f"its file .metadata holds a {type(metadata).__name__}")
-    places = {  # objects that are no tensors have no offset
-        (key.get("fqn"), tuple(key.state.get("offset") or ())): info
-        for key, info in metadata.get("storage_data").items()
-    }
+    places = {}
+    for key, place in metadata.get("storage_data").items():
+        # Objects that are no tensors have no offset.
+        offsets = tuple(key.state.get("offset") or ())
+        places[key.get("fqn"), offsets] = place
     paths = metadata.get("planner_data") or {}
     content: dict[Any, Any] = {}
     for name, found in metadata.get("state_dict_metadata").items():
@@ -105,45 +108,70 @@ def read_shards(folder: Path) -> dict[str, Any]:
                 inner = inner.setdefault(parent, {})
             inner[last] = _tensor(folder, name, found, places)
     meta = folder / "meta.pt"
-    return content | torch.load(meta, map_location="cpu", weights_only=True) if meta.is_file() else content
+    if not meta.is_file():
+        return content
+    return content | torch.load(meta, map_location="cpu", weights_only=True)
 
 
 def _tensor(folder: Path, name: str, found: _Record, places: Mapping[Any, _Record]) -> Tensor:
     """A tensor, put together from its chunks."""
     properties = found.get("properties").state
+    # Versions of torch pickle the properties as a dictionary or as a tuple.
     dtype: Any = properties.get("dtype") if isinstance(properties, dict) else properties[0]
-    size = tuple(found.get("size"))
-    chunks = [(tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))) for chunk in found.get("chunks")]
-    _check_cover(name, size, chunks)
-    parts = [_chunk(folder, name, sizes, dtype, places[name, offsets]) for offsets, sizes in chunks]
-    if [sizes for _, sizes in chunks] == [size]:
+    shape = tuple(found.get("size"))
+    chunks = [_Chunk(tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))) for chunk in found.get("chunks")]
+    # Nothing of this shape is allocated before the chunks are known to fill it.
+    _check_cover(name, shape, chunks)
+    parts = [_read_chunk(folder, name, chunk.sizes, dtype, places[name, chunk.offsets]) for chunk in chunks]
+    if len(chunks) == 1 and chunks[0].sizes == shape:
         return parts[0]
-    tensor = torch.empty(size, dtype=dtype)
-    for (offsets, sizes), part in zip(chunks, parts, strict=True):
-        tensor[tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))] = part
+    tensor = torch.empty(shape, dtype=dtype)
+    for chunk, part in zip(chunks, parts, strict=True):
+        tensor[tuple(map(slice, chunk.offsets, chunk.ends))] = part
     return tensor
 
 
-def _check_cover(name: str, size: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+class _Chunk(NamedTuple):
+    """A box of a tensor: its first entry and its size along each axis."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.offsets, self.sizes))
+
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of a shape has all entries of the box."""
+        if not len(self.offsets) == len(self.sizes) == len(shape):
+            return False
+        return min(self.offsets + self.sizes, default=0) >= 0 and all(map(operator.le, self.ends, shape))
+
+    def is_apart_from(self, other: _Chunk) -> bool:
+        """Whether two boxes that are not empty share no entry: along some axis one ends before the other begins."""
+        before = map(operator.le, self.ends, other.offsets)
+        after = map(operator.le, other.ends, self.offsets)
+        return any(before) or any(after)
+
+
+def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
     """Refuse chunks that leave entries out, lie outside, or overlap."""
-    inside = all(
-        len(offsets) == len(sizes) == len(size)
-        and all(first >= 0 and n >= 0 and first + n <= end for first, n, end in zip(offsets, sizes, size, strict=True))
-        for offsets, sizes in chunks
-    )
-    full = [chunk for chunk in chunks if math.prod(chunk[1])]
-    apart = inside and all(
-        any(a + n <= b or b + m <= a for a, n, b, m in zip(*one, *other, strict=True))
-        for one, other in combinations(full, 2)
-    )
-    if not apart or sum(math.prod(sizes) for _, sizes in full) != math.prod(size):
-        raise ValueError(f"the chunks of '{name}' do not make up a tensor of shape {size}")
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    inside = all(chunk.lies_in(shape) for chunk in chunks)
+    apart = inside and all(one.is_apart_from(other) for one, other in combinations(filled, 2))
+    # Boxes inside that are apart and have as many entries as the tensor leave nothing out.
+    entries = sum(math.prod(chunk.sizes) for chunk in filled)
+    if not apart or entries != math.prod(shape):
+        raise ValueError(f"the chunks of '{name}' do not make up a tensor of shape {shape}")
 
 
-def _chunk(folder: Path, name: str, sizes: tuple[int, ...], dtype: torch.dtype, place: _Record) -> Tensor:
+def _read_chunk(folder: Path, name: str, sizes: tuple[int, ...], dtype: torch.dtype, place: _Record) -> Tensor:
     """A chunk, from its place in a file of the folder."""
-    path, offset, length = (place.get(key) for key in ("relative_path", "offset", "length"))
-    if not isinstance(path, str) or Path(path).name != path or place.state.get("transform_descriptors"):
+    path = place.get("relative_path")
+    offset = place.get("offset")
+    length = place.get("length")
+    in_folder = isinstance(path, str) and Path(path).name == path
+    if not in_folder or place.state.get("transform_descriptors"):
         raise ValueError(f"'{name}' is in a file {path!r} that is not read: outside the folder, or transformed")
     with (folder / path).open("rb") as file:
         file.seek(offset)
@@ -151,6 +179,7 @@ def _chunk(folder: Path, name: str, sizes: tuple[int, ...], dtype: torch.dtype, 
     if len(data) != length or length < math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"'{path}' ends before '{name}' does, or holds too little for its shape {sizes}")
     part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(part, Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
+    fits = isinstance(part, Tensor) and part.shape == sizes and part.dtype == dtype
+    if not fits:
         raise ValueError(f"'{path}' holds another tensor than '{name}' of shape {sizes} and {dtype}")
     return part

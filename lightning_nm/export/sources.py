@@ -12,7 +12,11 @@ from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.nn.packed import PackedTensor
 
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".gguf")
+# What transformers and its relatives call files of weights.
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt"),
+    *(".h5", ".msgpack", ".onnx", ".ot", ".gguf"),
+)
 
 
 class Source(NamedTuple):
@@ -46,7 +50,10 @@ def read_source(path: str | Path, prefix: str = "") -> Source:
     source = _read(path)
     if not prefix:
         return source
-    weights = {key.removeprefix(prefix): value for key, value in source.weights.items() if key.startswith(prefix)}
+    weights = {}
+    for key, weight in source.weights.items():
+        if key.startswith(prefix):
+            weights[key.removeprefix(prefix)] = weight
     if not weights:
         shown = ", ".join(repr(key) for key in list(source.weights)[:4])
         raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
@@ -55,20 +62,33 @@ def read_source(path: str | Path, prefix: str = "") -> Source:
 
 
 def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): layer for name, layer in layers.items() if f"{name}.".startswith(prefix)}
+    found = {}
+    for name, layer in layers.items():
+        # The module that the prefix names has no dot at its end.
+        if f"{name}.".startswith(prefix):
+            found[name.removeprefix(prefix)] = layer
+    return found
 
 
 def _read(path: Path) -> Source:
     if is_packed(path):
-        packed = PackedFile(path)
-        own = {key: _dense(packed.read(key)) for key in packed.names() if key not in packed.aliases}
-        return Source(path, {key: own[packed.aliases.get(key, key)] for key in packed.names()}, [])
+        return Source(path, _unpacked(PackedFile(path)), [])
     weights, states = read_checkpoint(path)
-    return Source(path, weights, states, path if (path / "config.json").is_file() else None)
+    folder = path if (path / "config.json").is_file() else None
+    return Source(path, weights, states, folder)
 
 
-def _dense(tensor: Tensor | PackedTensor) -> Tensor:
-    return tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
+def _unpacked(file: PackedFile) -> dict[str, Tensor]:
+    """The dense state dict of a packed model; aliases share their tensor."""
+    weights: dict[str, Tensor] = {}
+    # Aliases come last.
+    for key in file.names():
+        if key in file.aliases:
+            weights[key] = weights[file.aliases[key]]
+            continue
+        tensor = file.read(key)
+        weights[key] = tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
+    return weights
 
 
 def hyperparameters(path: Path) -> dict[str, Any]:
@@ -77,7 +97,9 @@ def hyperparameters(path: Path) -> dict[str, Any]:
         return {}
     content = torch.load(path, map_location="meta", weights_only=True)
     found = content.get("hyper_parameters") if isinstance(content, dict) else None
-    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(key, str)}
 
 
 def other_files(folder: Path) -> list[Path]:

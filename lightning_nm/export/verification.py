@@ -23,6 +23,8 @@ from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 from lightning_nm.pattern import NMPattern, PatternLike
 
+_SHOWN = 8  # names of dense matrices in a message
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -41,8 +43,9 @@ class Verification:
     def count(self, verdict: str) -> int:
         """The number of matrices with a verdict; those that the sparsifier state does not name are dense."""
         found = sum(v.verdict == verdict for v in self.verdicts if v.key in self.matrices)
-        unnamed = len(self.matrices.keys() - {v.key for v in self.verdicts})
-        return found + unnamed if verdict == "dense" else found
+        if verdict == "dense":
+            found += len(self.matrices.keys() - {v.key for v in self.verdicts})
+        return found
 
     @property
     def share(self) -> float:
@@ -52,11 +55,9 @@ class Verification:
     @property
     def warnings(self) -> list[str]:
         """Messages about weights that are N:M only because they are all zero."""
-        rows = [(v.key,) for v in self.verdicts if v.verdict == "N:M" and not v.density]
-        return [
-            f"{quoted(key)} is all zero, which is N:M in every pattern: its layer was not loaded, or died"
-            for (key,) in grouped(rows)
-        ]
+        zero = [v.key for v in self.verdicts if v.verdict == "N:M" and not v.density]
+        fate = "is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+        return [f"{key} {fate}" for key in _grouped_keys(zero)]
 
     @property
     def ok(self) -> bool:
@@ -133,26 +134,32 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     Raises:
         ValueError: If the base has no N:M matrix.
     """
-    wanted = {plain_name(v.key) for v in of_base if v.verdict == "N:M" and v.density}
+    wanted = {plain_name(v.key) for v in of_base if _is_sparse(v)}
     if not wanted:
         raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
     found = {plain_name(v.key): v.verdict for v in verdicts}
-    rows = [
-        (key, f"{found[key]} here" if key in found else "not in the file")
-        for key in sorted(wanted)
-        if found.get(key) != "N:M"
-    ]
-    lost = [f"{quoted(key)} is N:M in the base, but {fate}" for key, fate in grouped(rows)]
-    return [f"only {len(wanted) - len(rows)} of the base's {len(wanted)} N:M matrices are N:M", *lost] if rows else []
+    rows = []
+    for key in sorted(wanted):
+        verdict = found.get(key)
+        if verdict != "N:M":
+            rows.append((key, f"{verdict} here" if verdict else "not in the file"))
+    if not rows:
+        return []
+    problems = [f"only {len(wanted) - len(rows)} of the base's {len(wanted)} N:M matrices are N:M"]
+    for key, fate in grouped(rows):
+        problems.append(f"{quoted(key)} is N:M in the base, but {fate}")
+    return problems
 
 
 def _dense(verdicts: Sequence[Verdict]) -> list[str]:
     """What is said of dense matrices that nothing allows."""
-    dense = [(v.key,) for v in verdicts if v.verdict == "dense"]
+    dense = [v.key for v in verdicts if v.verdict == "dense"]
     if not dense:
         return []
-    names = [quoted(key) for (key,) in grouped(dense)]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    names = _grouped_keys(dense)
+    shown = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        shown += f" and {len(names) - _SHOWN} more"
     advice = "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
     return [f"{len(dense)} of {len(verdicts)} matrices are dense: {shown}; {advice}"]
 
@@ -163,50 +170,63 @@ def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Ver
     if pattern is None and states:
         weights = named_as_in_model(weights, states, checkpoint)
     matrices = {key: weight for key, weight in weights.items() if weight.dim() >= 2 and weight.is_floating_point()}
+    verdicts = []
     if pattern is not None:
-        verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
+        for key, weight in matrices.items():
+            verdicts.append(classify(key, weight, pattern))
     elif states:
-        verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
+        for state in states:
+            verdicts += verify_state(weights, state)
     else:
         raise ValueError(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
             "--pattern 2:4"
         )
-    return [_with_adapter(verdict, weights) for verdict in verdicts], {k: m.numel() for k, m in matrices.items()}
+    verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
+    return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
 
 
 def _verify_packed(file: PackedFile, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
-    """The same for a packed file, whose header has the patterns; tensors are read one at a time.
+    """The verdicts of a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
         ValueError: If the positions of a weight are damaged.
     """
-    verdicts, sizes = [], {}
+    verdicts = []
+    sizes: dict[str, int] = {}
     for name in file.names():
-        shape, own = file.shape(name), file.aliases.get(name, name)
-        entry, dtype = file.packed.get(own), file.dtype(name)
-        if len(shape) < 2 or not dtype.is_floating_point:
+        shape = file.shape(name)
+        if len(shape) < 2 or not file.dtype(name).is_floating_point:
             continue
         sizes[name] = math.prod(shape)
-        found = file.read(name) if entry is not None or pattern is not None else None
-        if isinstance(found, Tensor):
-            assert pattern is not None
-            verdicts.append(classify(name, found, pattern))
-        elif found is not None:
-            note = f"packed, {found.layout}" + (f", the same tensor as '{own}'" if own != name else "")
-            if pattern in (None, found.pattern):
-                blocks = found.values.numel() // found.pattern.n
-                density = int(torch.count_nonzero(found.values)) / sizes[name]
-                note += "" if density else ", all zero"
-                verdicts.append(Verdict(name, "N:M", str(found.pattern), blocks, 0, density, note))
-            else:
-                verdicts.append(_judge_packed(name, found, pattern, note))
+        own_name = file.aliases.get(name, name)
+        if own_name not in file.packed:
+            # Without a pattern a dense tensor has no verdict, and is not read.
+            if pattern is not None:
+                verdicts.append(classify(name, file.file.read(own_name), pattern))
+            continue
+        packed = file.read_packed(own_name)
+        note = f"packed, {packed.layout}"
+        if own_name != name:
+            note += f", the same tensor as '{own_name}'"
+        if pattern is None or pattern == packed.pattern:
+            verdicts.append(_packed_verdict(name, packed, note))
+        else:
+            verdicts.append(_judge_packed(name, packed, pattern, note))
     return verdicts, sizes
 
 
-def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern | None, note: str) -> Verdict:
+def _packed_verdict(name: str, packed: PackedTensor, note: str) -> Verdict:
+    """The verdict for a packed weight and its own pattern: only the positions could break it, and they are checked."""
+    blocks = packed.values.numel() // packed.pattern.n
+    density = int(torch.count_nonzero(packed.values)) / math.prod(packed.shape)
+    if not density:
+        note += ", all zero"
+    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note)
+
+
+def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str) -> Verdict:
     """The verdict for a packed weight against another pattern than its own, along its own axis."""
-    assert pattern is not None
     rows = blocks_last(packed.unpack(), packed.layout)
     if rows.shape[-1] % pattern.m:
         return Verdict(name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks")
@@ -219,7 +239,9 @@ def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     if verdict.verdict != "N:M" or not base or not any(key.startswith(f"{module}.lora_") for key in weights):
         return verdict
     note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
-    return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))
+    if verdict.note:
+        note = f"{verdict.note}; {note}"
+    return replace(verdict, note=note)
 
 
 def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:
@@ -231,40 +253,53 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
     verdicts = []
     keys = {plain_name(key): key for key in weights}
     for name, layer in state["layers"].items():
-        plain, pattern = key_of_layer(plain_name(name), layer["parameter"]), NMPattern.parse(layer["pattern"])
+        plain = key_of_layer(plain_name(name), layer["parameter"])
+        pattern = NMPattern.parse(layer["pattern"])
         if plain not in keys:
             raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
+        key = keys[plain]
         if layer["masked"]:
             layout = layer["layout"]
-            rows = rows_of(weights[keys[plain]], layout)
-            verdicts.append(judge(keys[plain], rows, pattern, 1, layout, masked=True))
+            rows = rows_of(weights[key], layout)
+            verdicts.append(judge(key, rows, pattern, 1, layout, masked=True))
         else:
-            verdicts.append(Verdict(keys[plain], "dense", str(pattern), note="forward weight not masked"))
+            verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))
     return verdicts
 
 
 def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
-    sparse = sum(sizes.get(verdict.key, 0) for verdict in verdicts if verdict.verdict == "N:M")
+    sparse = sum(sizes.get(v.key, 0) for v in verdicts if v.verdict == "N:M")
+    # A file without matrices has no share.
     return sparse / sum(sizes.values()) if sparse else 0.0
 
 
+def _is_sparse(verdict: Verdict) -> bool:
+    """Whether a weight is N:M, and not only because it is all zero."""
+    return verdict.verdict == "N:M" and verdict.density > 0
+
+
+def _grouped_keys(keys: Sequence[str]) -> list[str]:
+    """Quoted keys; those that differ in numbers alone as one."""
+    return [quoted(key) for (key,) in grouped((key,) for key in keys)]
+
+
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
-    broken = [(v.key, v.pattern, str(v.violations), str(v.blocks)) for v in verdicts if v.verdict == "broken"]
-    problems = [
-        f"{quoted(key)} is not {pattern}: {violations} of {blocks} blocks hold more"
-        for key, pattern, violations, blocks in grouped(broken)
-    ]
-    if not any(verdict.verdict == "N:M" for verdict in verdicts):
+    broken = [(v.key, v.pattern, f"{v.violations} of {v.blocks}") for v in verdicts if v.verdict == "broken"]
+    problems = []
+    for key, pattern, count in grouped(broken):
+        problems.append(f"{quoted(key)} is not {pattern}: {count} blocks hold more")
+    if not any(v.verdict == "N:M" for v in verdicts):
         problems.append("no weight is N:M sparse")
-    elif not any(verdict.verdict == "N:M" and verdict.density for verdict in verdicts):
+    elif not any(map(_is_sparse, verdicts)):
         problems.append("every weight that is N:M is all zero")
     for glob in include:
-        globs = expanded(glob)
-        named = [v for v in verdicts if any(_matches(v.key, each) for each in globs)]
-        if not all(any(_matches(v.key, each) for v in named) for each in globs):
+        matched: list[set[str]] = [{v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)]
+        # Each alternative of a glob in braces must match a weight.
+        if not all(matched):
             problems.append(f"`include` '{glob}' matches no weight")
-        dense = grouped([(v.key,) for v in named if v.verdict == "dense"])
-        problems += [f"{quoted(key)} is named by `include` but is dense" for (key,) in dense]
+        named = set().union(*matched)
+        dense = [v.key for v in verdicts if v.key in named and v.verdict == "dense"]
+        problems += [f"{key} is named by `include` but is dense" for key in _grouped_keys(dense)]
     return problems
 
 
