@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from torch import nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import OTHERS
@@ -39,8 +40,12 @@ class LayerFlops:
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
-        content = {name: value for name, value in vars(self).items() if name != "densities"}
-        return {**content, "shape": list(self.shape), **{kind: self.shares(kind) for kind in get_args(FlopsKind)}}
+        content = dict(vars(self))
+        del content["densities"]
+        content["shape"] = list(self.shape)
+        for kind in get_args(FlopsKind):
+            content[kind] = self.shares(kind)
+        return content
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,12 @@ class Report:
         total = sum(layer.macs for layer in layers)
         if not total:
             return None
-        return _with_mean(
-            {gemm: sum(layer.macs * layer.shares(kind)[gemm] for layer in layers) / total for gemm in GEMMS}
-        )
+        shares = [layer.shares(kind) for layer in layers]
+        ratios = {}
+        for gemm in GEMMS:
+            macs = sum(layer.macs * share[gemm] for layer, share in zip(layers, shares, strict=True))
+            ratios[gemm] = macs / total
+        return _with_mean(ratios)
 
     def to_dict(self) -> dict[str, Any]:
         """As primitives, for JSON."""
@@ -107,30 +115,49 @@ def layers_of(
         macs: Multiply-adds by layer name.
         sparsifiers: Those of the model, whose layers have been charged.
     """
-    masked = {id(layer.param): layer for sparsifier in sparsifiers for layer in sparsifier.layers.values()}
+    masked: dict[int, NMLayer] = {}
+    skipped: dict[str, str] = {}
+    for sparsifier in sparsifiers:
+        masked.update((id(layer.param), layer) for layer in sparsifier.layers.values())
+        skipped |= sparsifier.skipped
     names = {*macs, *(layer.name for layer in masked.values())}
-    skipped = {name: why for sparsifier in sparsifiers for name, why in sparsifier.skipped.items()}
     rows: list[LayerFlops] = []
     counted: dict[int, str] = {}
-    for full, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, own = full.rpartition(".")
-        name, key = layer_name(plain_name(module), own), id(parameter)
+    # A tied weight has a row for each of its names, and its parameters in the first.
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        module, _, own = full_name.rpartition(".")
+        name = layer_name(plain_name(module), own)
+        key = id(parameter)
         if name not in names:
             continue
-        layer, size = masked.get(key), 0 if key in counted else parameter.numel()
-        choices: tuple[Any, ...] = (None, None, None, skipped.get(name, ""))
-        if layer is not None:
-            method = layer.method.short_name or type(layer.method).__name__
-            estimator = None if layer.estimator is None else type(layer.estimator).__name__
-            choices = (str(layer.pattern), method, estimator, "", layer.mean_densities())
+        row = LayerFlops(
+            name,
+            shape=tuple(parameter.shape),
+            parameters=0 if key in counted else parameter.numel(),
+            macs=macs.get(name, 0),
+            why=skipped.get(name, ""),
+        )
+        if key in masked:
+            row = _with_method(row, masked[key])
         elif key in counted:
-            choices = (None, None, None, f"tied to {counted[key]}")
+            row = replace(row, why=f"tied to {counted[key]}")
         counted.setdefault(key, name)
-        rows.append(LayerFlops(name, tuple(parameter.shape), size, macs.get(name, 0), *choices))
+        rows.append(row)
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(row.parameters for row in rows)
     if rest or macs.get(OTHERS):
         rows.append(LayerFlops(REST, (), rest, macs.get(OTHERS, 0)))
     return tuple(rows)
+
+
+def _with_method(row: LayerFlops, layer: NMLayer) -> LayerFlops:
+    return replace(
+        row,
+        pattern=str(layer.pattern),
+        method=layer.method.short_name or type(layer.method).__name__,
+        estimator=None if layer.estimator is None else type(layer.estimator).__name__,
+        why="",
+        densities=layer.mean_densities(),
+    )
 
 
 def _with_mean(shares: dict[str, float]) -> dict[str, float]:

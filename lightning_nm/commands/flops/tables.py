@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.tables import Whole
+from lightning_nm.callbacks.report.tables import Whole, plain_table
 from lightning_nm.commands.flops.counts import GEMMS, LayerFlops, Report
 from lightning_nm.functional import FlopsKind
 from lightning_nm.nn.selection.ranges import grouped
@@ -23,7 +22,10 @@ _MEANINGS: Mapping[FlopsKind, str] = {
 
 def print_report(report: Report, console: Console) -> None:
     """Print a row per weight, the sums, and what they hold for."""
-    reasons = {why: number for number, why in enumerate(dict.fromkeys(row.why for row in report.layers if row.why), 1)}
+    reasons: dict[str, int] = {}
+    for layer in report.layers:
+        if layer.why:
+            reasons.setdefault(layer.why, len(reasons) + 1)
     console.print(Whole(layer_table(report, reasons)), crop=False, soft_wrap=True)
     for why, number in reasons.items():
         console.print(f"({number}) {why}", style="dim", soft_wrap=True, highlight=False, markup=False)
@@ -39,17 +41,19 @@ def layer_table(report: Report, reasons: Mapping[str, int]) -> Table:
         report: The report.
         reasons: The number of each reason why a weight is dense.
     """
-    heads = ("parameters", "MACs", "masks", *GEMMS, "all", "why")
+    heads = ("weight", "parameters", "MACs", "masks", *GEMMS, "all", "why")
     rows = grouped(_cells(layer, reasons) for layer in report.layers)
-    table = _table(f"FLOPs of {report.model}" + (f" at {report.pattern}" if report.pattern else ""))
-    table.add_column("weight", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right" if head in heads[:2] else "left", no_wrap=True)
-    for name, *cells in rows:
-        table.add_row(name, *cells, style=None if cells[2] else "dim")
-    table.min_width = 2 + sum(
-        2 + max(len(row[k]) for row in [("weight", *heads), *rows]) for k in range(len(heads) + 1)
-    )
+    title = f"FLOPs of {report.model}"
+    if report.pattern:
+        title += f" at {report.pattern}"
+    table = plain_table(title)
+    table.min_width = 2
+    for head, *cells in zip(heads, *rows, strict=True):
+        table.add_column(head, justify="right" if head in ("parameters", "MACs") else "left", no_wrap=True)
+        table.min_width += 2 + max(map(len, (head, *cells)))
+    masks = heads.index("masks")
+    for row in rows:
+        table.add_row(*row, style=None if row[masks] else "dim")
     table.caption = "parameters and MACs (multiply-adds of the dense forward GEMM) are those of each weight; shares: "
     table.caption += "arithmetic/paper/eligible, or one for all three"
     table.caption_justify = "left"
@@ -57,16 +61,15 @@ def layer_table(report: Report, reasons: Mapping[str, int]) -> Table:
 
 
 def _cells(layer: LayerFlops, reasons: Mapping[str, int]) -> tuple[str, ...]:
-    shares = {kind: layer.shares(kind) for kind in get_args(FlopsKind)}
     masks = " ".join(filter(None, (layer.pattern, layer.method, layer.estimator)))
-    return (
-        layer.name,
-        _short(layer.parameters),
-        _short(layer.macs),
-        masks,
-        *(_in_three(tuple(f"{share[gemm]:.3f}" for share in shares.values())) for gemm in (*GEMMS, "all")),
-        f"({reasons[layer.why]})" if layer.why else "",
-    )
+    cells = [layer.name, _short(layer.parameters), _short(layer.macs), masks]
+    shares = [layer.shares(kind) for kind in get_args(FlopsKind)]
+    for gemm in (*GEMMS, "all"):
+        counts = [f"{share[gemm]:.3f}" for share in shares]
+        # One number where the three countings agree.
+        cells.append(counts[0] if len(set(counts)) == 1 else "/".join(counts))
+    cells.append(f"({reasons[layer.why]})" if layer.why else "")
+    return tuple(cells)
 
 
 def _short(count: int) -> str:
@@ -82,22 +85,20 @@ def _short(count: int) -> str:
     return f"{count / 1000**power:.1f}{' kMGT'[power]}"
 
 
-def _in_three(numbers: tuple[str, ...]) -> str:
-    """One number where the three countings agree."""
-    return numbers[0] if len(set(numbers)) == 1 else "/".join(numbers)
-
-
 def ratio_table(report: Report) -> Table:
     """The training's multiply-adds over those of dense training, in the three countings."""
-    table = _table("training FLOPs, dense is 1")
+    table = plain_table("training FLOPs, dense is 1")
     table.add_column("counted as", no_wrap=True)
     for name in (*GEMMS, "all", "masked alone"):
         table.add_column(name, justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
     for kind in get_args(FlopsKind):
-        whole, masked = report.ratios(kind), report.ratios(kind, masked_alone=True)
+        whole = report.ratios(kind)
+        masked = report.ratios(kind, masked_alone=True)
+        # A model without a product of a weight has no ratio.
         cells = [f"{whole[gemm]:.4f}" if whole else "-" for gemm in (*GEMMS, "all")]
-        table.add_row(kind, *cells, f"{masked['all']:.4f}" if masked else "-", _MEANINGS[kind])
+        cells.append(f"{masked['all']:.4f}" if masked else "-")
+        table.add_row(kind, *cells, _MEANINGS[kind])
     return table
 
 
@@ -112,7 +113,3 @@ def facts(report: Report) -> list[str]:
     if report.planned_steps is not None:
         lines.append(f"averaged over {report.planned_steps:,} planned training steps")
     return [*lines, *report.phases]
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -12,7 +12,10 @@ SHORT_KEYS = ("pattern", "method", "grad_estimator")
 
 # A trial prints, logs and saves nothing of its own, unless the study's overrides say so.
 QUIET: dict[str, Any] = {
-    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
 _QUIET_MASKS = {"show_tables": False, "grad_snr_every": 0}
@@ -22,6 +25,7 @@ _WATCHERS = {
     *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
     *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar"),
 }
+_CALLBACK = "NMSparsityCallback"
 _ARGUMENTS_OF_FIT = ("ckpt_path", "weights_only")  # in the configs that `fit` saves
 
 
@@ -35,9 +39,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise yaml.YAMLError(f"the key {twice!r} is given twice")
+            # PyYAML keeps the last of equal keys. A merge key, <<, may come several times.
+            keys = set()
+            for key, _ in node.value:
+                if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
+                    raise yaml.YAMLError(f"the key {key.value!r} is given twice")
+                keys.add(key.value)
             return super().construct_mapping(node, deep)
 
     try:
@@ -53,26 +60,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without loggers, checkpoints, progress bars and tables."""
-    result = copy.deepcopy({key: value for key, value in config.items() if key not in _ARGUMENTS_OF_FIT})
-    trainer = result["trainer"] = {**(result.get("trainer") or {}), **QUIET}
-    given = trainer.get("callbacks") or []
-    trainer["callbacks"] = [entry for entry in as_list(given) if last_part(entry) not in _WATCHERS]
-    for entry in trainer["callbacks"]:
-        if last_part(entry) == "NMSparsityCallback" and isinstance(entry, dict):
+    result = copy.deepcopy(dict(config))
+    for key in _ARGUMENTS_OF_FIT:
+        result.pop(key, None)
+    # A section or a list that is empty in YAML is None.
+    trainer = {**(result.get("trainer") or {}), **QUIET}
+    callbacks = as_list(trainer.get("callbacks") or [])
+    callbacks = [entry for entry in callbacks if last_part(entry) not in _WATCHERS]
+    for entry in callbacks:
+        if last_part(entry) == _CALLBACK and isinstance(entry, dict):
             entry["init_args"] = {**(entry.get("init_args") or {}), **_QUIET_MASKS}
+    trainer["callbacks"] = callbacks
+    result["trainer"] = trainer
     return result
 
 
 def trains_dense(config: Mapping[str, Any]) -> bool:
     """Whether no callback of a config masks a weight or estimates a gradient: its ``pattern`` then changes nothing."""
-    entries = as_list(config.get("trainer", {}).get("callbacks") or [])
-    for entry in entries:
-        if last_part(entry) != "NMSparsityCallback":
+    for entry in as_list(config.get("trainer", {}).get("callbacks") or []):
+        if last_part(entry) != _CALLBACK:
             continue
-        arguments = (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
-        dense_estimator = arguments.get("grad_estimator") in (None, "dense")
-        plain = not arguments.get("rules") and not arguments.get("config") and not arguments.get("preset")
-        if arguments.get("method") != "dense" or not dense_estimator or not plain:
+        given = entry.get("init_args") if isinstance(entry, dict) else None
+        arguments = given or {}
+        if arguments.get("method") != "dense" or arguments.get("grad_estimator") not in (None, "dense"):
+            return False
+        # These may name other methods.
+        if arguments.get("rules") or arguments.get("config") or arguments.get("preset"):
             return False
     return True
 
@@ -85,9 +98,11 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If a dotted key leads through something that is no mapping.
     """
-    for key, value in changes.items():
-        short = str(key).split(".")[0] in SHORT_KEYS
-        _set(_masks(config) if short else config, str(key), value)
+    for name, value in changes.items():
+        key = str(name)
+        first, _, _ = key.partition(".")
+        place = _masks(config) if first in SHORT_KEYS else config
+        _set(place, key, value)
 
 
 def _set(place: dict[str, Any], key: str, value: Any) -> None:
@@ -109,8 +124,9 @@ def _set(place: dict[str, Any], key: str, value: Any) -> None:
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested mappings; lists are values."""
     if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from flat(each, f"{prefix}.{key}" if prefix else str(key))
+        for key, inner in value.items():
+            place = f"{prefix}.{key}" if prefix else str(key)
+            yield from flat(inner, place)
     else:
         yield prefix, value
 
@@ -129,15 +145,19 @@ def as_list(given: Any) -> list[Any]:
 def _masks(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the config's NMSparsityCallback, which is added if there is none."""
     trainer = config.setdefault("trainer", {})
-    callbacks = trainer["callbacks"] = as_list(trainer.get("callbacks") or [])
-    found = [number for number, entry in enumerate(callbacks) if last_part(entry) == "NMSparsityCallback"]
-    if len(found) > 1:
+    callbacks = as_list(trainer.get("callbacks") or [])
+    trainer["callbacks"] = callbacks
+    places = [place for place, entry in enumerate(callbacks) if last_part(entry) == _CALLBACK]
+    if len(places) > 1:
         raise ValueError("the config has several NMSparsityCallbacks: override trainer.callbacks instead")
-    if not found:
-        callbacks.append({"class_path": "lightning_nm.NMSparsityCallback", "init_args": dict(_QUIET_MASKS)})
-    elif not isinstance(callbacks[found[0]], dict):
-        callbacks[found[0]] = {"class_path": "lightning_nm.NMSparsityCallback", "init_args": dict(_QUIET_MASKS)}
-    entry = callbacks[found[0] if found else -1]
+    if not places:
+        places = [len(callbacks)]
+        callbacks.append(_CALLBACK)
+    entry = callbacks[places[0]]
+    # An entry may be the class path alone.
+    if not isinstance(entry, dict):
+        entry = {"class_path": f"lightning_nm.{_CALLBACK}", "init_args": dict(_QUIET_MASKS)}
+        callbacks[places[0]] = entry
     entry["init_args"] = entry.get("init_args") or {}
     arguments: dict[str, Any] = entry["init_args"]
     return arguments

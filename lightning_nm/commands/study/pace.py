@@ -56,18 +56,21 @@ def measure(spec: Spec, cells: list[Cell]) -> list[float]:
 
 
 def _mean_step(spec: Spec, cell: Cell, steps: int) -> float:
+    """Seconds of a step in one short training."""
     config = spec.trial_config(cell, {})
     set_steps(config, steps)
-    if config["trainer"].get("limit_val_batches") != 0:  # callbacks and schedulers may need a validation
+    # Callbacks and schedulers may need a validation.
+    if config["trainer"].get("limit_val_batches") != 0:
         override(config, {"trainer.limit_val_batches": 1})
     clock = _Clock()
     with silence():
         cli = build(config, spec.seeds[0], spec.classes)
         cli.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    ends = [(step, end) for step, end in clock.ends.items() if step >= _FIRST]
-    (first, begin), (last, end) = ends[0], ends[-1]
-    return (end - begin) / (last - first)
+    counted = [step for step in clock.ends if step >= _FIRST]
+    first = counted[0]
+    last = counted[-1]
+    return (clock.ends[last] - clock.ends[first]) / (last - first)
 
 
 def steps_within(spec: Spec, step_s: float) -> int:
@@ -78,5 +81,11 @@ def steps_within(spec: Spec, step_s: float) -> int:
 
 def set_steps(config: dict[str, Any], steps: int) -> None:
     """Let a config's training end after so many optimizer steps, and by nothing else."""
-    limits = {"max_steps": steps, "max_epochs": -1, "max_time": None, "min_steps": None, "min_epochs": None}
+    limits = {
+        "max_steps": steps,
+        "max_epochs": -1,
+        "max_time": None,
+        "min_steps": None,
+        "min_epochs": None,
+    }
     override(config, {"trainer": limits})

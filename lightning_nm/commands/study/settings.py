@@ -18,7 +18,9 @@ _GROWING = ("variants", "grid", "seeds", "trials")
 
 def to_settings(spec: Spec) -> Settings:
     """Everything that decides what is trained, as JSON has it; the config's content, not its path."""
-    settings: Settings = json.loads(json.dumps({key: getattr(spec, key) for key in (*_FIXED, *_GROWING)}, default=str))
+    values = {key: getattr(spec, key) for key in (*_FIXED, *_GROWING)}
+    # JSON makes lists of tuples: settings that were read compare equal to new ones.
+    settings: Settings = json.loads(json.dumps(values, default=str))
     return settings
 
 
@@ -26,22 +28,26 @@ def forbidden_changes(before: Settings, now: Settings) -> list[str]:
     """What changed and would make old and new trials different; one line for each key."""
     faults = []
     for key in _FIXED:
-        old, new = dict(flat(before.get(key), key)), dict(flat(now[key], key))
+        old = dict(flat(before.get(key), key))
+        new = dict(flat(now[key], key))
         for place in sorted(old.keys() | new.keys()):
             if old.get(place) != new.get(place):
                 faults.append(f"{place}: was {old.get(place)!r}, is {new.get(place)!r}")
+    variants = now["variants"]
     for name, changes in before["variants"].items():
-        if name not in now["variants"]:
+        if name not in variants:
             faults.append(f"variants.{name}: was removed")
-        elif now["variants"][name] != changes:
-            faults.append(f"variants.{name}: was {changes!r}, is {now['variants'][name]!r}")
+        elif variants[name] != changes:
+            faults.append(f"variants.{name}: was {changes!r}, is {variants[name]!r}")
     if before["grid"].keys() != now["grid"].keys():
         return [*faults, f"grid: had the keys {list(before['grid'])}, has {list(now['grid'])}"]
-    lists = {"seeds": (before["seeds"], now["seeds"])}
-    lists |= {f"grid.{key}": (values, now["grid"][key]) for key, values in before["grid"].items()}
-    faults += [
-        f"{key}: {value!r} was removed" for key, (old, new) in lists.items() for value in old if value not in new
-    ]
+    faults += _removed("seeds", before["seeds"], now["seeds"])
+    for key, values in before["grid"].items():
+        faults += _removed(f"grid.{key}", values, now["grid"][key])
     if (before["trials"] or 0) > (now["trials"] or 0):
         faults.append(f"trials: was {before['trials']}, is {now['trials']}")
     return faults
+
+
+def _removed(key: str, before: list[Any], now: list[Any]) -> list[str]:
+    return [f"{key}: {value!r} was removed" for value in before if value not in now]

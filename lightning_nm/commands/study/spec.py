@@ -17,7 +17,12 @@ from lightning_nm.spelling import did_you_mean
 Direction = Literal["minimize", "maximize"]
 Sampler = Literal["grid", "tpe", "random"]
 
-_LENGTHS = tuple(f"trainer.{limit}_{unit}" for limit in ("max", "min") for unit in ("steps", "epochs", "time"))
+# The keys that end a training, of which `seconds` takes the place.
+_LENGTHS = (
+    *("trainer.max_steps", "trainer.max_epochs", "trainer.max_time"),
+    *("trainer.min_steps", "trainer.min_epochs", "trainer.min_time"),
+)
+_INTERVAL_KEYS = {"low", "high", "log", "step"}
 
 
 class Cell(NamedTuple):
@@ -34,7 +39,8 @@ class Cell(NamedTuple):
     @property
     def label(self) -> str:
         """For messages, such as ``bame, pattern 1:16``."""
-        return ", ".join([self.variant, *(f"{key} {value}" for key, value in self.values.items())])
+        values = [f"{key} {value}" for key, value in self.values.items()]
+        return ", ".join([self.variant, *values])
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,10 @@ class Spec:
         """The cells whose trainings are those of `cell`, itself included: dense ones do not depend on the pattern."""
         if "pattern" not in self.grid or not trains_dense(self.trial_config(cell, {})):
             return [cell]
-        others = {key: value for key, value in cell.values.items() if key != "pattern"}
-        return [each for each in self.cells() if each.variant == cell.variant and others.items() <= each.values.items()]
+        others = dict(cell.values)
+        del others["pattern"]
+        of_variant = (each for each in self.cells() if each.variant == cell.variant)
+        return [each for each in of_variant if others.items() <= each.values.items()]
 
     def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
         """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
@@ -129,14 +137,9 @@ def read(path: Path) -> Spec:
 
 
 def _checked(given: dict[str, Any], folder: Path) -> Spec:
-    for key in ("name", "config", "metric"):
-        _require(isinstance(given[key], str), f"{key}: {given[key]!r} must be a text")
-    for key in ("model", "data"):
-        _require(isinstance(given.get(key, ""), str), f"{key}: {given.get(key)!r} must be a class as module.Class")
-    _require(not set(given["name"]) & set("/\\"), f"name: {given['name']!r} must not hold a slash")
+    """The study of a file's content; each step relies on those before it."""
+    _check_texts(given)
     given["config"] = read_yaml(folder / given["config"])
-    for key, options in (("direction", get_args(Direction)), ("sampler", get_args(Sampler))):
-        _require(given.get(key, options[0]) in options, f"{key}: {given.get(key)!r} must be {' or '.join(options)}")
     for key in ("variants", "overrides", "grid", "search"):
         given[key] = given.get(key) or {}
         _require(isinstance(given[key], dict), f"{key}: {given[key]!r} must be a mapping")
@@ -145,29 +148,54 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
     given["baselines"] = _baselines(given.get("baselines") or [], list(given["variants"]))
     given["seeds"] = _seeds(given.get("seeds", Spec.seeds))
     given["search"] = {str(key): _range(f"search.{key}", key, bounds) for key, bounds in given["search"].items()}
-    searches = given.get("sampler", "grid") != "grid"
-    for key in ("search", "trials"):
-        _require(bool(given.get(key)) == searches, f"{key}: goes with `sampler: tpe` or `sampler: random`, and only so")
-    trials = given.get("trials")
-    _require(not searches or (isinstance(trials, int) and trials > 0), f"trials: {trials!r} must be a positive integer")
-    for key in given["search"]:
-        _require(key not in given["grid"], f"search.{key}: is in the grid, too; leave it out of one of them")
-    _check_seconds(given)
-    for name, changes in given["variants"].items():
-        for key in {**given["grid"], **given["search"]}:
+    spec = Spec(**given)
+    _check_search(spec)
+    _check_seconds(spec)
+    _check_variants(spec)
+    return spec
+
+
+def _check_texts(given: dict[str, Any]) -> None:
+    for key in ("name", "config", "metric"):
+        _require(isinstance(given[key], str), f"{key}: {given[key]!r} must be a text")
+    for key in ("model", "data"):
+        _require(isinstance(given.get(key, ""), str), f"{key}: {given.get(key)!r} must be a class as module.Class")
+    name = given["name"]
+    _require("/" not in name and "\\" not in name, f"name: {name!r} must not hold a slash")
+    for key, options in (("direction", get_args(Direction)), ("sampler", get_args(Sampler))):
+        _require(given.get(key, options[0]) in options, f"{key}: {given.get(key)!r} must be {' or '.join(options)}")
+
+
+def _check_search(spec: Spec) -> None:
+    searches = spec.sampler != "grid"
+    fault = "goes with `sampler: tpe` or `sampler: random`, and only so"
+    _require(bool(spec.search) == searches, f"search: {fault}")
+    _require(bool(spec.trials) == searches, f"trials: {fault}")
+    if searches:
+        positive = isinstance(spec.trials, int) and spec.trials > 0
+        _require(positive, f"trials: {spec.trials!r} must be a positive integer")
+    for key in spec.search:
+        _require(key not in spec.grid, f"search.{key}: is in the grid, too; leave it out of one of them")
+
+
+def _check_variants(spec: Spec) -> None:
+    for name, changes in spec.variants.items():
+        for key in (*spec.grid, *spec.search):
             _require(key not in changes, f"variants.{name}.{key}: is in the grid or the search, too; give it once")
-    return Spec(**given)
 
 
-def _check_seconds(given: dict[str, Any]) -> None:
-    seconds = given.get("seconds")
+def _check_seconds(spec: Spec) -> None:
+    seconds = spec.seconds
     if seconds is None:
         return
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     _require(is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number")
-    _require(not given["search"], "seconds: goes with a grid, not with a search, which may change the time of a step")
-    for place in ("overrides", "grid", *(f"variants.{name}" for name in given["variants"])):
-        for key, _ in flat(given["variants"][place[9:]] if place.startswith("variants.") else given[place]):
+    _require(not spec.search, "seconds: goes with a grid, not with a search, which may change the time of a step")
+    places = {"overrides": spec.overrides, "grid": spec.grid}
+    for name, changes in spec.variants.items():
+        places[f"variants.{name}"] = changes
+    for place, changes in places.items():
+        for key, _ in flat(changes):
             _require(key not in _LENGTHS, f"{place}.{key}: `seconds` sets the number of steps; leave out one of them")
 
 
@@ -189,7 +217,8 @@ def _seeds(given: Any) -> tuple[int, ...]:
     if _is_integer(given) and given > 0:
         return tuple(range(given))
     fault = f"seeds: {given!r} must be a positive number of seeds, or a list of integers from 0 on, each once"
-    _require(isinstance(given, (list, tuple)) and given and all(_is_integer(s) and s >= 0 for s in given), fault)
+    _require(isinstance(given, (list, tuple)) and given, fault)
+    _require(all(_is_integer(seed) and seed >= 0 for seed in given), fault)
     _require(len(set(given)) == len(given), fault)
     return tuple(given)
 
@@ -214,14 +243,20 @@ def _range(place: str, key: Any, bounds: Any) -> Any:
     if isinstance(bounds, list):
         return _choices(place, key, bounds)
     fault = f"{place}: {bounds!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
-    _require(isinstance(bounds, dict) and {"low", "high"} <= set(bounds) <= {"low", "high", "log", "step"}, fault)
-    try:
-        numbers = {k: v if _is_integer(v) else float(v) for k, v in bounds.items() if k != "log"}
-    except (TypeError, ValueError) as error:
-        raise ValueError(fault) from error
-    log = bounds.get("log", False)
-    _require(isinstance(log, bool) and numbers["low"] < numbers["high"], f"{fault}, with low below high")
-    _require(not log or (numbers["low"] > 0 and "step" not in numbers), f"{fault}; log needs low above 0 and no step")
+    _require(isinstance(bounds, dict), fault)
+    _require({"low", "high"} <= bounds.keys() <= _INTERVAL_KEYS, fault)
+    numbers = dict(bounds)
+    log = numbers.pop("log", False)
+    for name, number in numbers.items():
+        # Optuna draws integers where both bounds are integers; YAML reads 1e-4 as a text.
+        if not _is_integer(number):
+            try:
+                numbers[name] = float(number)
+            except (TypeError, ValueError) as error:
+                raise ValueError(fault) from error
+    low = numbers["low"]
+    _require(isinstance(log, bool) and low < numbers["high"], f"{fault}, with low below high")
+    _require(not log or (low > 0 and "step" not in numbers), f"{fault}; log needs low above 0 and no step")
     return {**numbers, "log": log}
 
 

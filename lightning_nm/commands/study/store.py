@@ -85,21 +85,29 @@ class Store:
             study = self._main_study()
             settings = to_settings(self.spec)
             before = study.user_attrs.get("settings", settings)
-            if not self.has_complete():  # the metric may have been one that no test logs
+            # The metric may have been one that no test logs.
+            if not self.has_complete():
                 before = {**before, "metric": settings["metric"]}
-            if faults := forbidden_changes(before, settings):
-                raise ValueError("\n  ".join(["the output folder belongs to other settings:", *faults]) + f"\n{ADVICE}")
+            faults = forbidden_changes(before, settings)
+            if faults:
+                lines = "\n  ".join(["the output folder belongs to other settings:", *faults])
+                raise ValueError(f"{lines}\n{ADVICE}")
             study.set_user_attr("settings", settings)
             if self.spec.sampler == "grid":
-                there = {_key(trial) for trial in study.get_trials(deepcopy=False)}
-                for seed in self.spec.seeds:  # seed by seed, so that an unfinished study has whole pairs
-                    for cell in self.spec.cells():
-                        keys = [_text(each, seed) for each in self.spec.same_trainings(cell)]
-                        if there.isdisjoint(keys):
-                            study.enqueue_trial({}, user_attrs={"key": keys[0]})
-                            there.add(keys[0])
+                self._queue_grid(study)
             if retry_failed:
                 self._retry_failed()
+
+    def _queue_grid(self, study: Study) -> None:
+        """Queue the trials of the grid that are not there yet."""
+        there = set(self._latest())
+        # Seed by seed, so that an unfinished study has whole pairs.
+        for seed in self.spec.seeds:
+            for cell in self.spec.cells():
+                keys = [_text(each, seed) for each in self.spec.same_trainings(cell)]
+                if there.isdisjoint(keys):
+                    _enqueue(study, keys[0])
+                    there.add(keys[0])
 
     def paces(self) -> dict[str, float]:
         """Seconds of an optimizer step by cell label, as far as they were measured."""
@@ -138,8 +146,9 @@ class Store:
             return None
         for key in waiting[: known.index(True)]:
             study.tell(study.ask(), state=TrialState.FAIL)
-            study.enqueue_trial({}, user_attrs={"key": key})
-        trial = study.ask()  # the first that waits
+            _enqueue(study, key)
+        # Optuna gives the first that waits.
+        trial = study.ask()
         trial.set_user_attr("worker", self._worker)
         variant, values, seed = json.loads(trial.user_attrs["key"])
         return Job(study, trial, Cell(variant, values), {}, (seed,))
@@ -148,10 +157,11 @@ class Store:
         for cell in self.spec.cells():
             study = self._cell_study(cell)
             self._fail_interrupted(study)
-            done = [trial for trial in study.get_trials(deepcopy=False) if not _is_interrupted(trial)]
+            trials = study.get_trials(deepcopy=False)
+            done = [trial for trial in trials if not _is_interrupted(trial)]
             if len(done) < (self.spec.trials or 0):
                 # Not one seed for all processes: they would draw the same settings.
-                study.sampler = self._sampler(len(study.get_trials(deepcopy=False)))
+                study.sampler = self._sampler(len(trials))
                 trial = study.ask()
                 trial.set_user_attr("worker", self._worker)
                 searched = {key: _suggest(trial, key, bounds) for key, bounds in self.spec.search.items()}
@@ -182,22 +192,29 @@ class Store:
         rows = []
         for cell in self.spec.cells():
             for searched, seed, trial in self._trainings(cell):
-                found = next((row for row in trial.user_attrs.get("rows", []) if row["seed"] == seed), None)
-                sampled = {"trial": trial.number, **searched} if self.spec.search else {}
-                row = {"variant": cell.variant, **cell.values, **sampled, "seed": seed}
-                state = "complete" if found is not None else self._state(trial)
-                error = {"error": trial.user_attrs.get("error", "")} if state == "failed" else {}
-                rows.append({**row, "state": state, **error, **(found or {})})
+                row: Row = {"variant": cell.variant, **cell.values}
+                if self.spec.search:
+                    row |= {"trial": trial.number, **searched}
+                row["seed"] = seed
+                # A trial of a search may have failed after some of its seeds.
+                found = next((each for each in trial.user_attrs.get("rows", []) if each["seed"] == seed), None)
+                if found is not None:
+                    row |= {"state": "complete", **found}
+                else:
+                    row["state"] = self._state(trial)
+                if row["state"] == "failed":
+                    row["error"] = trial.user_attrs.get("error", "")
+                rows.append(row)
         return rows
 
     def _trainings(self, cell: Cell) -> Iterator[tuple[dict[str, Any], int, FrozenTrial]]:
         if self.spec.sampler == "grid":
-            latest = {_key(trial): trial for trial in self._main_study().get_trials(deepcopy=False)}
+            latest = self._latest()
             for seed in self.spec.seeds:
                 keys = [_text(each, seed) for each in (cell, *self.spec.same_trainings(cell))]
-                trial = next((latest[key] for key in keys if key in latest), None)
-                if trial is not None:
-                    yield {}, seed, trial
+                there = [key for key in keys if key in latest]
+                if there:
+                    yield {}, seed, latest[there[0]]
             return
         for trial in self._cell_study(cell).get_trials(deepcopy=False):
             if not _is_interrupted(trial):
@@ -214,44 +231,51 @@ class Store:
         return "waiting" if trial.state is TrialState.WAITING else "failed"
 
     def _retry_failed(self) -> None:
-        study = self._main_study()
-        latest = {_key(trial): trial for trial in study.get_trials(deepcopy=False)}
-        for key, trial in latest.items():
+        for key, trial in self._latest().items():
             if "error" in trial.user_attrs:
-                study.enqueue_trial({}, user_attrs={"key": key})
+                _enqueue(self._main_study(), key)
+
+    def _latest(self) -> dict[str, FrozenTrial]:
+        """The last trial of each key of the grid."""
+        trials = self._main_study().get_trials(deepcopy=False)
+        return {_key(trial): trial for trial in trials}
 
     def _queue_lost(self, study: Study) -> None:
         """Queue what was interrupted and does not wait yet: a process may be killed between the one and the other."""
-        latest = {_key(trial): trial for trial in study.get_trials(deepcopy=False)}
-        for key, trial in latest.items():
+        for key, trial in self._latest().items():
             if _is_interrupted(trial):
-                study.enqueue_trial({}, user_attrs={"key": key})
+                _enqueue(study, key)
 
     def _fail_interrupted(self, study: Study) -> None:
         """End the running trials whose worker is gone; they have no ``error``."""
         from optuna.trial import TrialState
 
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        dead = [trial for trial in running if not self._is_alive(trial)]
-        for trial in dead:
-            study.tell(trial.number, state=TrialState.FAIL)
-            (self.workers / trial.user_attrs.get("worker", "none")).unlink(missing_ok=True)
+        for trial in running:
+            if not self._is_alive(trial):
+                study.tell(trial.number, state=TrialState.FAIL)
+                self._lock_file(trial).unlink(missing_ok=True)
 
     def _is_alive(self, trial: FrozenTrial) -> bool:
-        path = self.workers / trial.user_attrs.get("worker", "none")
         try:
-            with path.open() as file:
+            with self._lock_file(trial).open() as file:
                 return not _lock(file)
         except FileNotFoundError:
             return False
 
-    def _main_study(self) -> Study:
-        return self._cell_study(None)
+    def _lock_file(self, trial: FrozenTrial) -> Path:
+        """The file that the worker of a trial locks; a worker may end before it is noted."""
+        return self.workers / trial.user_attrs.get("worker", "none")
 
-    def _cell_study(self, cell: Cell | None) -> Study:
+    def _main_study(self) -> Study:
+        return self._study(self.spec.name)
+
+    def _cell_study(self, cell: Cell) -> Study:
+        return self._study(f"{self.spec.name}: {cell.label}")
+
+    def _study(self, name: str) -> Study:
         import optuna
 
-        name = self.spec.name if cell is None else f"{self.spec.name}: {cell.label}"
         if name not in self._studies:
             self._studies[name] = optuna.create_study(
                 storage=self._storage, study_name=name, direction=self.spec.direction, load_if_exists=True
@@ -265,7 +289,8 @@ class Store:
 
         if self.spec.sampler == "random":
             return optuna.samplers.RandomSampler(seed=seed)
-        with warnings.catch_warnings():  # constant_liar, which is for several workers, is called experimental
+        # constant_liar, which is for several workers, is called experimental.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
 
@@ -290,9 +315,12 @@ def _text(cell: Cell, seed: int) -> str:
     return json.dumps([cell.variant, cell.values, seed], sort_keys=True)
 
 
+def _enqueue(study: Study, key: str) -> None:
+    study.enqueue_trial({}, user_attrs={"key": key})
+
+
 def _key(trial: FrozenTrial) -> str:
-    key: str = trial.user_attrs["key"]
-    return key
+    return str(trial.user_attrs["key"])
 
 
 def _is_interrupted(trial: FrozenTrial) -> bool:
