@@ -20,7 +20,7 @@ from lightning_nm.callbacks.report.kernel_table import print_kernels
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers, print_summary
 from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
-from lightning_nm.callbacks.throughput import settle_throughput
+from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -215,7 +215,7 @@ class NMSparsityCallback(SavedSparsity):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
-        settle_throughput(trainer)
+        turn_off_mfu(trainer)
         sparsifier.follow(trainer.optimizers)
         if self._lifecycle.batch_open:  # saved within a batch, maybe after the optimizer step
             sparsifier.step()

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_nm.kernels import Router
 
 
-def settle_throughput(trainer: pl.Trainer) -> None:
+def turn_off_mfu(trainer: pl.Trainer) -> None:
     """Turn off ``mfu`` where 16-bit products are routed.
 
     Lightning's table of peaks holds dense ones for some GPUs and sparse ones for others (Lightning#21677), so the ratio

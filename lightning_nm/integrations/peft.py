@@ -23,6 +23,8 @@ from lightning_nm.nn.selection.low_rank import KeepsMask, masked_delta
 from lightning_nm.nn.selection.selection import as_globs
 from lightning_nm.pattern import NMPattern, PatternLike
 
+_SHOWN = 8  # layers in an error
+
 
 def mask_adapters(
     model: nn.Module, pattern: PatternLike | None = None, *, exclude: str | Sequence[str] = ()
@@ -67,17 +69,32 @@ def mask_adapters(
     """
     wanted = None if pattern is None else NMPattern.parse(pattern)
     globs = as_globs(exclude, "exclude") or ()
-    names = {plain_name(n): module for n, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    adapted = {n: m for n, m in names.items() if not any(fnmatchcase(n, glob) for glob in globs)}
+    adapted = {}
+    excluded = False
+    for full_name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        name = plain_name(full_name)
+        if any(fnmatchcase(name, glob) for glob in globs):
+            excluded = True
+        else:
+            adapted[name] = module
     if not adapted:
-        fault = "`exclude` leaves no adapted layer" if names else "the model has no adapter of peft"
+        fault = "`exclude` leaves no adapted layer" if excluded else "the model has no adapter of peft"
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
-    faults = {name: fault for name, module in adapted.items() if (fault := _fault(module, wanted))}
+
+    # All layers are checked before the first one is changed.
+    faults = []
+    for name, module in adapted.items():
+        fault = _fault(module, wanted)
+        if fault:
+            faults.append(f"'{name}': {fault}")
     if faults:
-        shown = "; ".join(f"'{name}': {fault}" for name, fault in list(faults.items())[:8])
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        shown = "; ".join(faults[:_SHOWN])
+        if len(faults) > _SHOWN:
+            shown += f"; and {len(faults) - _SHOWN} more"
         raise ValueError(
-            f"{len(faults)} of {len(adapted)} adapted layers cannot keep N:M: {shown}{more}. Name layers that may be "
+            f"{len(faults)} of {len(adapted)} adapted layers cannot keep N:M: {shown}. Name layers that may be "
             "dense in `exclude`"
         )
     for module in adapted.values():
@@ -143,14 +160,19 @@ def _fault(module: Any, wanted: NMPattern | None) -> str:
         return "adapters are merged into its base weight: call unmerge_adapter() first"
     layer = _masked_layer(base)
     pattern = wanted or (NMPattern(2, 4) if layer is None else layer.pattern)
-    rows = _base_weight(base).t() if getattr(module, "fan_in_fan_out", False) else _base_weight(base)
-    views = {f"in = {rows.shape[1]}": rows, "the flattened filter": rows.flatten(1)}
-    blocked = [view for view in views.values() if view.shape[1] % pattern.m == 0]
+    rows = _base_weight(base)
+    # Conv1D of transformers keeps [in, out].
+    if getattr(module, "fan_in_fan_out", False):
+        rows = rows.t()
+    # Blocks of a convolution lie along `in` or along the flattened filter.
+    blocked = [view for view in (rows, rows.flatten(1)) if view.shape[1] % pattern.m == 0]
     if not blocked:
-        return f"{next(iter(views))} has no blocks of {pattern}"
+        return f"in = {rows.shape[1]} has no blocks of {pattern}"
     violations = min(int(count_violations(view, pattern, dim=1)) for view in blocked)
+    if not violations:
+        return ""
     blocks = rows.numel() // pattern.m
-    return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more" if violations else ""
+    return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -170,11 +192,13 @@ def _base_weight(base: Any) -> Tensor:
 
 
 def _mask(module: Any) -> None:
-    base, kind = module.get_base_layer(), _kind(module)
+    base = module.get_base_layer()
     layer = _masked_layer(base)
-    own = None if layer is None else layer.forward_mask
-    module.__class__ = _MASKED[kind]
-    module.nm_mask = _base_weight(base).ne(0) if own is None else own
+    mask = None if layer is None else layer.forward_mask
+    if mask is None:
+        mask = _base_weight(base).ne(0)
+    module.__class__ = _MASKED[_kind(module)]
+    module.nm_mask = mask
 
 
 class _MaskedLora(KeepsMask):
@@ -185,8 +209,9 @@ class _MaskedLora(KeepsMask):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output, plus that of the active adapters unless they are merged or disabled."""
         layer: Any = self
+        # peft calls the base layer alone, or _mixed_batch_forward.
         if layer.disable_adapters or layer.merged or kwargs.get("adapter_names") is not None:
-            return super().forward(x, *args, **kwargs)  # the base layer, or _mixed_batch_forward
+            return super().forward(x, *args, **kwargs)
         result = layer.base_layer(x, *args, **_for_base(kwargs))
         dtype = result.dtype
         for name in layer.active_adapters:
@@ -198,20 +223,24 @@ class _MaskedLora(KeepsMask):
         layer: Any = self
         result = layer.base_layer(x, *args, **_for_base(kwargs))
         for name in dict.fromkeys(adapter_names):
+            # "__base__" is the name of no adapter.
             if name in layer.lora_A:
-                chosen = [k for k, other in enumerate(adapter_names) if other == name]
+                chosen = [row for row, other in enumerate(adapter_names) if other == name]
                 output = self._adapter_output(x[chosen], name).to(result.dtype)
                 result = result.index_add(0, torch.tensor(chosen, device=x.device), output)
         return result
 
     def _adapter_output(self, x: Tensor, name: str) -> Tensor:
         layer: Any = self
-        x = layer.lora_dropout[name](layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype))
-        output, bias = self._delta_output(x, name), layer.lora_B[name].bias
+        x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
+        x = layer.lora_dropout[name](x)
+        output = self._delta_output(x, name)
+        bias = layer.lora_B[name].bias
         if bias is None:
             return output
-        channels = [-1, *[1] * (layer.get_base_layer().weight.dim() - 2)]
-        return output + (bias * layer.scaling[name]).view(channels)
+        # The axes of a convolution's output follow that of its channels.
+        spatial_axes = layer.get_base_layer().weight.dim() - 2
+        return output + (bias * layer.scaling[name]).view(-1, *[1] * spatial_axes)
 
     def _delta_output(self, x: Tensor, name: str) -> Tensor:
         raise NotImplementedError
@@ -227,7 +256,8 @@ class _MaskedLora(KeepsMask):
             ValueError: If the base weight has other nonzeros than when it was masked.
         """
         layer: Any = self
-        if bool((_base_weight(layer.get_base_layer()).ne(0) & ~self.nm_mask).any()):
+        nonzero = _base_weight(layer.get_base_layer()).ne(0)
+        if bool((nonzero & ~self.nm_mask).any()):
             raise ValueError(
                 f"the base weight of this {self.nm_base.__name__} has other nonzeros than when its adapters were "
                 "masked: call mask_adapters() after loading weights, and train with these masks"

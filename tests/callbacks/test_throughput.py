@@ -28,7 +28,7 @@ def fit(tmp_path, monkeypatch, plugin, name="NVIDIA H100 80GB HBM3", given=None)
     )
     model = new_model()
     model.flops_per_batch = 10**9
-    settle = throughput.settle_throughput
+    settle = throughput.turn_off_mfu
 
     def as_on_a_gpu(trainer):
         monitor.available_flops = given or TABLE
@@ -39,7 +39,7 @@ def fit(tmp_path, monkeypatch, plugin, name="NVIDIA H100 80GB HBM3", given=None)
             patch.setattr(torch.cuda, "get_device_name", lambda device: name)
             settle(trainer)
 
-    monkeypatch.setattr("lightning_nm.callbacks.sparsity.settle_throughput", as_on_a_gpu)
+    monkeypatch.setattr("lightning_nm.callbacks.sparsity.turn_off_mfu", as_on_a_gpu)
     trainer.fit(model, Data())
     return trainer, monitor
 

@@ -18,6 +18,12 @@ from lightning_nm.sparsifier import NMSparsifier
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_COUNTINGS = {
+    "arithmetic": "nonzero operands and needed outputs; dense is 1",
+    "paper": "as the N:M papers count; dense is 1",
+    "eligible": "GEMMs that N:M hardware could skip; not a time",
+}
+
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
@@ -32,18 +38,26 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     Layers that differ in the numbers within their names alone share a row. Names are broken at dots alone, to fit into
     a width.
     """
-    rows = [(*row[:-1], _numbers(row[-1], layer_reasons(sparsifier))) for row in grouped(layer_rows(sparsifier))]
-    columns = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
-    others = sum(max(len(row[k]) for row in [("", *columns), *rows]) + 2 for k in range(1, len(columns) + 1))
+    numbers = layer_reasons(sparsifier)
+    names = []
+    rows = []
+    for name, *cells, reason in grouped(layer_rows(sparsifier)):
+        names.append(name)
+        rows.append([*cells, f"({numbers[reason]})" if reason else ""])
+    heads = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
     table = plain_table("N:M layers")
     table.add_column("layer", no_wrap=True)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for name, *cells in rows:
-        dense = cells[columns.index("pattern")] == "-"
-        table.add_row(broken_name(name, width - others - 3), *cells, style="dim" if dense else None)
-    lines = (line for name, *_ in rows for line in broken_name(name, width - others - 3).splitlines())
-    table.min_width = others + 3 + max(map(len, lines), default=0)
+    other_width = 3  # the padding of the first column and of the table
+    for head, *column in zip(heads, *rows, strict=True):
+        table.add_column(head, no_wrap=True)
+        other_width += max(map(len, (head, *column))) + 2
+    pattern = heads.index("pattern")
+    name_width = 0
+    for name, cells in zip(names, rows, strict=True):
+        broken = broken_name(name, width - other_width)
+        name_width = max(name_width, *map(len, broken.splitlines()))
+        table.add_row(broken, *cells, style="dim" if cells[pattern] == "-" else None)
+    table.min_width = other_width + name_width
     return table
 
 
@@ -63,17 +77,16 @@ class Whole:
         yield from console.render(self.table, options.update(width=max(options.max_width, self.table.min_width or 0)))
 
 
-def _numbers(reason: str, numbers: dict[str, int]) -> str:
-    return f"({numbers[reason]})" if reason else ""
-
-
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield every weight, masked ones first: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
     shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
     for name, layer in sparsifier.layers.items():
-        gemms = layer.gemms()
-        reasons = (f"{kind}: {gemm.reason}" for kind, gemm in zip(gemms._fields, gemms, strict=True) if gemm.reason)
-        treatments = (gemm.treatment for gemm in gemms)
+        treatments = []
+        reasons = []
+        for kind, gemm in layer.gemms()._asdict().items():
+            treatments.append(gemm.treatment)
+            if gemm.reason:
+                reasons.append(f"{kind}: {gemm.reason}")
         method = layer.method.short_name or type(layer.method).__name__
         yield name, _shape(layer.param.shape), str(layer.pattern), method, *treatments, "; ".join(reasons)
     for name, reason in sparsifier.skipped.items():
@@ -90,6 +103,7 @@ def broken_name(name: str, width: int) -> str:
         self_attn.q_proj x32
     """
     lines = [""]
+    # Dots within braces, as in a range of layers, do not end a part.
     for part in re.findall(r"(?:\{[^}]*\}|[^.{])+\.?|\.", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
@@ -107,13 +121,20 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
     for layer in sparsifier.layers.values():
         window = layer.schedule
         if window and (layer.method.dense_start or layer.method.dense_end):
-            until = f" to {window[1]}; the model is dense after that" if len(window) > 1 else ""
-            lines.append(f"{type(layer.method).__name__}: masks from training step {window[0]}{until}")
+            steps = _steps(window, "; the model is dense after that")
+            lines.append(f"{type(layer.method).__name__}: masks from training step {steps}")
         window = layer.progress.estimator_schedule
         if window:
-            until = f" to {window[1]}, then wgrad is dense" if len(window) > 1 else ""
-            lines.append(f"{type(layer.estimator).__name__}: from training step {window[0]}{until}")
+            steps = _steps(window, ", then wgrad is dense")
+            lines.append(f"{type(layer.estimator).__name__}: from training step {steps}")
     return list(dict.fromkeys(lines))
+
+
+def _steps(window: Sequence[int], after: str) -> str:
+    """The first step and, if there is one, the last step, after which something ends."""
+    if len(window) == 1:
+        return f"{window[0]}"
+    return f"{window[0]} to {window[1]}{after}"
 
 
 def _share(shares: dict[str, float]) -> str:
@@ -121,23 +142,27 @@ def _share(shares: dict[str, float]) -> str:
     return f"{shares['parameters']:.1%} of the model's parameters, {flops}"
 
 
+def print_note(console: Console, text: str) -> None:
+    """Print a line as it is, dim: names of layers may look like rich's markup."""
+    console.print(text, style="dim", soft_wrap=True, highlight=False, markup=False)
+
+
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
     console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
     for reason, number in layer_reasons(sparsifier).items():
-        console.print(f"({number}) {reason}", style="dim", soft_wrap=True, highlight=False, markup=False)
-    settings = sparsifier.settings
+        print_note(console, f"({number}) {reason}")
     if sparsifier.selection.first_last:
         console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
     if sparsifier.selection.hint:
-        console.print(sparsifier.selection.hint, style="dim", soft_wrap=True, highlight=False, markup=False)
-    for preset in settings.presets:
-        line = f"preset {sparsifier.config.preset}, {preset}"
-        console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
+        print_note(console, sparsifier.selection.hint)
+    for preset in sparsifier.settings.presets:
+        print_note(console, f"preset {sparsifier.config.preset}, {preset}")
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
-    masked, estimated = sparsifier.shares(), sparsifier.shares(gradients=True)
+    masked = sparsifier.shares()
+    estimated = sparsifier.shares(gradients=True)
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
         known = "flops" in masked
@@ -177,11 +202,7 @@ def summary_rows(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Iterator[
     if "grad_snr" in stats:
         yield "gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error"
     ratios = sparsifier.mean_flops_ratios()
-    for kind, meaning in (
-        ("arithmetic", "nonzero operands and needed outputs; dense is 1"),
-        ("paper", "as the N:M papers count; dense is 1"),
-        ("eligible", "GEMMs that N:M hardware could skip; not a time"),
-    ):
+    for kind, meaning in _COUNTINGS.items():
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 
@@ -189,8 +210,10 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
-    masked = [layer for layer in sparsifier.layers.values() if isinstance(layer.method, MaskMethod)]
-    dense = [layer for layer in masked if layer.forward_mask is None and not layer.forward_reason]
+    dense = []
+    for layer in sparsifier.layers.values():
+        if isinstance(layer.method, MaskMethod) and layer.forward_mask is None and not layer.forward_reason:
+            dense.append(layer)
     if dense:
         console.print(
             f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {len(sparsifier.layers)} layers: their "

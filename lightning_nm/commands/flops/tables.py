@@ -8,7 +8,7 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.tables import Whole, plain_table
+from lightning_nm.callbacks.report.tables import Whole, plain_table, print_note
 from lightning_nm.commands.flops.counts import GEMMS, LayerFlops, Report
 from lightning_nm.functional import FlopsKind
 from lightning_nm.nn.selection.ranges import grouped
@@ -28,7 +28,7 @@ def print_report(report: Report, console: Console) -> None:
             reasons.setdefault(layer.why, len(reasons) + 1)
     console.print(Whole(layer_table(report, reasons)), crop=False, soft_wrap=True)
     for why, number in reasons.items():
-        console.print(f"({number}) {why}", style="dim", soft_wrap=True, highlight=False, markup=False)
+        print_note(console, f"({number}) {why}")
     console.print(ratio_table(report))
     for line in facts(report):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
