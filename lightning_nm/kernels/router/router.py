@@ -253,7 +253,7 @@ class Router(HasHandle):
         if not self._none_sparse or self.all_dense or self.tuner is None:
             return
         self.all_dense = True
-        for (product, _), uses in self._uses.items():  # those that ran before they were measured
+        for (product, _), uses in list(self._uses.items()):  # those that ran before they were measured
             if uses.decision is None and not product.reason:
                 uses.decision = self.tuner.decisions.get(product.key)
 
@@ -339,8 +339,8 @@ class Router(HasHandle):
 
     def used(self) -> list[Used]:
         """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
-        ran = ((product, kernel, uses) for (product, kernel), uses in self._uses.items() if uses.calls)
-        return [Used(product, kernel, uses.calls, uses.decision) for product, kernel, uses in ran]
+        ran = list(self._uses.items())  # a copy: another thread may run a product
+        return [Used(product, kernel, uses.calls, uses.decision) for (product, kernel), uses in ran if uses.calls]
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.

@@ -112,11 +112,15 @@ class Tuner:
             notes.append("the product is empty")
             return
         for kernel in self.registry.made_for(key.device):
-            reason = self.registry.reason(kernel, key) or reason_or_error(partial(check, kernel, key))
+            reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
             if reason:
                 notes.append(f"{kernel.name}: {reason}")
             else:
                 yield kernel
+
+    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel does not compute a product right; empty if it does."""
+        return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
         terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {self.hysteresis:g}"
@@ -136,15 +140,19 @@ class Tuner:
         for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
-                dense = dense or [dense_ms(key, self.timer)]
+                dense = dense or [self._dense_ms(key)]
                 product_ms, pack_ms = self._sparse_ms(kernel, key)
                 found.append(_Candidate(kernel, None, product_ms, pack_ms))
                 for algorithm, other in _proposed(kernel, key, notes):
                     found.append(_Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms))
-                dense.append(dense_ms(key, self.timer))
+                dense.append(self._dense_ms(key))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
+
+    def _dense_ms(self, key: GemmKey) -> float:
+        """Milliseconds of the dense product."""
+        return dense_ms(key, self.timer)
 
     def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
         """Milliseconds of a kernel's product, and of packing its operand."""
