@@ -28,8 +28,9 @@ except ImportError:  # on Windows
 
 SCHEMA = 1
 
-Source = Literal["measured", "forced", "default"]
-"""Timed on the device; requested by the mode; the reference because no other kernel can run."""
+Source = Literal["measured", "forced", "default", "postponed"]
+"""Timed on the device; requested by the mode; the reference because no other kernel can run, or because there was no
+time left to measure."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,10 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
         return decisions
 
+    def postponed(self) -> list[GemmKey]:
+        """The products that are still to be measured."""
+        return [key for key, decision in self.items() if decision.source == "postponed"]
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
 
@@ -171,7 +176,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             environments = _read(path)
         except (FileNotFoundError, _OtherSchemaError):
             environments = {}
-        entries = {str(key): asdict(decision) for key, decision in self.items()}
+        entries = {str(key): asdict(decision) for key, decision in self.items() if decision.source != "postponed"}
         environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
         new = path.with_name(f".{path.name}.{uuid4().hex}")
         try:

@@ -69,6 +69,7 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
+        self._sizes: dict[GemmKey, GemmKey] = {}  # at which the buckets of postponed products are measured
         self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
@@ -87,8 +88,8 @@ class Tuner:
         """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
-        is dense; a later call measures it. The last measurement may exceed the budget. With several processes one
-        tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
+        is postponed: dense until :meth:`measure_next` or a later call measures it. The last measurement may exceed the
+        budget. With several processes one tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -99,9 +100,19 @@ class Tuner:
         for bucket in sorted(counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True):
             key = sizes[bucket]
             if self.kernels == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
-                late = [f"the budget of {budget_s:g} s is used up"]
-                self._settle(bucket, self._measured(key) if clock() < end else _default(late))
+                if clock() < end:
+                    self._settle(bucket, self._measured(key))
+                else:
+                    self._settle(bucket, _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"))
+                    self._sizes[bucket] = key
             self.decide(key)
+
+    def measure_next(self) -> bool:
+        """Measure the first postponed product, the one of the highest cost; return whether there was one."""
+        for bucket in self.decisions.postponed():
+            self._settle(bucket, self._measured(self._sizes.pop(bucket, bucket)))
+            return True
+        return False
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
         """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
@@ -180,6 +191,10 @@ class Tuner:
 
 def _default(notes: Sequence[str]) -> Decision:
     return Decision("reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default")
+
+
+def _postponed(reason: str) -> Decision:
+    return Decision("reference", None, None, None, reason, "postponed")
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
