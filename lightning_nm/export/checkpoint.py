@@ -42,17 +42,22 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
 
 
 def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    content = content if isinstance(content, Mapping) else {}
-    candidates = (content.get(key) for key in ("state_dict", "model_state_dict", "model"))
-    state_dict = next((candidate for candidate in candidates if isinstance(candidate, Mapping)), content)
+    if not isinstance(content, Mapping):
+        content = {}
+    state_dict = content
+    # Lightning's key, and those that many training loops use.
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(content.get(key), Mapping):
+            state_dict = content[key]
+            break
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     if not weights:
         raise ValueError(f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'")
-    states = [
-        dict(state)
-        for key, state in content.get("callbacks", {}).items()
-        if str(key).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
-    ]
+    states = []
+    for name, state in content.get("callbacks", {}).items():
+        if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state:
+            states.append(dict(state))
+    # A file that holds the state of a sparsifier itself.
     if "schema" in content and isinstance(content.get("layers"), Mapping):
         states.append(dict(content))
     for state in states:

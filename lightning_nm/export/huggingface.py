@@ -24,7 +24,8 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 def holds_model(folder: Path) -> bool:
     """Whether a folder holds a whole model, in one file or in several."""
-    return any((folder / f"{name}{suffix}").is_file() for name in _FILES for suffix in ("", ".index.json"))
+    names = [*_FILES, *(f"{name}.index.json" for name in _FILES)]
+    return any((folder / name).is_file() for name in names)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -58,8 +59,10 @@ def named_as_in_model(
     """
     if not (folder / "config.json").is_file():
         return weights
-    layers = [item for state in states for item in state["layers"].items()]
-    named = {key_of_layer(plain_name(name), layer["parameter"]) for name, layer in layers}
+    named = set()
+    for state in states:
+        for name, layer in state["layers"].items():
+            named.add(key_of_layer(plain_name(name), layer["parameter"]))
     lacking = sorted(named - {plain_name(key) for key in weights})
     if not lacking and not any(_ONE_EXPERT.search(key) for key in weights):
         return weights
@@ -77,7 +80,8 @@ def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
         import transformers
     except ImportError:
         raise ValueError("pip install 'lightning-nm[hf]'") from None
-    names = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or ["none"]
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    names = config.get("architectures") or ["none"]
     cls = getattr(transformers, names[0], None)
     if cls is None:
         raise ValueError(f"it has no class {names[0]}")
@@ -88,11 +92,13 @@ def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
 
 def _read_weights(folder: Path) -> Mapping[str, Any]:
     for name in _FILES:
-        if (folder / name).is_file():
-            content = read_file(folder / name)
+        path = folder / name
+        if path.is_file():
+            content = read_file(path)
             return content if isinstance(content, Mapping) else {}
-        if (folder / f"{name}.index.json").is_file():
-            return _read_parts(folder, folder / f"{name}.index.json")
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _read_parts(folder, index)
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     if found:
         raise ValueError(f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}")
@@ -106,7 +112,8 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
     """Read a model whose index names the file of every weight."""
     try:
-        places = {key: str(name) for key, name in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        places = {key: str(name) for key, name in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"cannot read '{index}': it is no index with a `weight_map` of file names") from error
     files = sorted(set(places.values()))

@@ -66,19 +66,23 @@ def export_packed(source: Source, output: str | os.PathLike[str], pattern: Patte
     if source.folder is not None:
         weights = named_as_in_model(weights, source.states, source.folder)
     found = patterns_in(weights, source.states, given)
+    # Vectors are never packed: their reasons tell nothing.
     packed = {key: each for key, each in found.items() if each.pattern is not None}
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
     tensors: dict[str, Tensor | ToPack] = {}
     written = []
     for key, weight in weights.items():
-        own, layout, reason = found[key]
-        tensors[key] = weight if own is None else ToPack(weight, own, layout)
+        own_pattern, layout, reason = found[key]
         size = weight.nbytes
-        if own is not None:
-            blocks = weight.numel() // own.m
-            size = blocks * own.n * weight.itemsize + position_bytes(own, blocks)
-        written.append(Written(key, str(own or ""), "" if own is None else layout, weight.nbytes, size, reason))
+        if own_pattern is None:
+            tensors[key] = weight
+            written.append(Written(key, "", "", size, size, reason))
+            continue
+        tensors[key] = ToPack(weight, own_pattern, layout)
+        blocks = weight.numel() // own_pattern.m
+        packed_size = blocks * own_pattern.n * weight.itemsize + position_bytes(own_pattern, blocks)
+        written.append(Written(key, str(own_pattern), layout, size, packed_size, reason))
     write_packed(output, tensors)
     return written
 
@@ -125,8 +129,10 @@ def _write_folder(source: Source, path: Path) -> None:
         _write_dense(source.weights, new / "model.safetensors")
         new.rename(path)
     except OSError as error:
-        fault = error.__cause__ or error  # the name of the temporary folder tells nothing
-        raise type(error)(f"'{path}' was not written: {getattr(fault, 'strerror', None) or fault}") from error
+        # The name of the temporary folder tells nothing.
+        fault = error.__cause__ or error
+        reason = getattr(fault, "strerror", None) or fault
+        raise type(error)(f"'{path}' was not written: {reason}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

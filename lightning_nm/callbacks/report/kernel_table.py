@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -55,23 +55,23 @@ def kernel_rows(router: Router) -> list[KernelRow]:
 def _row(router: Router, name: str, key: GemmKey, uses: list[Used]) -> KernelRow:
     """The row of the uses of one product: its last kernel, and how often another one ran it before."""
     last = uses[-1]
-    calls = sum(used.calls for used in uses)
-    before = sum(used.calls for used in uses if used.kernel != last.kernel)
-    reasons = dict.fromkeys(_reason(used) for used in uses if used.kernel == last.kernel)
-    if before:
-        reasons[f"{before} calls before that on {_other_kernels(uses)}"] = None
+    others = [used for used in uses if used.kernel != last.kernel]
+    reasons = [_reason(used) for used in uses if used.kernel == last.kernel]
+    if others:
+        calls_before = sum(used.calls for used in others)
+        kernels = dict.fromkeys(used.kernel for used in others)
+        reasons.append(f"{calls_before} calls before that on {', '.join(kernels)}")
+    why = "; ".join(dict.fromkeys(reasons))
+    row = KernelRow(name, sum(used.calls for used in uses), last.kernel, why)
     decision = last.decision
     if decision is None:
-        return KernelRow(name, calls, last.kernel, "; ".join(reasons))
-    return KernelRow(
-        name,
-        calls,
-        last.kernel,
-        "; ".join(reasons),
-        decision.dense_ms,
-        decision.sparse_ms,
-        decision.pack_ms,
-        uses_of_pack(key.gemm, router.pack_reuse(key.device)),
+        return row
+    return replace(
+        row,
+        dense_ms=decision.dense_ms,
+        sparse_ms=decision.sparse_ms,
+        pack_ms=decision.pack_ms,
+        pack_uses=uses_of_pack(key.gemm, router.pack_reuse(key.device)),
     )
 
 
@@ -79,11 +79,6 @@ def _reason(used: Used) -> str:
     if used.product.reason:
         return used.product.reason
     return "first batch, not measured yet" if used.decision is None else used.decision.reason
-
-
-def _other_kernels(uses: list[Used]) -> str:
-    others = dict.fromkeys(used.kernel for used in uses if used.kernel != uses[-1].kernel)
-    return ", ".join(others)
 
 
 def _names(keys: Iterable[GemmKey]) -> dict[GemmKey, str]:
@@ -113,14 +108,14 @@ def _marks(key: GemmKey) -> list[str]:
 def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the cells of a table with every time and reason; without times if none was measured."""
     rows = kernel_rows(router)
-    head: tuple[str, ...] = ("rows x depth x columns", "calls", "dense ms", "sparse ms", "pack ms", "kernel", "why")
-    cells: list[tuple[str, ...]] = [
-        (row.product, str(row.calls), _ms(row.dense_ms), _ms(row.sparse_ms), _ms(row.pack_ms), row.kernel, row.why)
-        for row in rows
-    ]
-    if any(row.dense_ms for row in rows):
-        return head, cells
-    return head[:2] + head[5:], [row[:2] + row[5:] for row in cells]
+    measured = any(row.dense_ms for row in rows)
+    times_head = ("dense ms", "sparse ms", "pack ms") if measured else ()
+    head = ("rows x depth x columns", "calls", *times_head, "kernel", "why")
+    cells = []
+    for row in rows:
+        times = (row.dense_ms, row.sparse_ms, row.pack_ms) if measured else ()
+        cells.append((row.product, str(row.calls), *map(_ms, times), row.kernel, row.why))
+    return head, cells
 
 
 def _ms(milliseconds: float | None) -> str:

@@ -82,7 +82,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _export_graph(source: Source, options: argparse.Namespace) -> str:
-    with redirect_stdout(sys.stderr):  # what the model and torch print
+    # The model and torch print, too.
+    with redirect_stdout(sys.stderr):
         model = build_model(source, options.model)
         example = example_of(model, options.input)
         if options.to == "pt2":
@@ -100,8 +101,8 @@ def _table(written: Sequence[Written]) -> Table:
     table.add_column("note", overflow="fold", min_width=12)
     for each in written:
         if each.pattern:
-            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", f"{each.bytes / each.dense_bytes:.3f}", "")
-            table.add_row(*cells, style="green")
+            share = f"{_share([each]):.3f}"
+            table.add_row(each.key, each.pattern, each.layout, f"{each.bytes}", share, "", style="green")
         else:
             table.add_row(each.key, "dense", "", f"{each.bytes}", "", each.reason, style="dim")
     return table
@@ -109,12 +110,16 @@ def _table(written: Sequence[Written]) -> Table:
 
 def _summary(written: Sequence[Written], output: str) -> str:
     packed = [each for each in written if each.pattern]
-    size, dense = (sum(sizes) for sizes in zip(*((each.bytes, each.dense_bytes) for each in written), strict=True))
-    small, large = (sum(sizes) for sizes in zip(*((each.bytes, each.dense_bytes) for each in packed), strict=True))
+    size = sum(each.bytes for each in written)
     return (
-        f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {small / large:.3f} of their dense size; "
-        f"all tensors together {size} bytes, {size / dense:.3f} of dense"
+        f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {_share(packed):.3f} of their dense size; "
+        f"all tensors together {size} bytes, {_share(written):.3f} of dense"
     )
+
+
+def _share(written: Sequence[Written]) -> float:
+    """Bytes in the file over those of dense tensors."""
+    return sum(each.bytes for each in written) / sum(each.dense_bytes for each in written)
 
 
 def _parser() -> argparse.ArgumentParser:

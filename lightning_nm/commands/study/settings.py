@@ -39,11 +39,13 @@ def forbidden_changes(before: Settings, now: Settings) -> list[str]:
             faults.append(f"variants.{name}: was removed")
         elif variants[name] != changes:
             faults.append(f"variants.{name}: was {changes!r}, is {variants[name]!r}")
-    if before["grid"].keys() != now["grid"].keys():
-        return [*faults, f"grid: had the keys {list(before['grid'])}, has {list(now['grid'])}"]
+    old_grid = before["grid"]
+    new_grid = now["grid"]
+    if old_grid.keys() != new_grid.keys():
+        return [*faults, f"grid: had the keys {list(old_grid)}, has {list(new_grid)}"]
     faults += _removed("seeds", before["seeds"], now["seeds"])
-    for key, values in before["grid"].items():
-        faults += _removed(f"grid.{key}", values, now["grid"][key])
+    for key, values in old_grid.items():
+        faults += _removed(f"grid.{key}", values, new_grid[key])
     if (before["trials"] or 0) > (now["trials"] or 0):
         faults.append(f"trials: was {before['trials']}, is {now['trials']}")
     return faults

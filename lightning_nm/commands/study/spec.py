@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -100,8 +100,11 @@ class Spec:
             return [cell]
         others = dict(cell.values)
         del others["pattern"]
-        of_variant = (each for each in self.cells() if each.variant == cell.variant)
-        return [each for each in of_variant if others.items() <= each.values.items()]
+        same = []
+        for each in self.cells():
+            if each.variant == cell.variant and others.items() <= each.values.items():
+                same.append(each)
+        return same
 
     def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
         """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
@@ -144,10 +147,10 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
         given[key] = given.get(key) or {}
         _require(isinstance(given[key], dict), f"{key}: {given[key]!r} must be a mapping")
     given["variants"] = _variants(given["variants"])
-    given["grid"] = {str(key): _choices(f"grid.{key}", key, values) for key, values in given["grid"].items()}
+    given["grid"] = _grid(given["grid"])
     given["baselines"] = _baselines(given.get("baselines") or [], list(given["variants"]))
     given["seeds"] = _seeds(given.get("seeds", Spec.seeds))
-    given["search"] = {str(key): _range(f"search.{key}", key, bounds) for key, bounds in given["search"].items()}
+    given["search"] = _search(given["search"])
     spec = Spec(**given)
     _check_search(spec)
     _check_seconds(spec)
@@ -162,8 +165,13 @@ def _check_texts(given: dict[str, Any]) -> None:
         _require(isinstance(given.get(key, ""), str), f"{key}: {given.get(key)!r} must be a class as module.Class")
     name = given["name"]
     _require("/" not in name and "\\" not in name, f"name: {name!r} must not hold a slash")
-    for key, options in (("direction", get_args(Direction)), ("sampler", get_args(Sampler))):
-        _require(given.get(key, options[0]) in options, f"{key}: {given.get(key)!r} must be {' or '.join(options)}")
+    _check_choice("direction", given, get_args(Direction))
+    _check_choice("sampler", given, get_args(Sampler))
+
+
+def _check_choice(key: str, given: dict[str, Any], options: Sequence[str]) -> None:
+    value = given.get(key, options[0])
+    _require(value in options, f"{key}: {value!r} must be {' or '.join(options)}")
 
 
 def _check_search(spec: Spec) -> None:
@@ -200,10 +208,12 @@ def _check_seconds(spec: Spec) -> None:
 
 
 def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:
+    variants = {}
     for name, changes in given.items():
         fault = f"variants.{name}: {changes!r} must be a mapping of config keys, or {{}} for the config as it is"
         _require(changes is None or isinstance(changes, dict), fault)
-    return {str(name): dict(changes or {}) for name, changes in given.items()}
+        variants[str(name)] = dict(changes or {})
+    return variants
 
 
 def _baselines(given: Any, variants: list[str]) -> tuple[str, ...]:
@@ -221,6 +231,14 @@ def _seeds(given: Any) -> tuple[int, ...]:
     _require(all(_is_integer(seed) and seed >= 0 for seed in given), fault)
     _require(len(set(given)) == len(given), fault)
     return tuple(given)
+
+
+def _grid(given: dict[Any, Any]) -> dict[str, Any]:
+    return {str(key): _choices(f"grid.{key}", key, values) for key, values in given.items()}
+
+
+def _search(given: dict[Any, Any]) -> dict[str, Any]:
+    return {str(key): _range(f"search.{key}", key, bounds) for key, bounds in given.items()}
 
 
 def _choices(place: str, key: Any, values: Any) -> list[Any]:
