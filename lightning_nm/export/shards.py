@@ -90,7 +90,8 @@ def read_shards(folder: Path) -> dict[str, Any]:
         ValueError: If the metadata name anything but tensors and their places, the chunks of a tensor do not cover it,
             or a place lies outside the files of the folder.
     """
-    metadata = _Unpickler((folder / ".metadata").read_bytes()).load()
+    pickled = (folder / ".metadata").read_bytes()
+    metadata = _Unpickler(pickled).load()
     if type(metadata).__name__ != "Metadata" or not isinstance(metadata, _Record):
         raise ValueError(f"its file .metadata holds a {type(metadata).__name__}")
     places = {}
@@ -101,12 +102,14 @@ def read_shards(folder: Path) -> dict[str, Any]:
     paths = metadata.get("planner_data") or {}
     content: dict[Any, Any] = {}
     for name, found in metadata.get("state_dict_metadata").items():
-        if type(found).__name__ == "TensorStorageMetadata" and not name.startswith(_OPTIMIZER):
-            *parents, last = paths.get(name, (name,))
-            inner = content
-            for parent in parents:
-                inner = inner.setdefault(parent, {})
-            inner[last] = _tensor(folder, name, found, places)
+        is_tensor = type(found).__name__ == "TensorStorageMetadata"
+        if not is_tensor or name.startswith(_OPTIMIZER):
+            continue
+        *parents, last = paths.get(name, (name,))
+        inner = content
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = _tensor(folder, name, found, places)
     meta = folder / "meta.pt"
     if not meta.is_file():
         return content
@@ -119,7 +122,9 @@ def _tensor(folder: Path, name: str, found: _Record, places: Mapping[Any, _Recor
     # Versions of torch pickle the properties as a dictionary or as a tuple.
     dtype: Any = properties.get("dtype") if isinstance(properties, dict) else properties[0]
     shape = tuple(found.get("size"))
-    chunks = [_Chunk(tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))) for chunk in found.get("chunks")]
+    chunks = []
+    for box in found.get("chunks"):
+        chunks.append(_Chunk(tuple(box.get("offsets")), tuple(box.get("sizes"))))
     # Nothing of this shape is allocated before the chunks are known to fill it.
     _check_cover(name, shape, chunks)
     parts = [_read_chunk(folder, name, chunk.sizes, dtype, places[name, chunk.offsets]) for chunk in chunks]
@@ -145,7 +150,10 @@ class _Chunk(NamedTuple):
         """Whether a tensor of a shape has all entries of the box."""
         if not len(self.offsets) == len(self.sizes) == len(shape):
             return False
-        return min(self.offsets + self.sizes, default=0) >= 0 and all(map(operator.le, self.ends, shape))
+        numbers = self.offsets + self.sizes
+        if min(numbers, default=0) < 0:
+            return False
+        return all(map(operator.le, self.ends, shape))
 
     def is_apart_from(self, other: _Chunk) -> bool:
         """Whether two boxes that are not empty share no entry: along some axis one ends before the other begins."""

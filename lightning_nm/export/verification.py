@@ -110,9 +110,11 @@ def verify(
     if base is not None and parsed is None:
         raise ValueError(f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4")
     verdicts, sizes = _verify_file(checkpoint, parsed)
-    problems = _problems(verdicts, [include] if isinstance(include, str) else include)
+    globs = [include] if isinstance(include, str) else include
+    problems = _problems(verdicts, globs)
     if base is not None:
-        problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
+        verdicts_of_base, _ = _verify_file(base, parsed)
+        problems += _lost(verdicts, verdicts_of_base, base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
         problems += _dense(verdicts)
     share = _share(verdicts, sizes)
@@ -145,7 +147,8 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
             rows.append((key, f"{verdict} here" if verdict else "not in the file"))
     if not rows:
         return []
-    problems = [f"only {len(wanted) - len(rows)} of the base's {len(wanted)} N:M matrices are N:M"]
+    kept = len(wanted) - len(rows)
+    problems = [f"only {kept} of the base's {len(wanted)} N:M matrices are N:M"]
     for key, fate in grouped(rows):
         problems.append(f"{quoted(key)} is N:M in the base, but {fate}")
     return problems
@@ -169,7 +172,10 @@ def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Ver
     weights, states = read_checkpoint(checkpoint)
     if pattern is None and states:
         weights = named_as_in_model(weights, states, checkpoint)
-    matrices = {key: weight for key, weight in weights.items() if weight.dim() >= 2 and weight.is_floating_point()}
+    matrices = {}
+    for key, weight in weights.items():
+        if weight.dim() >= 2 and weight.is_floating_point():
+            matrices[key] = weight
     verdicts = []
     if pattern is not None:
         for key, weight in matrices.items():
@@ -235,8 +241,10 @@ def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     """A verdict that tells of a low-rank adapter that the file holds for the weight."""
-    module, base, _ = verdict.key.rpartition(".base_layer.")
-    if verdict.verdict != "N:M" or not base or not any(key.startswith(f"{module}.lora_") for key in weights):
+    module, separator, _ = verdict.key.rpartition(".base_layer.")
+    if verdict.verdict != "N:M" or not separator:
+        return verdict
+    if not any(key.startswith(f"{module}.lora_") for key in weights):
         return verdict
     note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
     if verdict.note:

@@ -125,9 +125,9 @@ class LayerHistory:
 
     def _halve(self) -> None:
         """Join each two neighbouring columns, so that there is room for as many again."""
-        pairs = self.values.float().unflatten(0, (-1, 2))
-        means = pairs.nanmean(1)
-        self.values = means.to(torch.float16)
+        pairs_p2sl = self.values.float().unflatten(0, (-1, 2))
+        means_psl = pairs_p2sl.nanmean(1)
+        self.values = means_psl.to(torch.float16)
         self.steps = self.steps[1::2]
         self._stride *= 2
         self._filled *= 2
@@ -143,13 +143,12 @@ class LayerHistory:
         if self.layers == list(layers):
             return
         old_rows = {name: row for row, name in enumerate(self.layers)}
+        known = [row for row, name in enumerate(layers) if name in old_rows]
+        source = [old_rows[layers[row]] for row in known]
         values = self.values.new_full((len(self.steps), len(MAPS), len(layers)), torch.nan)
+        values[:, :, known] = self.values[:, :, source]
         mean = self._mean.new_full((len(MAPS), len(layers)), torch.nan)
-        for row, name in enumerate(layers):
-            if name in old_rows:
-                old_row = old_rows[name]
-                values[:, :, row] = self.values[:, :, old_row]
-                mean[:, row] = self._mean[:, old_row]
+        mean[:, known] = self._mean[:, source]
         self.layers = list(layers)
         self.values = values
         self._mean = mean

@@ -85,13 +85,15 @@ def _names(keys: Iterable[GemmKey]) -> dict[GemmKey, str]:
     """A name for each product: its GEMM and sizes, and where these are equal, what else differs."""
     by_sizes: dict[str, list[GemmKey]] = {}
     for key in keys:
-        by_sizes.setdefault(f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", []).append(key)
+        sizes = f"{key.gemm} {key.rows}x{key.depth}x{key.columns}"
+        by_sizes.setdefault(sizes, []).append(key)
     names = {}
     for sizes, equal in by_sizes.items():
-        marks = [_marks(key) for key in equal]
-        common = set.intersection(*map(set, marks))
-        for key, own in zip(equal, marks, strict=True):
-            names[key] = " ".join([sizes, *(mark for mark in own if mark not in common)])
+        marks = {key: _marks(key) for key in equal}
+        common = set.intersection(*map(set, marks.values()))
+        for key, own in marks.items():
+            differing = [mark for mark in own if mark not in common]
+            names[key] = " ".join([sizes, *differing])
     return names
 
 
@@ -134,10 +136,12 @@ def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
     table.add_column("kernel", overflow="fold")
     table.add_column("why", justify="right", no_wrap=True)
     for row in rows:
-        gain = "-" if row.gain is None else f"{row.gain:.2f}x"
-        times = [_ms(row.dense_ms), _ms(row.sparse_and_pack_ms), gain] if measured else []
-        note = str(notes[row.why]) if row.why in notes else ""
-        table.add_row(row.product, str(row.calls), *times, row.kernel, note)
+        times = []
+        if measured:
+            gain = "-" if row.gain is None else f"{row.gain:.2f}x"
+            times = [_ms(row.dense_ms), _ms(row.sparse_and_pack_ms), gain]
+        note = notes.get(row.why, "")
+        table.add_row(row.product, str(row.calls), *times, row.kernel, str(note))
     if measured:
         table.caption = "times of a call, packing included; gain: dense / sparse"
         table.caption_justify = "left"

@@ -104,12 +104,14 @@ def ratio_table(report: Report) -> Table:
 
 def facts(report: Report) -> list[str]:
     """The size of the model, and what the shares are an average of."""
-    macs = f"{report.macs:,} multiply-adds ({2e-9 * report.macs:.4g} GFLOPs)"
+    gflops = 2e-9 * report.macs
+    macs = f"{report.macs:,} multiply-adds ({gflops:.4g} GFLOPs)"
     given = ", ".join(report.inputs) or "no tensor"
     lines = [f"{report.parameters:,} parameters; dense forward pass of {given}: {macs}"]
     lines.append("products of two activations, as in attention, are not counted")
     if not report.masked:
-        return [*lines, "no weight is masked: there is no NMSparsityCallback in the config, so every GEMM is dense"]
+        lines.append("no weight is masked: there is no NMSparsityCallback in the config, so every GEMM is dense")
+        return lines
     if report.planned_steps is not None:
         lines.append(f"averaged over {report.planned_steps:,} planned training steps")
     return [*lines, *report.phases]

@@ -1,4 +1,4 @@
-"""The picture of a report: paired differences to each baseline, for light and for dark pages."""
+"""The picture of a study's report: paired differences to each baseline, for light and for dark pages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
     compared_variants = len(spec.variants) - 1
     rows = max(1, len(found))
     columns = max(1, len(spec.baselines))
+    width = NAMES_WIDTH + PANEL_WIDTH * columns
     panel_height = PANEL_HEIGHT + VARIANT_HEIGHT * compared_variants
-    size = (NAMES_WIDTH + PANEL_WIDTH * columns, CAPTION_HEIGHT + panel_height * rows)
-    figure = Figure(figsize=size, layout="constrained", facecolor=colours["page"])
+    height = CAPTION_HEIGHT + panel_height * rows
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=colours["page"])
     panels = figure.subplots(rows, columns, squeeze=False)
     for section, panels_of_section in zip(found, panels, strict=True):
         for baseline, axes in zip(spec.baselines, panels_of_section, strict=True):
@@ -78,7 +79,8 @@ def _draw_comparison(axes: Axes, row: int, comparison: Comparison, colours: dict
     interval = comparison.difference
     if interval is None:
         return
-    if not math.isnan(interval.low):  # one pair has a mean, but no interval
+    # One pair has a mean, but no interval.
+    if not math.isnan(interval.low):
         ends = [interval.low, interval.high]
         axes.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.9)
     axes.plot(interval.mean, row, "D", color=colour, markersize=7, mec=colours["page"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_nm.commands.build import Classes
-from lightning_nm.commands.study.config import flat, override, quiet, read_yaml, trains_dense
+from lightning_nm.commands.study.config import as_list, flat, override, quiet, read_yaml, trains_dense
 from lightning_nm.pattern import NMPattern
 from lightning_nm.spelling import did_you_mean
 
@@ -178,10 +178,10 @@ def _check_search(spec: Spec) -> None:
     searches = spec.sampler != "grid"
     fault = "goes with `sampler: tpe` or `sampler: random`, and only so"
     _require(bool(spec.search) == searches, f"search: {fault}")
-    _require(bool(spec.trials) == searches, f"trials: {fault}")
-    if searches:
-        positive = isinstance(spec.trials, int) and spec.trials > 0
-        _require(positive, f"trials: {spec.trials!r} must be a positive integer")
+    trials = spec.trials
+    _require(bool(trials) == searches, f"trials: {fault}")
+    is_count = isinstance(trials, int) and trials > 0
+    _require(is_count or not searches, f"trials: {trials!r} must be a positive integer")
     for key in spec.search:
         _require(key not in spec.grid, f"search.{key}: is in the grid, too; leave it out of one of them")
 
@@ -196,7 +196,7 @@ def _check_seconds(spec: Spec) -> None:
     seconds = spec.seconds
     if seconds is None:
         return
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    is_number = _is_integer(seconds) or isinstance(seconds, float)
     _require(is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number")
     _require(not spec.search, "seconds: goes with a grid, not with a search, which may change the time of a step")
     places = {"overrides": spec.overrides, "grid": spec.grid}
@@ -217,7 +217,7 @@ def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _baselines(given: Any, variants: list[str]) -> tuple[str, ...]:
-    names = given if isinstance(given, list) else [given]
+    names = as_list(given)
     for name in names:
         _require(name in variants, f"baselines: {name!r} is no variant; variants: {', '.join(variants)}")
     return tuple(dict.fromkeys(names))
@@ -228,8 +228,9 @@ def _seeds(given: Any) -> tuple[int, ...]:
         return tuple(range(given))
     fault = f"seeds: {given!r} must be a positive number of seeds, or a list of integers from 0 on, each once"
     _require(isinstance(given, (list, tuple)) and given, fault)
-    _require(all(_is_integer(seed) and seed >= 0 for seed in given), fault)
-    _require(len(set(given)) == len(given), fault)
+    for seed in given:
+        _require(_is_integer(seed) and seed >= 0, fault)
+        _require(given.count(seed) == 1, fault)
     return tuple(given)
 
 
@@ -279,6 +280,7 @@ def _range(place: str, key: Any, bounds: Any) -> Any:
 
 
 def _is_integer(value: Any) -> bool:
+    """Whether a value of YAML is an integer: Python counts booleans among them."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
