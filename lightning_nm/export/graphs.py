@@ -123,10 +123,10 @@ def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
         ValueError: If there are none, or a text cannot be read.
     """
     if not texts:
-        own = getattr(model, "example_input_array", None)
-        if own is None:
+        own_example = getattr(model, "example_input_array", None)
+        if own_example is None:
             raise ValueError("give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64")
-        return (own,) if isinstance(own, Tensor) else tuple(own)
+        return (own_example,) if isinstance(own_example, Tensor) else tuple(own_example)
     return tuple(_example_input(text) for text in texts)
 
 

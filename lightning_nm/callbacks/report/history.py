@@ -65,6 +65,11 @@ def _layer_sums(layer: NMLayer) -> Tensor:
     return torch.stack([value.double() for value in (used, whole, margin, flips)])
 
 
+def _with_nan(values: Tensor) -> Tensor:
+    """Values with one more layer behind the last one, which has none."""
+    return torch.nn.functional.pad(values, (0, 1), value=torch.nan)
+
+
 class LayerHistory:
     """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs, which double as need be.
 
@@ -143,15 +148,10 @@ class LayerHistory:
         if self.layers == list(layers):
             return
         old_rows = {name: row for row, name in enumerate(self.layers)}
-        known = [row for row, name in enumerate(layers) if name in old_rows]
-        source = [old_rows[layers[row]] for row in known]
-        values = self.values.new_full((len(self.steps), len(MAPS), len(layers)), torch.nan)
-        values[:, :, known] = self.values[:, :, source]
-        mean = self._mean.new_full((len(MAPS), len(layers)), torch.nan)
-        mean[:, known] = self._mean[:, source]
+        rows = [old_rows.get(name, len(self.layers)) for name in layers]
+        self.values = _with_nan(self.values)[..., rows]
+        self._mean = _with_nan(self._mean)[..., rows]
         self.layers = list(layers)
-        self.values = values
-        self._mean = mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns as plain tensors and names."""

@@ -38,7 +38,8 @@ def main(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(args))
     try:
-        with redirect_stdout(sys.stderr):  # what Lightning and the model print
+        # Lightning and the model print, too.
+        with redirect_stdout(sys.stderr):
             reports = _reports(options)
     except (ImportError, OSError, ValueError) as error:
         print(f"lightning-nm flops: {error}", file=sys.stderr)
@@ -71,10 +72,14 @@ def _observe(
     cli: LightningCLI, callbacks: Sequence[NMSparsityCallback], options: argparse.Namespace
 ) -> tuple[Forward, Plan]:
     """A forward pass and the plan; data are read only where they are needed."""
-    example = cli.model.example_input_array if options.input is None else _zeros(options.input)
+    example = cli.model.example_input_array
+    if options.input is not None:
+        example = _zeros(options.input)
     if example is None:
         forward, plan = first_forward(cli.trainer, cli.model, cli.datamodule)
-        return forward, plan if options.steps is None else Plan(options.steps, plan.optimizers)
+        if options.steps is not None:
+            plan = Plan(options.steps, plan.optimizers)
+        return forward, plan
     forward = forward_of(cli.model, example)
     if options.steps is not None or not any(map(_is_scheduled, callbacks)):
         return forward, Plan(options.steps, ())
@@ -87,7 +92,7 @@ def _observe(
 
 def _is_scheduled(callback: NMSparsityCallback) -> bool:
     sparsifier = NMSparsifier(torch.nn.Module(), config=callback.config)
-    return any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator))
+    return any(has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules)
 
 
 def _report(
@@ -96,7 +101,9 @@ def _report(
     sparsifiers: list[NMSparsifier] = []
     try:
         for callback in callbacks:
-            config = callback.config if pattern is None else replace(callback.config, pattern=pattern)
+            config = callback.config
+            if pattern is not None:
+                config = replace(config, pattern=pattern)
             sparsifier = NMSparsifier(cli.model, config=config, planned_steps=plan.steps)
             sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None))
             charge_plan(list(sparsifier.layers.values()), plan.steps)
@@ -110,7 +117,8 @@ def _report(
 
 def _zeros(sizes: str) -> torch.Tensor:
     try:
-        return torch.zeros([int(size) for size in sizes.replace("x", ",").split(",")])
+        shape = [int(size) for size in sizes.replace("x", ",").split(",")]
+        return torch.zeros(shape)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
 

@@ -48,9 +48,8 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
     for section, panels_of_section in zip(found, panels, strict=True):
         for baseline, axes in zip(spec.baselines, panels_of_section, strict=True):
             comparisons = [one for one in section.comparisons if one.baseline == baseline]
-            _draw_panel(axes, comparisons, colours)
             title = f"{section.title}: difference to {baseline}"
-            axes.set_title(title, fontsize=10, color=colours["text"], loc="left")
+            _draw_panel(axes, title, comparisons, colours)
     better = "left" if spec.direction == "minimize" else "right"
     caption = f"{spec.metric}, paired by seed; better is to the {better}; bars are 95 % intervals, dots are pairs"
     figure.supxlabel(caption, fontsize=9, color=colours["text"])
@@ -58,9 +57,15 @@ def draw(path: Path, spec: Spec, found: Sequence[Section], theme: str) -> None:
         figure.savefig(new, dpi=130, format="png")
 
 
-def _draw_panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str, str]) -> None:
+def _draw_panel(
+    axes: Axes,
+    title: str,
+    comparisons: Sequence[Comparison],
+    colours: dict[str, str],
+) -> None:
     """Draw a row for each comparison, the first one on top."""
     style_axes(axes, colours, font_size=9)
+    axes.set_title(title, fontsize=10, color=colours["text"], loc="left")
     axes.grid(axis="x", color=colours["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.axvline(0.0, color=colours["text"], linewidth=1)
@@ -71,7 +76,12 @@ def _draw_panel(axes: Axes, comparisons: Sequence[Comparison], colours: dict[str
     axes.set_ylim(len(comparisons) - 0.4, -0.7)
 
 
-def _draw_comparison(axes: Axes, row: int, comparison: Comparison, colours: dict[str, str]) -> None:
+def _draw_comparison(
+    axes: Axes,
+    row: int,
+    comparison: Comparison,
+    colours: dict[str, str],
+) -> None:
     """Draw the pairs of a comparison, and above them its interval, mean and verdict."""
     colour = colours[comparison.verdict]
     heights = [row + 0.22] * len(comparison.differences)
@@ -84,9 +94,10 @@ def _draw_comparison(axes: Axes, row: int, comparison: Comparison, colours: dict
         ends = [interval.low, interval.high]
         axes.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.9)
     axes.plot(interval.mean, row, "D", color=colour, markersize=7, mec=colours["page"])
+    place = (interval.mean, row)
     axes.annotate(
         comparison.verdict,
-        (interval.mean, row),
+        place,
         xytext=(0, 6),
         textcoords="offset points",
         fontsize=8,

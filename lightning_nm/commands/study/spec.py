@@ -144,8 +144,10 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
     _check_texts(given)
     given["config"] = read_yaml(folder / given["config"])
     for key in ("variants", "overrides", "grid", "search"):
-        given[key] = given.get(key) or {}
-        _require(isinstance(given[key], dict), f"{key}: {given[key]!r} must be a mapping")
+        # A key without a value is None in YAML.
+        value = given.get(key) or {}
+        _require(isinstance(value, dict), f"{key}: {value!r} must be a mapping")
+        given[key] = value
     given["variants"] = _variants(given["variants"])
     given["grid"] = _grid(given["grid"])
     given["baselines"] = _baselines(given.get("baselines") or [], list(given["variants"]))
@@ -160,9 +162,11 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
 
 def _check_texts(given: dict[str, Any]) -> None:
     for key in ("name", "config", "metric"):
-        _require(isinstance(given[key], str), f"{key}: {given[key]!r} must be a text")
+        value = given[key]
+        _require(isinstance(value, str), f"{key}: {value!r} must be a text")
     for key in ("model", "data"):
-        _require(isinstance(given.get(key, ""), str), f"{key}: {given.get(key)!r} must be a class as module.Class")
+        value = given.get(key, "")
+        _require(isinstance(value, str), f"{key}: {value!r} must be a class as module.Class")
     name = given["name"]
     _require("/" not in name and "\\" not in name, f"name: {name!r} must not hold a slash")
     _check_choice("direction", given, get_args(Direction))
@@ -274,8 +278,10 @@ def _range(place: str, key: Any, bounds: Any) -> Any:
             except (TypeError, ValueError) as error:
                 raise ValueError(fault) from error
     low = numbers["low"]
-    _require(isinstance(log, bool) and low < numbers["high"], f"{fault}, with low below high")
-    _require(not log or (low > 0 and "step" not in numbers), f"{fault}; log needs low above 0 and no step")
+    _require(isinstance(log, bool), f"{fault}, with low below high")
+    _require(low < numbers["high"], f"{fault}, with low below high")
+    if log:
+        _require(low > 0 and "step" not in numbers, f"{fault}; log needs low above 0 and no step")
     return {**numbers, "log": log}
 
 
