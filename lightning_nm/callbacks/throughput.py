@@ -33,7 +33,8 @@ def turn_off_mfu(trainer: pl.Trainer) -> None:
     monitors = [monitor for monitor in monitors if monitor.available_flops in table]
     for monitor in monitors:
         monitor.available_flops = None
-        for throughput in getattr(monitor, "_throughputs", {}).values():  # made before the fit, each with a copy
+        # They were made before the fit, each with a copy.
+        for throughput in getattr(monitor, "_throughputs", {}).values():
             throughput.available_flops = None
     if monitors:
         rank_zero_info(

@@ -82,7 +82,8 @@ def file_fault(path: Path) -> str:
         return "it is empty (0 bytes), as after an interrupted copy or on a full disk"
     with path.open("rb") as file:
         start = file.read(256)
-    if graph := _graph(path, start):
+    graph = _graph(path, start)
+    if graph:
         return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
     archive = start[:4] == _ARCHIVE[: len(start)]
     text = "" if archive else _text(start)

@@ -32,7 +32,7 @@ VERSION = "1"
 
 
 class ToPack(NamedTuple):
-    """A dense weight that is packed when it is written."""
+    """A dense weight that is packed when it is written, so that one weight at a time is in memory twice."""
 
     weight: Tensor
     pattern: NMPattern

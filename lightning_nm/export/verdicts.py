@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_nm.functional import count_violations
 from lightning_nm.pattern import NMPattern
 
-_DENSE_FROM = 0.5  # without a sparsifier state, weights with fewer violating blocks are broken, the others dense
+# Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
+_DENSE_FROM = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
     else:
         axes.append((weight.flatten(1), 1, "along the flattened filter"))
-    verdicts = [
-        judge(key, rows, pattern, dim, note, masked=False)
-        for rows, dim, note in axes
-        if rows.shape[dim] % pattern.m == 0
-    ]
-    none = Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
-    return min(verdicts, key=lambda verdict: verdict.violations / max(verdict.blocks, 1), default=none)
+    verdicts = []
+    for rows, dim, note in axes:
+        if rows.shape[dim] % pattern.m == 0:
+            verdicts.append(judge(key, rows, pattern, dim, note, masked=False))
+    if not verdicts:
+        return Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+    # All have as many blocks.
+    return min(verdicts, key=lambda verdict: verdict.violations)
 
 
 def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
@@ -73,9 +75,11 @@ def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, maske
         note: Of the verdict.
         masked: Whether the weight is known to be masked: any violation then makes it broken.
     """
-    violations, blocks = int(count_violations(rows, pattern, dim=dim)), rows.numel() // pattern.m
+    violations = int(count_violations(rows, pattern, dim=dim))
+    blocks = rows.numel() // pattern.m
     density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
     if not violations:
+        # A weight that is all zero is N:M in every pattern.
         verdict = "N:M" if masked or density else "dense"
         note = note if density else "all zero"
     else:

@@ -151,9 +151,9 @@ def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
 def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
-    if router.unavailable_reason:
-        why = f"every product was dense, no sparse kernel works here: {router.unavailable_reason}"
-        console.print(f"[yellow]warning:[/] {why}")
+    reason = router.unavailable_reason
+    if reason:
+        console.print(f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}")
         return
     rows = kernel_rows(router)
     # Why a product is sparse is in its gain; every reason is in TensorBoard.

@@ -134,7 +134,8 @@ def verdict(difference: Interval | None, minimize: bool) -> Verdict:
         return "undecided"
     is_lower = difference.high < 0
     is_higher = difference.low > 0
-    if not is_lower and not is_higher:  # the bounds of a single pair are NaN
+    # The bounds of a single pair are NaN.
+    if not is_lower and not is_higher:
         return "undecided"
     return "better" if is_lower == minimize else "worse"
 
