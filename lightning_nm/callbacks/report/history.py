@@ -149,8 +149,11 @@ class LayerHistory:
             return
         old_rows = {name: row for row, name in enumerate(self.layers)}
         rows = [old_rows.get(name, len(self.layers)) for name in layers]
-        self.values = _with_nan(self.values)[..., rows]
-        self._mean = _with_nan(self._mean)[..., rows]
+        # A new layer takes the row of NaN.
+        values = _with_nan(self.values)
+        mean = _with_nan(self._mean)
+        self.values = values[..., rows]
+        self._mean = mean[..., rows]
         self.layers = list(layers)
 
     def state_dict(self) -> dict[str, Any]:
