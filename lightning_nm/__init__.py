@@ -1,5 +1,7 @@
 """N:M sparse training for PyTorch Lightning."""
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_nm import functional, metrics, moved
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.config import SparsityConfig
@@ -14,6 +16,9 @@ from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.strategies import NMDDPStrategy
 
 __version__ = "0.2.0"
+
+if TYPE_CHECKING:
+    from lightning_nm.lightning_cli import NMLightningCLI
 
 moved.install()
 
@@ -32,6 +37,7 @@ __all__ = [
     "NMDDPStrategy",
     "NMFSDPPrecision",
     "NMHalfPrecision",
+    "NMLightningCLI",
     "NMMixedPrecision",
     "NMPattern",
     "NMPrecision",
@@ -53,3 +59,12 @@ __all__ = [
     "unpacked_state_dict",
     "warm_up",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the command line's class when it is asked for: its packages take a while, and are in an extra."""
+    if name == "NMLightningCLI":
+        from lightning_nm.lightning_cli import NMLightningCLI
+
+        return NMLightningCLI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

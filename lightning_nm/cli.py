@@ -13,7 +13,7 @@ from lightning_nm.commands.report.command import main as report
 from lightning_nm.commands.study.command import main as study
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.export.classes import find_modules_here
-from lightning_nm.lightning_cli import EXTRA, lightning_cli
+from lightning_nm.lightning_cli import NMLightningCLI, require_extra
 from lightning_nm.spelling import did_you_mean
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -56,10 +56,10 @@ def main(args: Sequence[str] | None = None) -> int:
         if not words:
             args = words = ["--help"]
     try:
-        cli = lightning_cli()
+        require_extra()
     except ImportError as error:
-        print(f"{error}\n{EXTRA}", file=sys.stderr)
-        return 2
+        print(error, file=sys.stderr)
+        return 0 if words[0] in ("-h", "--help") else 2
     words_given = None if args is None else words
-    cli(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_given)
+    NMLightningCLI(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_given)
     return 0

@@ -1,4 +1,4 @@
-"""LightningCLI for all subcommands: it knows the demo's classes, and reports bad arguments as usage errors.
+"""NMLightningCLI: a LightningCLI that knows the demo's classes, and says what is wrong with an argument.
 
 jsonargparse explains a mistake in YAML by all forms that a value might have. The last line is ours: :func:`hint` says
 which key is wrong, and what was probably meant.
@@ -11,49 +11,87 @@ import importlib
 import re
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_nm.config import arguments_of
 from lightning_nm.spelling import did_you_mean
 
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
-
 EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'"
 
 
-def lightning_cli() -> type[LightningCLI]:
-    """Return the class; raises ``ImportError`` without jsonargparse, for which :data:`EXTRA` is the hint."""
-    # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
-    warnings.filterwarnings(
-        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
-    )
-    import docstring_parser  # noqa: F401  # without it or jsonargparse LightningCLI can be imported, but not used
-    import jsonargparse  # noqa: F401
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+class _Parser(LightningArgumentParser):
+    """Adds a hint to the message of a usage error."""
 
-    import lightning_nm.demo  # noqa: F401  # makes its classes available by their short names
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        said = hint(message) if self.exit_on_error else ""  # parsers of single classes raise
+        super().error(f"{message}\nhint: {said}" if said else message, ex)
 
-    class Parser(LightningArgumentParser):
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            said = hint(message) if self.exit_on_error else ""  # parsers of single classes raise
-            super().error(f"{message}\nhint: {said}" if said else message, ex)
 
-    class CLI(LightningCLI):
-        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-            self.parser_class = Parser
-            return super().init_parser(**kwargs)
+class NMLightningCLI(LightningCLI):
+    """The LightningCLI of ``lightning-nm fit``, for a command line of one's own.
 
-        def instantiate_classes(self) -> None:
-            try:
-                super().instantiate_classes()
-            except ValueError as error:
-                # jsonargparse takes an error that a class raises for a bad argument for a mismatch of types.
-                if "Does not validate against any of the Union subtypes" not in str(error):
-                    raise
-                self.parser.error(str(error))
+    It takes the arguments of Lightning's class. A mistake in the arguments or in YAML ends with a hint: which key is
+    wrong, and what was probably meant. The models and data modules of the demo are known by their short names.
 
-    return CLI
+    Raises:
+        ImportError: Without the extra ``cli``; the message says how to install it.
+
+    Example::
+
+        # train.py: python train.py fit --config config.yaml
+        from lightning_nm import NMLightningCLI
+
+        if __name__ == "__main__":
+            NMLightningCLI(Net, Data)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
+        warnings.filterwarnings(
+            "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
+        )
+        require_extra()
+        importlib.import_module("lightning_nm.demo")  # makes its classes available by their short names
+        super().__init__(*args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's parser, with hints."""
+        self.parser_class = _Parser
+        return super().init_parser(**kwargs)
+
+    def instantiate_classes(self) -> None:
+        """Create the model, the data and the Trainer; an error of a class about its arguments is a usage error."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse takes an error that a class raises for a bad argument for a mismatch of types.
+            if "Does not validate against any of the Union subtypes" not in str(error):
+                raise
+            self.parser.error(str(error))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Create the Trainer; two callbacks of this package without names are a usage error."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except RuntimeError as error:
+            found = re.search(r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error))
+            if found is None:
+                raise
+            self.parser.error(
+                f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or "
+                "use one with `rules` for layers that differ"
+            )
+
+
+def require_extra() -> None:
+    """Raise ``ImportError``, with :data:`EXTRA`, if a package of the command line is missing."""
+    for package in ("jsonargparse", "docstring_parser"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(f"{EXTRA} ({error})") from error
 
 
 def hint(message: str) -> str:
@@ -94,6 +132,8 @@ def _places(lines: Sequence[str]) -> list[str]:
 def _unknown_key(line: str, after: Sequence[str], places: Sequence[str]) -> str:
     if option := re.search(r"Option '([^']*)' is not accepted", line):
         path = next((place[6:] for place in reversed(places) if place.startswith("class:")), "")
+        if path.endswith((".LightningModule", ".LightningDataModule")):
+            return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
         return f"there is no '{option[1]}'{_meant(option[1], _parameters(path))}"
     if keys := re.search(r"Unexpected keys: \{(.*?)\}", line):
         from lightning_nm.rules import RuleSpec

@@ -12,9 +12,10 @@ import yaml
 from safetensors.torch import save_file
 
 import lightning_nm
-from lightning_nm import NMSparsityCallback
+from lightning_nm import NMLightningCLI, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
+from lightning_nm.demo import Digits, ResidualCNN
 from lightning_nm.lightning_cli import hint
 from tests.support.lightning_models import Data, make_trainer, new_model
 
@@ -206,6 +207,62 @@ def test_without_its_extra_fit_names_it(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["fit"]) == 2
     assert "pip install 'lightning-nm[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["jsonargparse", "docstring_parser"])
+def test_help_without_its_extra_lists_the_commands_first(monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("lightning-nm: N:M sparse training")
+    for name in ("doctor", "verify", "study"):
+        assert f"    {name} " in out
+    assert err.startswith("The command line needs the extra `cli`: pip install 'lightning-nm[cli]'")
+
+
+def test_two_callbacks_without_names_are_told_of_names(tmp_path, capsys):
+    path = tmp_path / "two.yaml"
+    callbacks = [{"class_path": "lightning_nm.NMSparsityCallback", "init_args": {"include": name}} for name in "ab"]
+    content = {"seed_everything": 0, "model": "ResidualCNN", "data": "Digits", "trainer": {"callbacks": callbacks}}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(path)])
+    assert "two NMSparsityCallbacks with the same name: give each its own `name`" in capsys.readouterr().err
+
+
+def test_a_class_that_the_config_does_not_name(tmp_path, capsys):
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {dim: 16, depth: 1}\n")
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", str(path)])
+    assert "hint: model, LightningModule: no class is named: write `class_path" in capsys.readouterr().err
+    for command in (["doctor", "-c"], ["flops"]):
+        assert main([*command, str(path)]) == 2
+        assert "`model:` of the config names no class: give it by --model, such as --model" in capsys.readouterr().err
+
+
+def test_a_command_line_of_ones_own_has_the_hints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    options = {"save_config_callback": None, "run": False}
+    trained = NMLightningCLI(ResidualCNN, Digits, args=["--model.lr=0.5"], **options)
+    assert trained.model.lr == 0.5
+    with pytest.raises(SystemExit):
+        NMLightningCLI(
+            ResidualCNN,
+            Digits,
+            args=["--trainer.callbacks=NMSparsityCallback", "--trainer.callbacks.patern=2:4"],
+            **options,
+        )
+    assert "did you mean 'pattern'?" in capsys.readouterr().err
+
+
+def test_the_class_is_imported_when_it_is_asked_for():
+    before = "import sys, lightning_nm; print('lightning.pytorch.cli' in sys.modules)"
+    code = f"{before}; print(lightning_nm.NMLightningCLI.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["False", "NMLightningCLI"]
+    with pytest.raises(AttributeError, match="has no attribute 'NMLightningCli'"):
+        _ = lightning_nm.NMLightningCli
 
 
 def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):

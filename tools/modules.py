@@ -19,10 +19,14 @@ Every folder and module of the package with the first line of its docstring. `py
 def first_line(path: Path) -> str:
     """The first line of a module's docstring, without the marks of reStructuredText; empty if it has none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    line = docstring.partition("\n")[0]
+    return plain(docstring.partition("\n")[0]).replace("|", r"\|")
+
+
+def plain(text: str) -> str:
+    """A docstring's text without the marks of reStructuredText, for Markdown."""
     for role in (":mod:", ":class:", ":func:", ":meth:", ":data:", ":attr:"):
-        line = line.replace(role, "")
-    return line.replace("``", "`").replace("|", r"\|")
+        text = text.replace(role, "")
+    return text.replace("``", "`").replace("`~", "`")
 
 
 def modules(folder: Path) -> list[Path]:

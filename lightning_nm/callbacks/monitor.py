@@ -234,7 +234,7 @@ class MaskMonitor(pl.Callback):
         within_step = automatic and not stepped
         if not due or within_step:
             return
-        self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also})
+        self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also, **_kernel_statistics(trainer)})
         # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
@@ -408,6 +408,15 @@ def _router(trainer: pl.Trainer) -> Router | None:
     """The router of a precision plugin; other plugins may have an attribute of this name."""
     router = getattr(trainer.precision_plugin, "router", None)
     return router if isinstance(router, Router) else None
+
+
+def _kernel_statistics(trainer: pl.Trainer) -> dict[str, float]:
+    """The share of GEMM time on sparse kernels so far; nothing without a router, or before it has chosen kernels."""
+    router = _router(trainer)
+    if router is None or not router.tuned or not router.used():
+        return {}
+    share, _ = router.sparse_share()
+    return {"sparse_gemm_share": share}
 
 
 def _passed(count: int, logged_every: int, every: int) -> bool:

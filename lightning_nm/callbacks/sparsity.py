@@ -16,8 +16,9 @@ from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
+from lightning_nm.callbacks.report.kernel_table import print_kernels
 from lightning_nm.callbacks.report.settings import log_hyperparameters
-from lightning_nm.callbacks.report.tables import print_kernels, print_layers, print_summary
+from lightning_nm.callbacks.report.tables import print_layers, print_summary
 from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
 from lightning_nm.callbacks.throughput import settle_throughput
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps

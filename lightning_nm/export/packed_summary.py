@@ -50,7 +50,7 @@ class PackedSummary:
 
     Attributes:
         weights: Those of packed layers.
-        not_packed: The others of layers that could be N:M, such as experts and modules of registered adapters.
+        not_packed: The others of layers that could be N:M, such as experts.
     """
 
     weights: tuple[HeldWeight, ...]
@@ -113,10 +113,12 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
     partly: dict[str, nn.Module] = dict(packed)  # layers that may hold dense weights, too
     for name, reason in reasons.items():
         parent = name.rpartition(".")[0]
-        if name not in packed and parent in packed:
-            partly[name] = modules[name]  # `out_proj` of an attention whose other projections are packed
-        elif name not in packed:
+        if name in packed:
+            continue
+        if parent not in packed:
             yield NotPacked(name, reason)
+        elif name in modules:
+            partly[name] = modules[name]  # `out_proj` of an attention whose other projections are packed
     for name, module in partly.items():
         for parameter, tensor in module._parameters.items():
             # bias_k and bias_v of attention have three axes, and are no matrices.

@@ -97,8 +97,9 @@ class KernelRouting:
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's step, after which the router may go inactive."""
+        """Lightning's step, after which the router may measure a product, or go inactive."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        self.router.measure_more()
         self.router.settle()
         return result
 

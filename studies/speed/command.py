@@ -42,7 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=details,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=170, help="of the whole command, about")
+    seconds = "of training, of each side; each makes 20 steps at least"
+    parser.add_argument("--seconds", type=float, default=60, help=seconds)
     parser.add_argument("--width", type=int, default=default.width, help="features of a token")
     parser.add_argument("--layers", type=int, default=default.layers, help="decoder blocks")
     parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of a step")
@@ -92,12 +93,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting]:
     except OSError as error:
         parser.error(f"--out: {error}")
     names = set(Setting._fields) & set(vars(options))
-    setting = Setting(**{name: getattr(options, name) for name in names}, budget_s=0.15 * options.seconds)
+    setting = Setting(**{name: getattr(options, name) for name in names})
     return options, setting._replace(pattern=str(pattern))
 
 
 def compare(
-    setting: Setting, asked: str, deadline: float, watch: Watch, console: Console
+    setting: Setting, asked: str, seconds: float, watch: Watch, console: Console
 ) -> tuple[Curve, Curve, dict[str, Any], bool]:
     """Choose the precision and train both sides; what there is if Ctrl-C interrupts it, and whether it did."""
     sparse, dense = Curve("sparse", "32-true", setting.tokens), Curve("dense", "32-true", setting.tokens)
@@ -115,14 +116,14 @@ def compare(
         sparse.precision = dense.precision = precision
         with sides(setting, ("sparse", precision), ("dense", precision)) as pair:
             sparse, dense = (side.curve for side in pair)
-            race(pair, deadline, setting.val_batches, watch)
+            race(pair, seconds, watch)
     except KeyboardInterrupt:
         return sparse, dense, facts, True
     return sparse, dense, facts, False
 
 
 def main(argv: Sequence[str] | None = None, begin: float | None = None) -> int:
-    """Run the comparison; 0 unless a side failed (1) or Ctrl-C ended it (130). ``--seconds`` count from `begin`."""
+    """Run the comparison; 0 unless a side failed (1) or Ctrl-C ended it (130). The time shown counts from `begin`."""
     begin = perf_counter() if begin is None else begin
     options, setting = parse(argv)
     console = Console()
@@ -135,12 +136,11 @@ def main(argv: Sequence[str] | None = None, begin: float | None = None) -> int:
     console.print(line, highlight=False, soft_wrap=True)
     try:
         with console.status("starting") as status:
-            deadline = begin + options.seconds
 
             def watch(what: str) -> None:
-                status.update(f"{perf_counter() - begin:.0f} of {options.seconds:.0f} s: {what}")
+                status.update(f"{perf_counter() - begin:.0f} s, {options.seconds:.0f} s of training a side: {what}")
 
-            sparse, dense, facts, interrupted = compare(setting, options.precision, deadline, watch, console)
+            sparse, dense, facts, interrupted = compare(setting, options.precision, options.seconds, watch, console)
     except SideError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1

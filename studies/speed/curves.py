@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -69,6 +70,15 @@ class Curve:
         return 1e3 * median(self.seconds)
 
     @property
+    def median_interval_s(self) -> tuple[float, float]:
+        """A 95 % interval of the median seconds of a step, by order statistics: it assumes no distribution."""
+        ordered = sorted(self.seconds)
+        reach = 0.98 * len(ordered) ** 0.5
+        middle = (len(ordered) - 1) / 2
+        low, high = max(math.floor(middle - reach), 0), min(math.ceil(middle + reach), len(ordered) - 1)
+        return ordered[low], ordered[high]
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens of a step by its median time."""
         return self.tokens / (self.step_ms / 1e3)
@@ -115,6 +125,7 @@ class Comparison:
         steps: The fewest steps of a side.
         seconds: The shortest training of a side.
         speed: Tokens per second of the sparse side, by those of the dense side.
+        interval: Of the speed, from the intervals of both medians: wider than 95 % needs.
         at_steps: Loss of the sparse and the dense side after `steps`.
         at_seconds: Loss of the sparse and the dense side after `seconds`.
     """
@@ -122,6 +133,7 @@ class Comparison:
     steps: int
     seconds: float
     speed: float
+    interval: tuple[float, float]
     at_steps: tuple[float, float]
     at_seconds: tuple[float, float]
 
@@ -134,6 +146,10 @@ class Comparison:
             steps,
             seconds,
             sparse.tokens_per_s / dense.tokens_per_s,
+            (
+                dense.median_interval_s[0] / sparse.median_interval_s[1],
+                dense.median_interval_s[1] / sparse.median_interval_s[0],
+            ),
             (sparse.loss_at(steps), dense.loss_at(steps)),
             (sparse.loss_after(seconds), dense.loss_after(seconds)),
         )
@@ -144,9 +160,9 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
     if not (sparse.seconds and dense.seconds):
         return ["Nothing to compare: each side needs two steps. Give it more --seconds, or a smaller --width."]
     found = Comparison.of(sparse, dense)
-    lines = [_kernels(sparse), _speed(found.speed)]
+    lines = [_kernels(sparse), _speed(found.speed, found.interval)]
     if skipped := sparse.kernels.get("not measured"):
-        lines.append(f"{skipped} products stayed dense because measuring time was over; a second run measures them.")
+        lines.append(f"{skipped} products were not measured yet, and were dense; a second run measures them at once.")
     s, d = found.at_seconds
     after = f"After {found.seconds:.0f} s of training each"
     if s < d:
@@ -173,12 +189,19 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
     return lines
 
 
-def _speed(ratio: float) -> str:
-    if ratio >= 1 + MARGIN:
-        return f"The sparse side is {ratio:.2f} times as fast as the dense side."
-    if ratio > 1 - MARGIN:
-        return f"The sparse side is NOT faster here: {ratio:.2f} times the dense side's speed is no difference."
-    return f"The sparse side is SLOWER here: {ratio:.2f} times the dense side's speed."
+def _speed(ratio: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    spread = f"{low:.2f} to {high:.2f}"
+    if low > 1 + MARGIN:
+        return f"The sparse side is {ratio:.2f} times as fast as the dense side ({spread} by the spread of the steps)."
+    if high < 1 - MARGIN:
+        return f"The sparse side is SLOWER here: {ratio:.2f} times the dense side's speed ({spread})."
+    if low >= 1 - MARGIN and high <= 1 + MARGIN:
+        return f"The sparse side is NOT faster here: {ratio:.2f} times the dense side's speed ({spread})."
+    return (
+        f"Too noisy to say which side is faster: {spread} times the dense side's speed, by the spread of the steps. "
+        "Other work on the machine, or too few steps: try again, with more --seconds."
+    )
 
 
 def _kernels(sparse: Curve) -> str:

@@ -20,6 +20,8 @@ TOO_SLOW = 3.0
 """How much slower the first step of a precision must be for it to get no second one."""
 BLOCK_S = 3.0
 """Seconds of training after which the other side has its turn; a step is never cut."""
+LEAST_STEPS = 20
+"""Steps that each side makes at least, however long they take."""
 
 Watch = Callable[[str], None]
 
@@ -132,41 +134,31 @@ def pilot(setting: Setting, watch: Watch) -> dict[Precision, float]:
         return faster_precision(candidates, watch)
 
 
-def race(
-    pair: list[Side], deadline: float, val_batches: int, watch: Watch, clock: Callable[[], float] = perf_counter
-) -> None:
-    """Let two sides train until a deadline, in turn and for equal seconds, then validate both.
+def race(pair: list[Side], seconds: float, watch: Watch) -> None:
+    """Let two sides train in turn, each for so many seconds and for twenty steps at least, then validate both.
 
-    The side with fewer seconds of training is next. Each makes two steps, the first of which does not count, even if
-    the deadline is over.
+    The side with fewer seconds of training is next. The first step of each does not count.
 
     Args:
         pair: The sides.
-        deadline: On the clock; validation is meant to end by then.
-        val_batches: Batches of validation.
+        seconds: Of training, of each side.
         watch: Is told what happens.
-        clock: Seconds.
     """
     for side in pair:
         watch(f"first step of the {side.curve.name} side" + ", measuring kernels" * (side.curve.name == "sparse"))
         side.grant(Grant(steps=1))
-    while not all(side.curve.seconds for side in pair) or clock() + _last_s(pair, val_batches) < deadline:
-        side = min(pair, key=lambda side: side.curve.total_s)
-        side.grant(Grant(steps=1, seconds=BLOCK_S))
+    while waiting := [side for side in pair if not _has_enough(side.curve, seconds)]:
+        side = min(waiting, key=lambda side: side.curve.total_s)
+        side.grant(Grant(steps=1, seconds=min(BLOCK_S, seconds)))
         watch(progress(pair))
-    behind, ahead = sorted(pair, key=lambda side: side.curve.total_s)
-    missing = ahead.curve.total_s - behind.curve.total_s
-    if missing > behind.curve.seconds[-1]:
-        behind.grant(Grant(steps=1, seconds=missing))
     for side in pair:
         watch(f"validating the {side.curve.name} side")
         side.finish()
 
 
-def _last_s(pair: list[Side], val_batches: int) -> float:
-    """Seconds that a last block of each side and validation take; a forward pass is a third of a step."""
-    steps = [max(side.curve.seconds[-5:]) for side in pair]
-    return BLOCK_S + sum(steps) * (1 + val_batches / 3)
+def _has_enough(curve: Curve, seconds: float) -> bool:
+    """Whether a side has trained as long as asked for, and made the steps that a comparison needs."""
+    return curve.total_s >= seconds and len(curve.seconds) >= LEAST_STEPS
 
 
 def progress(pair: list[Side]) -> str:

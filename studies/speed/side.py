@@ -114,7 +114,7 @@ def kernel_facts(router: Router | None) -> dict[str, Any]:
         "sparse share": share,
         "share of": basis,
         "unavailable": router.unavailable_reason,
-        "not measured": sum("is used up" in u.decision.reason for u in used if u.decision is not None),
+        "not measured": sum(u.decision.source == "postponed" for u in used if u.decision is not None),
         "kernels": {f"{u.product.key.gemm} {_sizes(u.product.key)}": u.kernel for u in used},
     }
 

@@ -17,7 +17,8 @@ ROWS = {
     for line in PAGE.read_text().splitlines()
     if line.startswith("| `nm/") and (cells := re.split(r"(?<!\\)\|", line.strip()[1:-1]))
 }
-ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio"}  # tests/strategies/test_monitor_in_processes.py
+# tests/strategies/test_monitor_in_processes.py, tests/plugins/test_measured_between_steps.py
+ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio", "nm/sparse_gemm_share"}
 ONLY_WITH_KERNELS = {"nm/kernels"}  # tests/commands/report/test_report.py
 TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels", "nm/map_rows"}
 

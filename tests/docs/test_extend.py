@@ -4,12 +4,14 @@ import re
 
 import pytest
 
+from lightning_nm.methods import Method
 from lightning_nm.nn.adapters import base
 from tests import test_contract
 from tests.docs.blocks import ROOT, blocks, execute, read
 from tests.estimators import test_gradient_estimators
 from tests.nn import test_routing
 from tests.support import contract, kinds
+from tools import hooks
 
 PAGES = {page: read(f"extend/{page}.md") for page in ("method", "estimator", "kernel", "adapter")}
 TABLES = (contract.METHODS, contract.ESTIMATORS, kinds.KINDS)
@@ -61,3 +63,10 @@ def test_contracts(page):
     plugin, files = re.fullmatch(r"python -m pytest -p (\w+) (.+) -k [\w-]+\n", command).groups()
     assert f"`{plugin}.py`" in PAGES[page]
     assert all((ROOT / file).is_file() for file in files.split())
+
+
+def test_hooks_of_a_method_are_listed_as_they_are():
+    assert hooks.PAGE.read_text(encoding="utf-8") == hooks.page(), "run `python -m tools.hooks`"
+    listed = {signature.partition("(")[0] for signature, _ in hooks.hooks()} | {name for name, *_ in hooks.flags()}
+    assert listed == {name for name in dir(Method) if not name.startswith("_")} - hooks.NOT_HOOKS
+    assert all(meaning for _, meaning in hooks.hooks())

@@ -26,7 +26,7 @@ needs_kernel = pytest.mark.skipif(bool(REASON) or not library.level(), reason="t
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner.cache_clear()
+    kernel_choice._tuner_of.cache_clear()
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def clock(monkeypatch):
         found = times.get(key.columns, 5.0)
         return found.pop(0) if isinstance(found, list) else found
 
-    monkeypatch.setattr("lightning_nm.kernels.router.tuner.dense_ms", dense_ms)
-    monkeypatch.setattr(kernel_choice, "time_product", lambda *_: 3.0)
+    monkeypatch.setattr(kernel_choice, "dense_ms", dense_ms)
+    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
     times["asked"] = asked
     return times
 
@@ -64,7 +64,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         assert model.weight.form == form
         # before and after the kernel, twice if dense seems faster; in the second run the file has it
         assert len(clock["asked"]) == (4 if form == "dense" else 2), run
-        kernel_choice._tuner.cache_clear()
+        kernel_choice._tuner_of.cache_clear()
     kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
     ((name, decision),) = next(iter(kept.values())).items()
     assert name == "forward 96x64x8 float32 1:16 cpu"

@@ -2,12 +2,17 @@
 
 import copy
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_nm import load_packed, pack, packed_summary, save_packed, warm_up
+from lightning_nm import NMPattern, load_packed, pack, packed_summary, save_packed, warm_up
+from lightning_nm.kernels import GemmKey
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.packed import kernel_choice
 from tests.support.cpu_products import REASON
@@ -36,12 +41,12 @@ class Clock:
 def clock(tmp_path, monkeypatch):
     made = Clock()
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    monkeypatch.setattr("lightning_nm.kernels.router.tuner.dense_ms", made.dense_ms)
-    monkeypatch.setattr(kernel_choice, "time_product", lambda *_: 3.0)
+    monkeypatch.setattr(kernel_choice, "dense_ms", made.dense_ms)
+    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
     monkeypatch.setattr(kernel_choice, "perf_counter", lambda: made.now)
-    kernel_choice._tuner.cache_clear()
+    kernel_choice._tuner_of.cache_clear()
     yield made
-    kernel_choice._tuner.cache_clear()
+    kernel_choice._tuner_of.cache_clear()
 
 
 def linear(out=96):
@@ -86,7 +91,7 @@ def test_the_budget_is_that_of_the_model(clock):
 def test_known_products_take_no_budget(clock):
     dense = linear()
     run(pack(copy.deepcopy(dense), budget_s=3), 1, 2, 4)
-    kernel_choice._tuner.cache_clear()  # as a new process, which reads the file
+    kernel_choice._tuner_of.cache_clear()  # as a new process, which reads the file
     model = pack(dense, budget_s=1)
     run(model, 1, 2, 4, 8)
     assert clock.measured == [(96, 1), (96, 2), (96, 4), (96, 8)]
@@ -196,3 +201,82 @@ def test_copies_share_no_budget_with_other_models(clock):
     assert copied[0].weight.budget is not model[0].weight.budget
     run(model[0], 1, 2, 4)
     assert copied[0].weight.budget.left_s == 2
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch, kind):
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    monkeypatch.setattr(kernel_choice, "PANEL_BYTES", 1)
+    kernel_choice._tuner_of.cache_clear()
+    monkeypatch.setattr(kernel_choice.DeviceTimer, "time", lambda self, function, device: function() is None or 1e-3)
+    # 64 of 1024 rows, and values that the kernel is faster with: it is not measured twice, and does not become dense.
+    monkeypatch.setattr(kernel_choice, "time_packed", lambda *given: measured.append(given) or 1e-3)
+    measured = []
+    if kind == "linear":
+        module, x = nn.Linear(256, 1024, bias=False), torch.randn(2, 256)
+    else:
+        module, x = nn.Conv2d(32, 1024, 3, bias=False), torch.randn(1, 32, 4, 4)
+    dense_bytes = module.weight.nbytes
+    model = pack(prune(module, "1:16"), budget_s=1000)
+    with Largest() as largest, torch.no_grad():
+        model(x)
+    assert len(measured) == 1
+    assert largest.bytes < dense_bytes / 4
+    kernel_choice._tuner_of.cache_clear()
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_few_rows_of_a_large_weight(rows, depth, dtype):
+    key = GemmKey("forward", rows, depth, 16, dtype, NMPattern(2, 4), "cpu")
+    few = kernel_choice.few_rows(key)
+    assert replace(few, rows=rows) == key
+    assert few.rows == rows or (few.rows < rows and few.rows % 64 == 0)
+    assert few.rows <= 64 or few.rows * depth * dtype.itemsize <= max(kernel_choice.PANEL_BYTES, 64 * depth * 4)
+
+
+def test_a_time_of_few_rows_is_scaled(clock, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "PANEL_BYTES", 1)
+    monkeypatch.setattr(kernel_choice, "dense_ms", lambda key, timer: key.rows / 64)
+    run(pack(linear(640), budget_s=1000), 4)
+    (decision,) = kernel_choice._tuner("cpu-permute", torch.get_num_threads()).decisions.values()
+    assert decision.dense_ms == pytest.approx(10)
+
+
+def test_threads_have_one_tuner(clock):
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(kernel_choice._tuner("cpu-csr", 1))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == 8
+    assert len(set(map(id, made))) == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_once(clock, tmp_path, monkeypatch):
+    (tmp_path / "packed.json").write_text("{ cut")
+    kernel_choice._warn_once.cache_clear()
+    model = pack(linear(), budget_s=1000)
+    with pytest.warns(
+        RuntimeWarning, match=r"not kept and will be measured again.*packed\.json does not hold decisions"
+    ):
+        run(model, 4)
+    run(model, 4, 8, 16)
+    assert len(clock.measured) == 3

@@ -1,9 +1,15 @@
 """The table of kernels after a fit."""
 
-from lightning_nm import (
-    NMPrecision,
-)
-from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel
+import io
+
+import torch
+from rich.console import Console
+
+from lightning_nm import NMPattern, NMPrecision
+from lightning_nm.callbacks.report.kernel_table import kernel_columns, kernel_rows, print_kernels
+from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, Router
+from lightning_nm.kernels.router.cache import Decision
+from lightning_nm.kernels.router.router import Product, Used
 from tests.plugins.test_precision_plugins import fit, mlp, plugin, sparse_callback, tabled  # noqa: F401
 from tests.support.fake_kernels import FakeKernel
 
@@ -22,7 +28,7 @@ def test_the_table_after_a_fit(tmp_path, capsys):
     fit(tmp_path, [dense], callbacks=[tabled(True)], max_epochs=1)
     out = " ".join(capsys.readouterr().out.split())
     assert "no product ran on a sparse kernel" in out
-    assert "as above" in out
+    assert out.count("never and never and never and never") == 1, "a reason is printed once"
     assert "0.0% (by dense multiply-adds)" in out
 
 
@@ -39,3 +45,62 @@ def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
     none = NMPrecision(backends=[])
     fit(tmp_path, [none], max_epochs=1)
     assert none.router.unavailable_reason == "there is no sparse kernel"
+
+
+def product(layer, gemm="forward", rows=4096, depth=16384, columns=65536, reason="", pattern="2:4", **options):
+    key = GemmKey(gemm, rows, depth, columns, torch.bfloat16, NMPattern.parse(pattern), "cpu", **options)
+    return Product(layer, key, reason)
+
+
+def decided(kernel="cpu-permute", dense_ms=1000.25):
+    return Decision(kernel, dense_ms, 200.0, 50.0, f"measured {kernel} 4.000x; sparse from 1.03x", "measured")
+
+
+def used_router(monkeypatch, *uses):
+    made = Router("sparse", [])
+    monkeypatch.setattr(made, "used", lambda: list(uses))
+    made.unavailable_reason = ""
+    return made
+
+
+def test_a_product_has_one_row_for_all_its_kernels_and_layers(monkeypatch):
+    made = used_router(
+        monkeypatch,
+        Used(product("a"), "reference", 2, None),
+        Used(product("b"), "reference", 2, None),
+        Used(product("a"), "cpu-permute", 5, decided()),
+        Used(product("b"), "cpu-permute", 6, decided()),
+    )
+    (row,) = kernel_rows(made)
+    assert (row.product, row.calls, row.kernel) == ("forward 4096x16384x65536", 15, "cpu-permute")
+    assert row.why == "measured cpu-permute 4.000x; sparse from 1.03x; 4 calls before that on reference"
+    assert row.gain == 1000.25 / (200 + 50)
+
+
+def test_products_of_equal_sizes_are_told_apart_by_what_differs(monkeypatch):
+    keys = ({}, {"pattern": "1:4"}, {"permuted": True}, {"gemm": "dgrad"})
+    made = used_router(monkeypatch, *(Used(product("a", **key), "reference", 1, None) for key in keys))
+    names = [row.product for row in kernel_rows(made)]
+    assert names == [
+        "forward 4096x16384x65536 2:4",
+        "forward 4096x16384x65536 1:4",
+        "forward 4096x16384x65536 2:4 permuted",
+        "dgrad 4096x16384x65536",
+    ]
+
+
+def test_the_table_fits_into_80_columns(monkeypatch):
+    made = used_router(
+        monkeypatch,
+        Used(product("a"), "cusparselt-direct", 123456, decided("cusparselt-direct")),
+        Used(product("a", "wgrad", reason="none of its operands is N:M " * 9), "reference", 123456, None),
+        Used(product("a", permuted=True), "cpu-permute", 123456, decided()),
+    )
+    out = io.StringIO()
+    print_kernels(made, Console(file=out, width=80))
+    text = out.getvalue()
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    assert "…" not in text
+    for words in ("123456", "1000.250", "250.000", "4.00x", "cusparselt-", "1: none of its operands is N:M"):
+        assert words in text
+    assert [len(row) for row in kernel_columns(made)[1]] == [7] * 3

@@ -6,6 +6,7 @@ import types
 import torch
 from torch import nn
 
+from lightning_nm.nn import Adapter, WeightSpec, nm_linear, register_adapter
 from tests.support.experts import LinearExperts, TransposedLinearExperts
 
 
@@ -57,6 +58,48 @@ class CrossAttention(nn.Module):
         return self.mha(x, x.flip(1), x.roll(1, 1))[0]
 
 
+class TwoWeights(nn.Module):
+    """A module of a user's own with two weights, each with a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(64, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(64, 32) * 0.2)  # [in, out]
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.up).tanh() @ self.down + self.bias
+
+
+@register_adapter
+class NMTwoWeights(Adapter):
+    handles = TwoWeights
+
+    @classmethod
+    def specs(cls, module, conv_layout):
+        yield WeightSpec("up")
+        yield WeightSpec("down", "transposed")
+
+    @classmethod
+    def macs(cls, module, parameter, args, kwargs, output):
+        return args[0].numel() // 32 * getattr(module, parameter).numel()
+
+    @classmethod
+    def inputs(cls, module, parameter, args, kwargs):
+        x = args[0].flatten(0, -2)
+        return [x if parameter == "up" else nn.functional.linear(x, module.up).tanh()]
+
+    def forward(self, x):
+        layers = self.nm_layers
+        if "up" in layers:
+            hidden = nm_linear(x, self.up, None, layers["up"]).tanh()
+        else:
+            hidden = nn.functional.linear(x, self.up).tanh()
+        if "down" in layers:
+            return nm_linear(hidden, self.down, self.bias, layers["down"])
+        return hidden @ self.down + self.bias
+
+
 KINDS = {
     "linear": (lambda: nn.Linear(32, 64), (6, 32)),
     "linear-3d-no-bias": (lambda: nn.Linear(32, 16, bias=False), (2, 5, 32)),
@@ -74,6 +117,7 @@ KINDS = {
     "cross-attention": (CrossAttention, (2, 5, 32)),
     "experts": (LinearExperts, (11, 16)),
     "experts-transposed": (TransposedLinearExperts, (11, 16)),
+    "two-weights": (TwoWeights, (2, 5, 32)),
     "encoder-layer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), (2, 5, 32)),
 }
 

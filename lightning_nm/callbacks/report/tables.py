@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from lightning_nm.kernels import Router
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.selection.ranges import grouped
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
-def _table(title: str, *, show_header: bool = True) -> Table:
+def plain_table(title: str, *, show_header: bool = True) -> Table:
+    """An empty table in the style of all tables of a fit."""
     return Table(title=title, title_justify="left", show_header=show_header, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
@@ -35,7 +35,7 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     rows = [(*row[:-1], _numbers(row[-1], layer_reasons(sparsifier))) for row in grouped(layer_rows(sparsifier))]
     columns = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
     others = sum(max(len(row[k]) for row in [("", *columns), *rows]) + 2 for k in range(1, len(columns) + 1))
-    table = _table("N:M layers")
+    table = plain_table("N:M layers")
     table.add_column("layer", no_wrap=True)
     for column in columns:
         table.add_column(column, no_wrap=True)
@@ -152,7 +152,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
 
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     """Return the statistics of a finished fit."""
-    table = _table("N:M summary", show_header=False)
+    table = plain_table("N:M summary", show_header=False)
     table.add_column("statistic")
     table.add_column("value", justify="right")
     table.add_column("meaning", style="dim", overflow="fold")
@@ -204,55 +204,3 @@ def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Consol
         if logger.save_dir is not None:
             folder = getattr(logger, "log_dir", logger.save_dir)
             console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
-
-
-def kernel_rows(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and a row per kind of product and kernel: its calls, milliseconds if measured, and the reason."""
-    measured = any(used.decision and used.decision.dense_ms for used in router.used())
-    calls: dict[tuple[str, ...], int] = {}
-    for used in router.used():
-        key, decision = used.product.key, used.decision
-        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms) if decision else (None, None, None)
-        cells = ["-" if time is None else f"{time:.3f}" for time in times]
-        why = used.product.reason or (decision.reason if decision else "first batch, not measured yet")
-        row = (f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *cells, used.kernel, why)
-        calls[row] = calls.get(row, 0) + used.calls
-    timed = ("dense ms", "sparse ms", "pack ms") if measured else ()
-    head = ("rows x depth x columns", "calls", *timed, "kernel", "why")
-    rows = [
-        (product, str(count), *(times_ms if measured else ()), kernel, why)
-        for (product, *times_ms, kernel, why), count in calls.items()
-    ]
-    return head, rows
-
-
-def _kernel_table(router: Router) -> Table:
-    table = _table("N:M kernels")
-    head, rows = kernel_rows(router)
-    table.add_column(head[0], overflow="fold", min_width=16)
-    for column in head[1:-2]:
-        table.add_column(column, justify="right", no_wrap=column == "calls")
-    table.add_column("kernel", overflow="fold", min_width=9)
-    table.add_column("why", overflow="fold", ratio=1, min_width=20)
-    shown: set[str] = set()
-    for *cells, why in rows:
-        repeated = why in shown and len(why) > len("as above")
-        shown.add(why)
-        table.add_row(*cells, "as above" if repeated else why)
-    return table
-
-
-def print_kernels(router: Router, console: Console | None = None) -> None:
-    """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
-    console = console or Console()
-    if router.unavailable_reason:
-        why = f"every product was dense, no sparse kernel works here: {router.unavailable_reason}"
-        console.print(f"[yellow]warning:[/] {why}")
-        return
-    console.print(_kernel_table(router))
-    share, basis = router.sparse_share()
-    console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
-    if not share:
-        later = "; later calls are not counted" if router.all_dense else ""
-        why = f"this precision plugin gained nothing; the last column gives the reasons{later}"
-        console.print(f"[yellow]warning:[/] no product ran on a sparse kernel, so {why}")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_nm.callbacks.report.figures import HeatMapFigure
 from lightning_nm.callbacks.report.history import MAPS, LayerHistory
+from lightning_nm.callbacks.report.kernel_table import kernel_columns
 from lightning_nm.callbacks.report.pictures import EDGES, Histogram
-from lightning_nm.callbacks.report.tables import kernel_rows, layer_rows, summary_rows
+from lightning_nm.callbacks.report.tables import layer_rows, summary_rows
 from lightning_nm.kernels import Router
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -192,4 +193,4 @@ def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:
 
 def kernels_markdown(router: Router) -> str:
     """Return the kernels that ran in Markdown."""
-    return markdown_table(*kernel_rows(router))
+    return markdown_table(*kernel_columns(router))

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_nm.commands.doctor.build import add_classes, build
+from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.doctor.machine import examine
 from lightning_nm.commands.doctor.report import Report
 from lightning_nm.commands.doctor.tables import print_machine, print_report
-from lightning_nm.commands.doctor.training import judge, judge_unmeasured, router_for, watch
+from lightning_nm.commands.doctor.training import judge, judge_unmeasured, plain_step_ms, router_for, watch
 from lightning_nm.kernels.api import check_mode
-from lightning_nm.lightning_cli import EXTRA
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def main(args: Sequence[str]) -> int:
@@ -35,8 +34,7 @@ def main(args: Sequence[str]) -> int:
             machine = examine()
             reports = _reports(options) if options.config else []
     except (ImportError, ValueError) as error:
-        advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
-        print(f"lightning-nm doctor: {error}{advice}", file=sys.stderr)
+        print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
         content = {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}
@@ -57,17 +55,31 @@ def _reports(options: argparse.Namespace) -> list[Report]:
     measures = device.type == "cuda" or not missing
     if options.kernels is not None and not measures:
         raise ValueError(f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {missing}")
+    plain = _plain_step_ms(options) if measures else None
     seen = watch(cli.trainer, cli.model, cli.datamodule, router=router, timed=measures)
     if seen.router is None:
         router.reset(seen.reuse)
     if not measures:
         return judge_unmeasured(router, seen, options.tokens)
-    reports = judge(router, seen, options.tokens)
+    reports = [
+        report if report.step_ms is None else replace(report, plain_step_ms=plain)
+        for report in judge(router, seen, options.tokens)
+    ]
     if device.type == "cuda":
         return reports
     elsewhere = judge_unmeasured(router, seen, options.tokens, device_type="cuda")
     counts = [sum(row.eligible for row in report.rows) for report in elsewhere]
     return [replace(report, on_gpu=count) for report, count in zip(reports, counts, strict=True)]
+
+
+def _plain_step_ms(options: argparse.Namespace) -> float | None:
+    """The time of a step without masks; ``None``, and why on stderr, if the training does not run without them."""
+    cli = build(options.config, options.model, options.data, masks=False)
+    try:
+        return plain_step_ms(cli.trainer, cli.model, cli.datamodule)
+    except Exception as error:  # of a callback of the user's that needs the masks, say
+        print(f"lightning-nm doctor: plain dense training was not measured: {error}", file=sys.stderr)
+        return None
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -73,22 +73,38 @@ def print_report(report: Report, console: Console) -> None:
     for table in (_sparse_table(report), _dense_table(report)):
         if table.row_count:
             console.print(table)
+    if report.plain_step_ms is not None or report.step_ms is not None:
+        console.print(_step_table(report))
     lines = []
     if report.unseen:
         lines.append(f"masked, but not called: {', '.join(report.unseen)}")
     if report.timed:
         times = f"{report.dense_ms:.3g} ms dense, {report.chosen_ms:.3g} ms as chosen"
         lines.append(f"the measured products in a training step: {times}")
-    if report.step_ms is not None:
-        predicted = "unknown" if report.predicted_step_ms is None else f"{report.predicted_step_ms:.4g} ms"
-        measured = f"{report.step_ms:.4g} ms measured with dense products"
-        lines.append(f"training step: {measured}, {predicted} predicted as chosen")
     if report.on_gpu is not None:
         could = f"{report.on_gpu} of {len(report.rows)} products could run sparse in a 16-bit dtype"
         lines.append(f"on a GPU with sparse tensor cores, not measured here: {could}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"{report.verdict}.", style="bold", markup=False, soft_wrap=True)
+
+
+def _step_table(report: Report) -> Table:
+    """The times of a training step: without masks, and with them."""
+    table = _table("training step")
+    table.add_column("", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("speed", justify="right", no_wrap=True)
+    steps = {
+        "plain dense training, measured": report.plain_step_ms,
+        "under masks with dense products, measured": report.step_ms,
+        "under masks with the chosen products, predicted": report.predicted_step_ms,
+    }
+    for name, milliseconds in steps.items():
+        speed = report.against_plain(milliseconds)
+        time = "unknown" if milliseconds is None else f"{milliseconds:.4g} ms"
+        table.add_row(name, time, "-" if speed is None else f"{speed:.3f}x")
+    return table
 
 
 def _sparse_table(report: Report) -> Table:

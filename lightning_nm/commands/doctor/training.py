@@ -64,18 +64,53 @@ class _Enough(Exception):
     """Ends the training; an exception, so that the hooks for the end of an epoch or a fit do not run."""
 
 
-class _Watch(pl.Callback):
-    """Counts the products of the first step, measures later ones if `timed`, then ends the training."""
+class _StepClock(pl.Callback):
+    """Measures some steps after the first ones if `timed`, then ends the training."""
+
+    def __init__(self, timed: bool = True) -> None:
+        self.timed = timed
+        self.batches = 0
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock."""
+        self._start = _now(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
+        step = trainer.accumulate_grad_batches
+        if self.batches >= (1 + _WARM_UP) * step:
+            self.seconds.append(_now(pl_module.device) - self._start)
+        self.batches += 1
+        if self.batches == step:
+            self.first_step_ended()
+        if self.batches >= ((1 + _WARM_UP + _TIMED) if self.timed else 1) * step:
+            raise _Enough
+
+    def first_step_ended(self) -> None:
+        """Does nothing here."""
+
+    def step_ms(self, step: int) -> float | None:
+        """Median milliseconds of the measured steps, with so many batches in a step; ``None`` if there is none."""
+        starts = range(0, len(self.seconds) - step + 1, step)
+        steps = [1e3 * sum(self.seconds[start : start + step]) for start in starts]
+        return median(steps) if steps else None
+
+
+class _Watch(_StepClock):
+    """Counts the products of the first step, too."""
 
     def __init__(self, deciding: Router, timed: bool) -> None:
-        self.timed = timed
+        super().__init__(timed)
         self.counter = _Counter(deciding)
         self.plugin: KernelRouting | None = None
         self.router: Router | None = None
         self.sparsifiers: tuple[NMSparsifier, ...] = ()
-        self.batches = 0
-        self.seconds: list[float] = []
-        self._start = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the plugin's router, whose `reuse` is set by now."""
@@ -92,36 +127,19 @@ class _Watch(pl.Callback):
         else:
             self.plugin.router = router
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Read the clock."""
-        self._start = _now(pl_module.device)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Read the clock after the update of masks, which is part of a step; start the next phase when it is time."""
-        step = trainer.accumulate_grad_batches
-        if self.batches >= (1 + _WARM_UP) * step:
-            self.seconds.append(_now(pl_module.device) - self._start)
-        self.batches += 1
-        if self.batches == step:
-            self._route(Router("reference"))
-        if self.batches >= ((1 + _WARM_UP + _TIMED) if self.timed else 1) * step:
-            raise _Enough
+    def first_step_ended(self) -> None:
+        """Run dense products, which are measured."""
+        self._route(Router("reference"))
 
     def observation(self, step: int) -> Observation:
         """The result, with so many batches in a step."""
-        starts = range(0, len(self.seconds) - step + 1, step)
-        steps = [1e3 * sum(self.seconds[start : start + step]) for start in starts]
         scale = step / min(self.batches, step)
         return Observation(
             {product: scale * calls for product, calls in self.counter.counts.items()},
             step if self.router is None else self.router.reuse,
             self.sparsifiers,
             self.router,
-            median(steps) if steps else None,
+            self.step_ms(step),
         )
 
 
@@ -174,19 +192,41 @@ def watch(
     for callback in callbacks:
         callback.show_tables = False
     watcher = _Watch(router or router_for(trainer), timed)
-    trainer.callbacks.append(watcher)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
+    try:
+        _fit(trainer, model, datamodule, watcher)
+    finally:
+        if watcher.plugin is not None and watcher.router is not None:
+            watcher.plugin.router = watcher.router
+    return watcher.observation(trainer.accumulate_grad_batches)
+
+
+def plain_step_ms(
+    trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None
+) -> float | None:
+    """Milliseconds of an optimizer step of a training without masks: as many steps as :func:`watch` makes.
+
+    Raises:
+        ValueError: If no batch was trained.
+    """
+    clock = _StepClock()
+    _fit(trainer, model, datamodule, clock)
+    return clock.step_ms(trainer.accumulate_grad_batches)
+
+
+def _fit(
+    trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None, clock: _StepClock
+) -> None:
+    """Train until the clock ends the training."""
+    trainer.callbacks.append(clock)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
     try:
         with routing(None):
             trainer.fit(model, datamodule=datamodule)
     except _Enough:
         pass
     finally:
-        trainer.callbacks.remove(watcher)  # type: ignore[attr-defined]
-        if watcher.plugin is not None and watcher.router is not None:
-            watcher.plugin.router = watcher.router
-    if not watcher.batches:
+        trainer.callbacks.remove(clock)  # type: ignore[attr-defined]
+    if not clock.batches:
         raise ValueError("the training ended before its first batch: see its max_steps, limit_train_batches and data")
-    return watcher.observation(trainer.accumulate_grad_batches)
 
 
 def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:

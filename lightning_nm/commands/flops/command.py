@@ -16,11 +16,10 @@ from rich.console import Console
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.callbacks.report.tables import phases
 from lightning_nm.callbacks.training_length import has_schedule
-from lightning_nm.commands.doctor.build import add_classes, build
+from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
 from lightning_nm.commands.flops.report import Report, layers_of
 from lightning_nm.commands.flops.tables import print_report
-from lightning_nm.lightning_cli import EXTRA
 from lightning_nm.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.planned import charge_plan
@@ -42,8 +41,7 @@ def main(args: Sequence[str]) -> int:
         with redirect_stdout(sys.stderr):  # what Lightning and the model print
             reports = _reports(options)
     except (ImportError, OSError, ValueError) as error:
-        advice = f"\n{EXTRA}" if isinstance(error, ImportError) and "jsonargparse" in str(error) else ""
-        print(f"lightning-nm flops: {error}{advice}", file=sys.stderr)
+        print(f"lightning-nm flops: {error}", file=sys.stderr)
         return 2
     if options.json:
         content = {"schema": SCHEMA, "reports": [report.to_dict() for report in reports]}

@@ -6,9 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+
+from lightning_nm.commands.build import add_classes
 
 EXTRA = "Studies need the extra `study`: pip install 'lightning-nm[study]'"
 
@@ -47,7 +50,8 @@ def _study(options: argparse.Namespace) -> int:
     for name in ("workers", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    spec = read(options.study)
+    given = {name: getattr(options, name) for name in ("model", "data") if getattr(options, name) is not None}
+    spec = replace(read(options.study), **given)
     folder = options.output or Path("runs/studies") / spec.name
     ended = True
     if options.report_only:
@@ -86,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "one failed or is missing, with 2 if the study file or an option cannot be used.",
     )
     parser.add_argument("study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md")
+    add_classes(parser)
     output = "folder of the journal and the report; runs/studies/NAME by default"
     parser.add_argument("--output", metavar="FOLDER", type=Path, help=output)
     parser.add_argument("--workers", metavar="N", type=int, default=1, help="processes that train; 1 by default")

@@ -63,6 +63,20 @@ def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def trains_dense(config: Mapping[str, Any]) -> bool:
+    """Whether no callback of a config masks a weight or estimates a gradient: its ``pattern`` then changes nothing."""
+    entries = as_list(config.get("trainer", {}).get("callbacks") or [])
+    for entry in entries:
+        if last_part(entry) != "NMSparsityCallback":
+            continue
+        arguments = (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
+        dense_estimator = arguments.get("grad_estimator") in (None, "dense")
+        plain = not arguments.get("rules") and not arguments.get("config") and not arguments.get("preset")
+        if arguments.get("method") != "dense" or not dense_estimator or not plain:
+            return False
+    return True
+
+
 def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Apply changes in place: dotted keys or nested mappings; the short keys lead into the NMSparsityCallback.
 

@@ -62,7 +62,7 @@ def _mean_step(spec: Spec, cell: Cell, steps: int) -> float:
         override(config, {"trainer.limit_val_batches": 1})
     clock = _Clock()
     with silence():
-        cli = build(config, spec.seeds[0])
+        cli = build(config, spec.seeds[0], spec.classes)
         cli.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     ends = [(step, end) for step, end in clock.ends.items() if step >= _FIRST]

@@ -14,7 +14,7 @@ from lightning_nm.commands.study.config import as_list
 from lightning_nm.commands.study.pace import measure, set_steps, steps_within
 from lightning_nm.commands.study.spec import Spec
 from lightning_nm.commands.study.store import Job, Row, Store
-from lightning_nm.commands.study.trial import build, train
+from lightning_nm.commands.study.trial import UnknownMetric, build, train
 
 
 def check(spec: Spec) -> None:
@@ -27,7 +27,7 @@ def check(spec: Spec) -> None:
     searched = {key: bound["low"] if isinstance(bound, dict) else bound for key, bound in lowest.items()}
     for cell in spec.cells():
         try:
-            build(spec.trial_config(cell, searched), spec.seeds[0])
+            build(spec.trial_config(cell, searched), spec.seeds[0], spec.classes)
         except ImportError:
             raise
         except Exception as error:
@@ -96,6 +96,8 @@ def _work_alone(spec: Spec, folder: Path, threads: int) -> None:
         work(spec, folder, threads)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except UnknownMetric as error:
+        raise SystemExit(f"lightning-nm study: {error}") from None
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:
@@ -103,6 +105,7 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
 
     Raises:
         KeyboardInterrupt: On Ctrl-C. The running trial is run again by the next worker.
+        UnknownMetric: Likewise, after the first trial, if the test does not log the study's metric.
     """
     torch.set_num_threads(threads)
     store = Store(spec, folder)
@@ -110,20 +113,28 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
     with store.working():
         while job := store.claim():
             rows: list[Row] = []
-            error = _train_all(spec, job, rows, paces.get(job.cell.label))
+            error = _train_all(spec, job, rows, paces.get(job.cell.label), store.has_complete())
             store.finish(job, rows, error)
             print(_line(spec, job, rows, error), flush=True)
 
 
-def _train_all(spec: Spec, job: Job, rows: list[Row], step_s: float | None) -> str | None:
-    """Add a row for each seed; the error that ended it, if one did."""
+def _train_all(spec: Spec, job: Job, rows: list[Row], step_s: float | None, has_complete: bool) -> str | None:
+    """Add a row for each seed; the error that ended it, if one did.
+
+    Raises:
+        UnknownMetric: If the test logs other metrics, and no training is complete yet: all would fail by it.
+    """
     paced = {} if step_s is None else {"step_ms": 1e3 * step_s}
     for seed in job.seeds:
         try:
             config = spec.trial_config(job.cell, job.searched)
             if step_s is not None:
                 set_steps(config, steps_within(spec, step_s))
-            rows.append({"seed": seed, **train(config, seed, spec.metric), **paced})
+            rows.append({"seed": seed, **train(config, seed, spec.metric, spec.classes), **paced})
+        except UnknownMetric as error:
+            if not has_complete:
+                raise
+            return f"{type(error).__name__}: {error}"
         except SystemExit as error:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from error
         except Exception as error:

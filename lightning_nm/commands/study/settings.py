@@ -12,7 +12,7 @@ Settings = dict[str, Any]
 
 ADVICE = "variants, seeds, grid values and trials may be added; for other changes take another --output"
 
-_FIXED = ("metric", "direction", "config", "overrides", "sampler", "search", "seconds")
+_FIXED = ("metric", "direction", "config", "overrides", "sampler", "search", "seconds", "model", "data")
 _GROWING = ("variants", "grid", "seeds", "trials")
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from lightning_nm.commands.study.config import flat, override, quiet, read_yaml
+from lightning_nm.commands.build import Classes
+from lightning_nm.commands.study.config import flat, override, quiet, read_yaml, trains_dense
 from lightning_nm.pattern import NMPattern
 from lightning_nm.spelling import did_you_mean
 
@@ -55,6 +56,9 @@ class Spec:
         trials: Sampled settings for each cell.
         seconds: Of training, the same for every cell: each makes as many steps as take these seconds, by a measurement
             before the first training. ``None`` leaves the number of steps to the config.
+        model: Import path of the model's class, such as ``train.Net``, if the config is that of a
+            ``LightningCLI(Net, Data)`` of one's own.
+        data: Likewise of the data module.
     """
 
     name: str
@@ -70,12 +74,26 @@ class Spec:
     search: dict[str, Any] = field(default_factory=dict)
     trials: int | None = None
     seconds: float | None = None
+    model: str | None = None
+    data: str | None = None
+
+    @property
+    def classes(self) -> Classes:
+        """The classes that the config does not name."""
+        return Classes(self.model, self.data)
 
     def cells(self) -> Iterator[Cell]:
         """Every variant at every point of the grid."""
         for point in itertools.product(*self.grid.values()):
             for variant in self.variants:
                 yield Cell(variant, dict(zip(self.grid, point, strict=True)))
+
+    def same_trainings(self, cell: Cell) -> list[Cell]:
+        """The cells whose trainings are those of `cell`, itself included: dense ones do not depend on the pattern."""
+        if "pattern" not in self.grid or not trains_dense(self.trial_config(cell, {})):
+            return [cell]
+        others = {key: value for key, value in cell.values.items() if key != "pattern"}
+        return [each for each in self.cells() if each.variant == cell.variant and others.items() <= each.values.items()]
 
     def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
         """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
@@ -113,6 +131,8 @@ def read(path: Path) -> Spec:
 def _checked(given: dict[str, Any], folder: Path) -> Spec:
     for key in ("name", "config", "metric"):
         _require(isinstance(given[key], str), f"{key}: {given[key]!r} must be a text")
+    for key in ("model", "data"):
+        _require(isinstance(given.get(key, ""), str), f"{key}: {given.get(key)!r} must be a class as module.Class")
     _require(not set(given["name"]) & set("/\\"), f"name: {given['name']!r} must not hold a slash")
     given["config"] = read_yaml(folder / given["config"])
     for key, options in (("direction", get_args(Direction)), ("sampler", get_args(Sampler))):

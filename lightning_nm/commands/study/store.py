@@ -84,15 +84,20 @@ class Store:
             self._check_name()
             study = self._main_study()
             settings = to_settings(self.spec)
-            if faults := forbidden_changes(study.user_attrs.get("settings", settings), settings):
+            before = study.user_attrs.get("settings", settings)
+            if not self.has_complete():  # the metric may have been one that no test logs
+                before = {**before, "metric": settings["metric"]}
+            if faults := forbidden_changes(before, settings):
                 raise ValueError("\n  ".join(["the output folder belongs to other settings:", *faults]) + f"\n{ADVICE}")
             study.set_user_attr("settings", settings)
             if self.spec.sampler == "grid":
                 there = {_key(trial) for trial in study.get_trials(deepcopy=False)}
                 for seed in self.spec.seeds:  # seed by seed, so that an unfinished study has whole pairs
-                    for key in (_text(cell, seed) for cell in self.spec.cells()):
-                        if key not in there:
-                            study.enqueue_trial({}, user_attrs={"key": key})
+                    for cell in self.spec.cells():
+                        keys = [_text(each, seed) for each in self.spec.same_trainings(cell)]
+                        if there.isdisjoint(keys):
+                            study.enqueue_trial({}, user_attrs={"key": keys[0]})
+                            there.add(keys[0])
             if retry_failed:
                 self._retry_failed()
 
@@ -165,6 +170,10 @@ class Store:
             job.trial.set_user_attr("error", error)
             job.study.tell(job.trial, state=TrialState.FAIL)
 
+    def has_complete(self) -> bool:
+        """Whether any training is complete."""
+        return any(row["state"] == "complete" for row in self.rows())
+
     def rows(self) -> list[Row]:
         """One row for each training of the study file's cells and seeds, in their order.
 
@@ -185,7 +194,9 @@ class Store:
         if self.spec.sampler == "grid":
             latest = {_key(trial): trial for trial in self._main_study().get_trials(deepcopy=False)}
             for seed in self.spec.seeds:
-                if trial := latest.get(_text(cell, seed)):
+                keys = [_text(each, seed) for each in (cell, *self.spec.same_trainings(cell))]
+                trial = next((latest[key] for key in keys if key in latest), None)
+                if trial is not None:
                     yield {}, seed, trial
             return
         for trial in self._cell_study(cell).get_trials(deepcopy=False):

@@ -17,10 +17,18 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.lightning_cli import lightning_cli
+from lightning_nm.commands.build import Classes, require_classes
+from lightning_nm.lightning_cli import NMLightningCLI
+from lightning_nm.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
+
+NO_CLASSES = Classes()
+
+
+class UnknownMetric(ValueError):
+    """The test logs other metrics than the study's."""
 
 
 class _Flops(pl.Callback):
@@ -35,39 +43,43 @@ class _Flops(pl.Callback):
                 self.ratios = callback.sparsifier.mean_flops_ratios()
 
 
-def build(config: Mapping[str, Any], seed: int) -> LightningCLI:
+def build(config: Mapping[str, Any], seed: int, classes: Classes = NO_CLASSES) -> LightningCLI:
     """Create the Trainer, the model and the data of a trial.
 
     ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
-    start from the same weights and see the same batches.
+    start from the same weights and see the same batches. ``classes`` are those of a config that does not name them.
 
     Raises:
-        ValueError: If the config has an unknown key or a bad value, in jsonargparse's words.
+        ValueError: If the config has an unknown key or a bad value, in jsonargparse's words, or a class cannot be
+            imported.
     """
 
-    class CLI(lightning_cli()):  # type: ignore[misc]
+    class CLI(NMLightningCLI):
         def before_instantiate_classes(self) -> None:
             data = self.config.get("data")
             arguments = data.get("init_args") if data else None
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed
 
+    require_classes([config], classes)
     said = StringIO()
     try:
         with silence(), redirect_stderr(said), redirect_stdout(said):
-            return CLI(run=False, save_config_callback=None, args={**config, "seed_everything": seed})
+            options = {"run": False, "save_config_callback": None, "args": {**config, "seed_everything": seed}}
+            return CLI(**classes.imported(), **options)
     except SystemExit as error:  # jsonargparse printed the usage and then the error
         raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from error
 
 
-def train(config: Mapping[str, Any], seed: int, metric: str) -> dict[str, Any]:
+def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = NO_CLASSES) -> dict[str, Any]:
     """Fit and test once; return everything that is known of it, as a row for a table.
 
     Raises:
-        ValueError: If the test does not log `metric`, or it is no finite number.
+        UnknownMetric: If the test logs metrics, but not `metric`.
+        ValueError: If the test logs nothing, or `metric` is no finite number.
     """
     with silence():
-        cli = build(config, seed)
+        cli = build(config, seed, classes)
         flops = _Flops()
         cli.trainer.callbacks.append(flops)  # type: ignore[attr-defined]
         start = time.perf_counter()
@@ -78,7 +90,9 @@ def train(config: Mapping[str, Any], seed: int, metric: str) -> dict[str, Any]:
         for found in cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False):
             tested |= found
     if metric not in tested:
-        raise ValueError(f"metric: the test logs no {metric!r} but {', '.join(tested) or 'nothing'}")
+        kind = UnknownMetric if tested else ValueError
+        names = ", ".join(tested) or "nothing"
+        raise kind(f"metric: the test logs no {metric!r} but {names}{did_you_mean(metric, tested)}")
     if not math.isfinite(tested[metric]):
         raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
     return {

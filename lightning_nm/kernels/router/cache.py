@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,10 +21,16 @@ from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
 from lightning_nm.kernels.cpu.library import LEVELS, compiled_from, cpu_name, level, unavailable
 from lightning_nm.kernels.gpu.cusparselt import library_version
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 SCHEMA = 1
 
-Source = Literal["measured", "forced", "default"]
-"""Timed on the device; requested by the mode; the reference because no other kernel can run."""
+Source = Literal["measured", "forced", "default", "postponed"]
+"""Timed on the device; requested by the mode; the reference because no other kernel can run, or because there was no
+time left to measure."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,20 @@ class Decision:
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:
-        """Read what :func:`dataclasses.asdict` and JSON made of a decision."""
+        """Read what :func:`dataclasses.asdict` and JSON made of a decision.
+
+        Raises:
+            TypeError: If it is none.
+        """
         algorithm = entry.get("algorithm")
-        return cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
+        decision = cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
+        texts = (decision.kernel, decision.reason, decision.source, decision.terms)
+        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{entry!r} is no decision")
+        if not all(time is None or isinstance(time, (int, float)) for time in times):
+            raise TypeError(f"{entry!r} has a time that is no number")
+        return decision
 
 
 def decisions_file(path: str | os.PathLike[str] | None) -> Path | None:
@@ -103,6 +120,8 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
     Keys whose tokens are in one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so are
     those of two devices of one type: the GPUs of a machine are assumed to be equal.
+
+    One thread may add decisions while others read them: iterating goes through those that were there when it began.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -119,7 +138,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         del self._decisions[_shared(key)]
 
     def __iter__(self) -> Iterator[GemmKey]:
-        return iter(self._decisions)
+        return iter(list(self._decisions))  # the copy is made without switching to another thread
 
     def __len__(self) -> int:
         return len(self._decisions)
@@ -133,29 +152,53 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
         return decisions
 
+    def postponed(self) -> list[GemmKey]:
+        """The products that are still to be measured."""
+        return [key for key, decision in self.items() if decision.source == "postponed"]
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
 
-        The file is replaced atomically. If two processes save at the same time, those of one may be lost.
+        The file is replaced atomically. Processes and threads that save at the same time take turns, except on Windows
+        and on file systems without locks, where the decisions of one may be lost.
 
         Raises:
             ValueError: If the file exists and does not hold decisions; one of another schema is replaced.
             OSError: If the file cannot be written.
         """
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            self._save(path)
+
+    def _save(self, path: Path) -> None:
         try:
             environments = _read(path)
         except (FileNotFoundError, _OtherSchemaError):
             environments = {}
-        entries = {str(key): asdict(decision) for key, decision in self.items()}
+        entries = {str(key): asdict(decision) for key, decision in self.items() if decision.source != "postponed"}
         environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
-        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
             new.write_text(json.dumps({"schema": SCHEMA, "environments": environments}, indent=1) + "\n")
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes and threads out that lock the folder, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks
 
 
 class _OtherSchemaError(ValueError):

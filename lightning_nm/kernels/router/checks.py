@@ -230,8 +230,17 @@ def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Te
     return kernel.matmul(packed, dense)
 
 
+def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
+    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
+    with _no_autocast():
+        dense = _dense(key, _generator(key))
+        return _milliseconds(timer, key, lambda x: _product(kernel, key, packed, x), [dense])
+
+
 def proposed_algorithms(kernel: GemmKernel, key: GemmKey) -> Sequence[Algorithm]:
     """Algorithms that a kernel proposes for a product."""
+    if type(kernel).algorithms is GemmKernel.algorithms:  # it has no choice of them: operands need not be made
+        return ()
     with _no_autocast():
         matrix, dense = _operands(key, _generator(key))
         return kernel.algorithms(key.gemm, _packed(kernel, key, matrix), dense)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,12 @@ from lightning_nm.kernels.router.tuner import Tuner
 Result = TypeVar("Result")
 
 _MOST_KNOWN = 1 << 14
+
+LATER_SHARE = 0.05
+"""Share of the time after :meth:`Router.tune` in which the products that it left out are measured."""
+
+LATER_STEPS = 16
+"""Optimizer steps between two such measurements where several processes wait for each."""
 
 
 class Product(NamedTuple):
@@ -84,7 +91,8 @@ class Router(HasHandle):
             2:4 hardware are kept until the weight or its masks change: 1.125 bytes for each weight, GEMM and 16-bit
             dtype. Call :meth:`release` if a weight is written through ``.data`` within a step: torch does not count
             such writes. CPU kernels read the values of a weight for every product, and need no call.
-        budget_s: Seconds that :meth:`tune` may take.
+        budget_s: Seconds that :meth:`tune` may take. Products that it leaves out are dense, with a warning, until
+            :meth:`measure_more` has measured them.
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.router.timing.DeviceTimer` by default.
 
     Raises:
@@ -137,8 +145,11 @@ class Router(HasHandle):
         self.all_dense = False
         """Whether :meth:`settle` ended routing, because no product is faster sparse."""
         self._none_sparse = False
+        self._tuned_at = self._later_s = 0.0
+        self._later_steps = 0
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
+        self._tuned_keys: list[GemmKey] = []
         self._recorded: dict[Product, None] = {}
         self._known: dict[Product, _Settled] = {}
         self._fastest: dict[Hashable, int] = {}
@@ -234,9 +245,62 @@ class Router(HasHandle):
                 if tuner is not None:
                     tuner.decisions = shared
             if tuner is not None and products:
-                found = [tuner.decisions.get(product.key) for product in products]
-                reference = self.registry.reference.name
-                self._none_sparse = all(decision is not None and decision.kernel == reference for decision in found)
+                self._tuned_at, self._later_s = time.monotonic(), 0.0
+                self._tuned_keys = list(dict.fromkeys(product.key for product in products))
+                self._look_at_decisions(tuner)
+                self._warn_of_postponed(tuner)
+
+    def _look_at_decisions(self, tuner: Tuner) -> None:
+        """See whether all products of the first batch were measured, and none is faster sparse."""
+        found = [tuner.decisions.get(key) for key in self._tuned_keys]
+        reference = self.registry.reference.name
+        self._none_sparse = all(
+            decision is not None and decision.kernel == reference and decision.source != "postponed"
+            for decision in found
+        )
+
+    def _warn_of_postponed(self, tuner: Tuner) -> None:
+        """Say which part of the products is dense because it was not measured yet."""
+        postponed = [key for key in self._tuned_keys if _is_postponed(tuner, key)]
+        if not postponed:
+            return
+        share = sum(map(multiply_adds, postponed)) / sum(map(multiply_adds, self._tuned_keys))
+        warnings.warn(
+            f"{len(postponed)} of {len(self._tuned_keys)} products, {share:.0%} of their multiply-adds, were not "
+            f"measured within budget_s={self.budget_s:g}: they run dense until they are measured between steps, in "
+            f"{LATER_SHARE:.0%} of the time; a larger budget_s measures them at once",
+            stacklevel=2,
+        )
+
+    def measure_more(self) -> None:
+        """Measure one more of the products that :meth:`tune` left out, if it is time for that.
+
+        The plugins call this after each optimizer step, when no forward pass waits for its backward pass. In all, 5 %
+        of the time since :meth:`tune` is spent so. With :mod:`torch.distributed` every process must call it after the
+        same steps; the first one measures for all, after every sixteenth step.
+        """
+        tuner = self.tuner
+        if tuner is None or not self.tuned or self.kernels != "auto" or _capturing():
+            return
+        if not tuner.decisions.postponed():
+            return
+        self._later_steps += 1
+        together = _distributed()
+        start = time.monotonic()
+        if together and self._later_steps % LATER_STEPS:
+            return
+        if not together and self._later_s > LATER_SHARE * (start - self._tuned_at):
+            return
+        try:
+            if not together or dist.get_rank() == 0:
+                tuner.measure_next()
+                self.save()
+        finally:  # other processes wait for the decision
+            if together:
+                tuner.decisions = share(tuner.decisions)
+            self._known.clear()
+            self._look_at_decisions(tuner)
+            self._later_s += time.monotonic() - start
 
     def tune_again(self) -> None:
         """Record and measure the next batch's products: layers came in. Decisions so far stay."""
@@ -253,7 +317,7 @@ class Router(HasHandle):
         if not self._none_sparse or self.all_dense or self.tuner is None:
             return
         self.all_dense = True
-        for (product, _), uses in self._uses.items():  # those that ran before they were measured
+        for (product, _), uses in list(self._uses.items()):  # those that ran before they were measured
             if uses.decision is None and not product.reason:
                 uses.decision = self.tuner.decisions.get(product.key)
 
@@ -339,8 +403,8 @@ class Router(HasHandle):
 
     def used(self) -> list[Used]:
         """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
-        ran = ((product, kernel, uses) for (product, kernel), uses in self._uses.items() if uses.calls)
-        return [Used(product, kernel, uses.calls, uses.decision) for product, kernel, uses in ran]
+        ran = list(self._uses.items())  # a copy: another thread may run a product
+        return [Used(product, kernel, uses.calls, uses.decision) for (product, kernel), uses in ran if uses.calls]
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
@@ -368,6 +432,11 @@ class Router(HasHandle):
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _is_postponed(tuner: Tuner, key: GemmKey) -> bool:
+    decision = tuner.decisions.get(key)
+    return decision is not None and decision.source == "postponed"
 
 
 def _capturing() -> bool:

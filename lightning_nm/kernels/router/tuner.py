@@ -69,6 +69,7 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
+        self._sizes: dict[GemmKey, GemmKey] = {}  # at which the buckets of postponed products are measured
         self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
@@ -87,8 +88,8 @@ class Tuner:
         """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
-        is dense; a later call measures it. The last measurement may exceed the budget. With several processes one
-        tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
+        is postponed: dense until :meth:`measure_next` or a later call measures it. The last measurement may exceed the
+        budget. With several processes one tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -99,9 +100,19 @@ class Tuner:
         for bucket in sorted(counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True):
             key = sizes[bucket]
             if self.kernels == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
-                late = [f"the budget of {budget_s:g} s is used up"]
-                self._settle(bucket, self._measured(key) if clock() < end else _default(late))
+                if clock() < end:
+                    self._settle(bucket, self._measured(key))
+                else:
+                    self._settle(bucket, _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"))
+                    self._sizes[bucket] = key
             self.decide(key)
+
+    def measure_next(self) -> bool:
+        """Measure the first postponed product, the one of the highest cost; return whether there was one."""
+        for bucket in self.decisions.postponed():
+            self._settle(bucket, self._measured(self._sizes.pop(bucket, bucket)))
+            return True
+        return False
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
         """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
@@ -112,11 +123,15 @@ class Tuner:
             notes.append("the product is empty")
             return
         for kernel in self.registry.made_for(key.device):
-            reason = self.registry.reason(kernel, key) or reason_or_error(partial(check, kernel, key))
+            reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
             if reason:
                 notes.append(f"{kernel.name}: {reason}")
             else:
                 yield kernel
+
+    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Why a kernel does not compute a product right; empty if it does."""
+        return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
         terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {self.hysteresis:g}"
@@ -136,15 +151,19 @@ class Tuner:
         for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
-                dense = dense or [dense_ms(key, self.timer)]
+                dense = dense or [self._dense_ms(key)]
                 product_ms, pack_ms = self._sparse_ms(kernel, key)
                 found.append(_Candidate(kernel, None, product_ms, pack_ms))
                 for algorithm, other in _proposed(kernel, key, notes):
                     found.append(_Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms))
-                dense.append(dense_ms(key, self.timer))
+                dense.append(self._dense_ms(key))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
+
+    def _dense_ms(self, key: GemmKey) -> float:
+        """Milliseconds of the dense product."""
+        return dense_ms(key, self.timer)
 
     def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
         """Milliseconds of a kernel's product, and of packing its operand."""
@@ -172,6 +191,10 @@ class Tuner:
 
 def _default(notes: Sequence[str]) -> Decision:
     return Decision("reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default")
+
+
+def _postponed(reason: str) -> Decision:
+    return Decision("reference", None, None, None, reason, "postponed")
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.ops import nm_linear
 from lightning_nm.nn.products.tensor_parallel import parallel_linear
 
@@ -42,7 +43,8 @@ class NMLinear(Adapter):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ W_F^T + bias``."""
         layer = self.nm_layers["weight"]
-        if isinstance(self.weight, DTensor) or layer.spec.tensor_parallel:
+        is_packed = not isinstance(layer, NMLayer)  # in a subclass of a user's, for inference
+        if not is_packed and (isinstance(self.weight, DTensor) or layer.spec.tensor_parallel):
             return parallel_linear(input, self.weight, self.bias, layer)
         return nm_linear(input, self.weight, self.bias, layer)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.kernels.router.cache import Decision, Decisions, decisions_file, environment_of
-from lightning_nm.kernels.router.checks import time_product
+from lightning_nm.kernels.router.checks import dense_ms, time_packed
 from lightning_nm.kernels.router.registry import KernelRegistry
 from lightning_nm.kernels.router.timing import DeviceTimer
 from lightning_nm.kernels.router.tuner import Tuner
@@ -34,6 +35,9 @@ BUDGET_S = 1.0
 
 LARGEST_TOKENS = 4096
 """Products of more tokens are taken to be as fast, by the token, as products of this many."""
+
+PANEL_BYTES = 4 << 20
+"""A dense product is timed with so much of the weight: more than a core's own cache, less than a weight of interest."""
 
 _MANY = 1 << 30  # products that use one pack: it is never made again
 
@@ -97,6 +101,7 @@ class _PackedTuner(Tuner):
         super().__init__(*args, **options)
         self.known = list(self.decisions.items())
         """Every decision; threads may read the list while another thread appends to it, unlike the mapping."""
+        self._packed: Any = None
 
     def recall(self, key: GemmKey) -> Decision | None:
         """The decision for a product, if it was measured."""
@@ -115,15 +120,47 @@ class _PackedTuner(Tuner):
                 best = distance, decision
         return None if best is None else best[1]
 
+    def measure(self, key: GemmKey, packed: Any) -> Decision:
+        """Decide for a product with this operand, which a kernel can take."""
+        self._packed = packed
+        try:
+            return self.decide(key)
+        finally:
+            self._packed = None
+
+    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        return super()._reason(kernel, few_rows(key))
+
+    def _dense_ms(self, key: GemmKey) -> float:
+        """The time of a few rows for all: a dense copy of the weight beside the packed one would take its memory."""
+        few = few_rows(key)
+        return dense_ms(few, self.timer) * key.rows / few.rows
+
     def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
         # The weight is packed already: to time that would take longer than to time the product, and more memory.
-        return time_product(kernel, key, self.timer), 0.0
+        return time_packed(kernel, key, self._packed, self.timer), 0.0
 
     def _measured(self, key: GemmKey) -> Decision:
         found = super()._measured(key)
         # Other work on the machine can slow one of the two down for a moment, and a layer does not go back from dense.
         again = found.source == "measured" and found.kernel == self.registry.reference.name
         return super()._measured(key) if again else found
+
+
+def few_rows(key: GemmKey) -> GemmKey:
+    """A product with the first rows of the weight, of at most :data:`PANEL_BYTES`; the same for a smaller weight.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> few_rows(GemmKey("forward", 4096, 4096, 16, torch.float32, NMPattern(2, 4), "cpu")).rows
+        256
+    """
+    rows = max(PANEL_BYTES // (key.depth * key.dtype.itemsize) // 64 * 64, 64)
+    if key.rows <= rows or (key.conv is not None and key.conv.groups > 1):
+        return key
+    conv = None if key.conv is None else key.conv._replace(outputs=rows)
+    return replace(key, rows=rows, conv=conv)
 
 
 def _distance(key: GemmKey, other: GemmKey) -> tuple[bool, float]:
@@ -133,14 +170,20 @@ def _distance(key: GemmKey, other: GemmKey) -> tuple[bool, float]:
     return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
 
 
-@functools.cache
 def _tuner(name: str, threads: int) -> _PackedTuner:
     """One for each kernel and number of threads, on which the environment of decisions depends."""
+    with _MAKING:
+        return _tuner_of(name, threads)
+
+
+@functools.cache
+def _tuner_of(name: str, threads: int) -> _PackedTuner:
     environment, file = environment_of(torch.device("cpu")), decisions_file(DECISIONS)
     decisions = Decisions(environment) if file is None else Decisions.load(file, environment)
     return _PackedTuner("auto", registry_of(name), decisions, DeviceTimer(), reuse=_MANY)
 
 
+_MAKING = threading.Lock()  # two threads must not have two tuners, each with decisions of its own
 _MEASURING = threading.Lock()  # two measurements at a time would slow each other down
 
 
@@ -163,8 +206,8 @@ def coarse(key: GemmKey) -> GemmKey:
     return replace(key, columns=unit * min(power, most))
 
 
-def choose(name: str, key: GemmKey, budget: Budget) -> Choice:
-    """Whether a kernel makes a product.
+def choose(name: str, key: GemmKey, budget: Budget, packed: Any) -> Choice:
+    """Whether a kernel makes a product with a packed operand.
 
     :func:`coarse` products are measured once, while the budget lasts, and kept in :data:`DECISIONS`. After that, and
     while another thread measures, the nearest measured product decides; without one, the kernel makes the product.
@@ -176,22 +219,29 @@ def choose(name: str, key: GemmKey, budget: Budget) -> Choice:
         return Choice(known.kernel == name, settled=True)
     if budget.left_s > 0 and _MEASURING.acquire(blocking=math.isinf(budget.left_s)):
         try:
-            return Choice(_measure(tuner, key, budget).kernel == name, settled=True)
+            return Choice(_measure(tuner, key, budget, packed).kernel == name, settled=True)
         finally:
             _MEASURING.release()
     nearest = tuner.nearest(key)
     return Choice(nearest is None or nearest.kernel == name, settled=budget.left_s <= 0)
 
 
-def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget) -> Decision:
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget, packed: Any) -> Decision:
     """Measure a product, and keep the decision."""
     start = perf_counter()
-    decision = tuner.decide(key)
+    decision = tuner.measure(key, packed)
     tuner.known.append((bucketed(key), decision))
     file = decisions_file(DECISIONS)
     if file is not None:
-        with suppress(OSError, ValueError):  # a file that cannot be written: it is measured again next time
+        try:
             tuner.decisions.save(file)
+        except (OSError, ValueError) as error:  # no reason to answer nothing
+            _warn_once(f"the choice of kernels is not kept and will be measured again next time: {error}")
     return_freed_memory()
     budget.left_s -= perf_counter() - start
     return decision

@@ -79,13 +79,31 @@ class PackedMultiheadAttention(AttentionForward, PackedLayer):
         return F.linear(x, weight[part], None if bias is None else bias[part])
 
 
+class PackedAdapted(PackedLayer):
+    """A module of a registered adapter, mixed in before the adapter.
+
+    The adapter's ``forward`` runs its products by :func:`~lightning_nm.nn.nm_linear` and
+    :func:`~lightning_nm.nn.nm_conv`, which take packed weights in the place of layers.
+    """
+
+    @property
+    def nm_layers(self) -> dict[str, PackedWeight]:
+        """The packed weights by the names of their parameters."""
+        return {name: module for name, module in self._modules.items() if isinstance(module, PackedWeight)}
+
+    # An adapter's own are for masked layers.
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    _apply = nn.Module._apply
+
+
 _KINDS: dict[type[Adapter], type[PackedLayer]] = {
     NMLinear: PackedLinear,
     NMTransposedLinear: PackedTransposedLinear,
     **dict.fromkeys((NMConv1d, NMConv2d, NMConv3d), PackedConv),
     NMMultiheadAttention: PackedMultiheadAttention,
 }
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], ...], type[nn.Module]] = {}  # by the bases of each
 
 
 def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
@@ -93,17 +111,22 @@ def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
     found = find_adapter(kind)
     if found is None or kind.forward is not found[1].forward:
         return None
-    return _KINDS.get(found[0])
+    adapter, _ = found
+    if adapter.wraps_forward or adapter.role == "embedding":
+        return None
+    return _KINDS.get(adapter, PackedAdapted)
 
 
 def packed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that mixes the packed layer into ``base``; one for each base class, made at first use."""
-    if base not in _CLASSES:
-        kind = packed_kind(base)
-        if kind is None:
-            raise TypeError(f"no packed layer for {base.__name__}")
-        _CLASSES[base] = type(f"Packed{base.__name__}", (kind, base), {"nm_base": base, "__module__": __name__})
-    return _CLASSES[base]
+    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once."""
+    kind = packed_kind(base)
+    found = find_adapter(base)
+    if kind is None or found is None:
+        raise TypeError(f"no packed layer for {base.__name__}")
+    bases: tuple[type[nn.Module], ...] = (kind, found[0], base) if kind is PackedAdapted else (kind, base)
+    if bases not in _CLASSES:
+        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, {"nm_base": base, "__module__": __name__})
+    return _CLASSES[bases]
 
 
 def _new(base: type[nn.Module]) -> nn.Module:

@@ -140,7 +140,7 @@ class Operand(HasHandle):
         dense: Callable[[], Tensor],
     ) -> Tensor:
         held, kernel = self._held, kernel_of(self.kernel)
-        if held is None or not x.numel() or not self._takes_it(key):
+        if held is None or not x.numel() or not self._takes_it(key, held):
             return dense()
         return registry_of(kernel.name).attempt(kernel, key, lambda: sparse(kernel, Packed(*held)), dense)
 
@@ -153,7 +153,7 @@ class Operand(HasHandle):
     def _key(self, tokens: int, conv: Convolution | None = None) -> GemmKey:
         return GemmKey("forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv)
 
-    def _takes_it(self, key: GemmKey) -> bool:
+    def _takes_it(self, key: GemmKey, held: tuple[PermuteLayout | CsrLayout, Tensor]) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         name = coarse(key).columns, key.conv, threads, deterministic
@@ -165,7 +165,7 @@ class Operand(HasHandle):
         elif self.kernels == "sparse":
             choice = Choice(kernel=True, settled=True)
         else:
-            choice = choose(self.kernel, key, self.budget)
+            choice = choose(self.kernel, key, self.budget, Packed(*held))
         if choice.settled:
             if len(self._takes) >= _MOST_SIZES:
                 self._takes.clear()
@@ -175,7 +175,8 @@ class Operand(HasHandle):
     def takes(self, tokens: int) -> bool:
         """Whether the kernel makes products of so many tokens; asked anew, also if the budget was used up before."""
         self.forget()
-        return self._takes_it(self._key(tokens))
+        held = self._held
+        return held is not None and self._takes_it(self._key(tokens), held)
 
     def forget(self) -> None:
         """Ask anew which products the kernel makes; those that were measured are not measured again."""

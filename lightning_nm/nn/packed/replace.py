@@ -12,7 +12,7 @@ from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key
-from lightning_nm.nn.packed.layers import PackedLayer, packed_class, packed_kind
+from lightning_nm.nn.packed.layers import PackedAdapted, PackedLayer, packed_class, packed_kind
 from lightning_nm.nn.packed.weight import PackedWeight, Role
 from lightning_nm.nn.selection.selection import Selection, candidates_of
 
@@ -46,7 +46,7 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
         ValueError: If a sparsifier's masks are installed.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Adapter) and module.nm_layers:
+        if _is_masked(module):
             raise ValueError(f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first")
     return places_and_reasons(model)
 
@@ -65,7 +65,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         key = parameter_key(candidate.module_name, parameter)
         kind = packed_kind(type(module))
         weight = module._parameters.get(parameter)
-        if isinstance(module, Adapter) and module.nm_layers:
+        if _is_masked(module):
             reasons[key] = "masked by a sparsifier"
         elif kind is None:
             reasons[key] = f"no packed layer for {type(module).__name__}"
@@ -78,8 +78,21 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         elif owners[id(weight)] > 1:
             reasons[key] = "its weight is shared with another module"
         else:
-            found[key] = Place(module, parameter, candidate.spec.layout, kind.packed_role)
+            layout = candidate.spec.layout
+            role = _role_of(weight, layout) if kind is PackedAdapted else kind.packed_role
+            found[key] = Place(module, parameter, layout, role)
     return found, {**selection.skipped, **reasons}
+
+
+def _is_masked(module: nn.Module) -> bool:
+    return isinstance(module, Adapter) and not isinstance(module, PackedLayer) and bool(module.nm_layers)
+
+
+def _role_of(weight: nn.Parameter, layout: Layout) -> Role:
+    """What the products of a registered adapter's weight are."""
+    if weight.dim() > 2:
+        return "convolution"
+    return "transposed" if layout == "transposed" else "linear"
 
 
 def put(place: Place, weight: PackedWeight) -> None:

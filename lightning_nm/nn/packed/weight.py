@@ -120,6 +120,18 @@ class PackedWeight(nn.Module):
         if operand is not None and self.kernels == "auto" and not operand.takes(tokens):
             self.hold_dense()
 
+    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
+        """``x @ W^T + bias``, as :func:`~lightning_nm.nn.nm_linear` asks for it."""
+        from lightning_nm.nn.packed.ops import packed_linear
+
+        return packed_linear(x, self, bias, rows)
+
+    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        """The convolution of x with W, as :func:`~lightning_nm.nn.nm_conv` asks for it."""
+        from lightning_nm.nn.packed.ops import packed_conv
+
+        return packed_conv(x, self, bias, *geometry)
+
     @property
     def _convolves(self) -> bool:
         return self.role == "convolution"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,21 @@ CONVOLUTIONS: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
 _PART = "a part of a joint projection"
 
 
+class PackedProduct(Protocol):
+    """A packed weight, which a module of a registered adapter has in the place of a layer when it is for inference."""
+
+    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
+        """``x @ W^T + bias``."""
+
+    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+        """The convolution of x with W; stride, padding, dilation and groups."""
+
+
 def nm_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer,
+    layer: NMLayer | PackedProduct,
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
@@ -56,7 +66,7 @@ def nm_linear(
         x: ``[..., in]``.
         weight: The latent parameter: ``[out, in]``, or ``[in, out]`` for a transposed layout.
         bias: ``[out]`` or ``None``.
-        layer: Method, estimator and masks.
+        layer: Method, estimator and masks; or a packed weight, whose product is then made.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
         dtype: What the weight is cast to where autocast does not decide; by default nothing.
@@ -64,6 +74,8 @@ def nm_linear(
     Returns:
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
     """
+    if not isinstance(layer, NMLayer):
+        return layer.linear(x, bias, rows)
     x, bias, dtype = _autocast(x, dtype or weight.dtype, bias)
     router = active() if routed and x.dtype == dtype else None  # a mismatch is the dense product's to refuse
     if rows is not None and bias is not None:
@@ -81,7 +93,7 @@ def nm_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer,
+    layer: NMLayer | PackedProduct,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
@@ -93,12 +105,14 @@ def nm_conv(
         x: ``[batch, in, *positions]``.
         weight: The latent parameter ``[out, in / groups, *kernel]``.
         bias: ``[out]`` or ``None``.
-        layer: Method, estimator and masks.
+        layer: Method, estimator and masks; or a packed weight.
         stride: Per spatial dimension.
         padding: Zeros on both sides, per spatial dimension.
         dilation: Per spatial dimension.
         groups: Groups of the convolution.
     """
+    if not isinstance(layer, NMLayer):
+        return layer.conv(x, bias, stride, padding, dilation, groups)
     if active() is not None and {*stride, *dilation, *weight.shape[2:], groups} == {1} and not any(padding):
         tokens = x.movedim(1, -1)
         if tokens.is_contiguous():  # channels last: a matrix product, [batch x positions, in] with [in, out]

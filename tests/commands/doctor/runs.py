@@ -28,6 +28,6 @@ def write(tmp_path, text, name="config.yaml"):
 def document(capsys, *words):
     assert main(["doctor", "--json", *words]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content["schema"] == 2
+    assert content["schema"] == 3
     assert set(content) == {"schema", "machine", "reports"}
     return content

@@ -110,10 +110,11 @@ def test_a_transformer_on_a_cpu(tmp_path, capsys, kernels):
     assert report["step_ms"] > 0
     saved = report["dense_ms"] - report["chosen_ms"]
     assert report["predicted_step_ms"] == pytest.approx(report["step_ms"] - saved)
+    assert report["plain_step_ms"] > 0
     assert not (tmp_path / "home").exists()
     assert main(["doctor", "-c", path]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("products, measured", "cpu-csr", "12 of 12 products run sparse", "ms measured with dense products"):
+    for words in ("products, measured", "cpu-csr", "12 of 12 products run sparse", "plain dense training, measured"):
         assert words in out
     assert "on a GPU with sparse tensor cores, not measured here: 12 of 12 products could run sparse" in out
 

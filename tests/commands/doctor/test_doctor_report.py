@@ -81,9 +81,22 @@ def test_sums_are_those_of_the_measured_times():
     assert all(row.gain == pytest.approx(10 / 8) and row.eligible for row in found.rows)
     assert (found.dense_ms, found.chosen_ms) == (pytest.approx(50), pytest.approx(40))
     assert found.predicted_step_ms == pytest.approx(90)
-    assert found.speedup == pytest.approx(100 / 90)
+    assert found.kernel_speedup == pytest.approx(100 / 90)
+    assert found.speedup is None, "training without masks was not measured"
     assert "5 of 5 products run sparse" in found.verdict
-    assert "1.111x" in found.verdict
+    assert found.verdict.endswith("1.111x as fast as under dense products")
+
+
+def test_speed_is_that_against_training_without_masks():
+    router = make_router()
+    found = replace(report(router, trained(router), steps=2, step_ms=100.0), plain_step_ms=45.0)
+    assert found.speedup == pytest.approx(45 / 90)
+    assert found.verdict.endswith("0.500x as fast as plain dense training")
+    assert found.to_dict()["speedup"] == pytest.approx(45 / 90)
+    text = printed(80, print_report, found)
+    names = ("plain dense training", "under masks with dense", "under masks with the chosen")
+    lines = [line.split() for line in text.splitlines() if line.strip().startswith(names)]
+    assert [line[-3:] for line in lines] == [["45", "ms", "1.000x"], ["100", "ms", "0.450x"], ["90", "ms", "0.500x"]]
 
 
 def test_packs_of_weights_are_shared_and_those_of_gradients_are_not():
@@ -230,7 +243,8 @@ def test_tables_show_what_was_found():
     text = printed(120, print_report, found)
     for words in ("products, measured", "1.250x", "simulated", "6000 + 2000", "not N:M along out", "last linear layer"):
         assert words in text
-    assert "training step: 100 ms measured with dense products, 92 ms predicted" in text
+    rows = [line.split() for line in text.splitlines() if "under masks" in line]
+    assert [row[-3:] for row in rows] == [["100", "ms", "-"], ["92", "ms", "-"]]
     assert found.verdict in text
 
 

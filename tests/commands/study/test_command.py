@@ -89,6 +89,74 @@ def test_a_failed_trial_is_reported_and_stops_nothing(study, capsys):
     assert "test_bits_per_byte" in results(path)[0]["error"]
 
 
+def test_a_metric_that_nobody_logs_stops_the_study_after_its_first_training(study, capsys, monkeypatch):
+    trained = []
+    monkeypatch.setattr(run, "train", lambda *given: trained.append(given) or train(*given))
+    path = study(metric="test_bits_per_bite")
+    assert start(path) == 2
+    told = capsys.readouterr().err
+    assert "the test logs no 'test_bits_per_bite' but" in told
+    assert "test_bits_per_byte; did you mean 'test_bits_per_byte'?" in told
+    assert len(trained) == 1
+    assert start(study(metric="test_bits_per_byte")) == 0, "the name may be corrected: nothing was complete"
+    assert len(trained) == 1 + 4
+    assert {row["state"] for row in results(path)} == {"complete"}
+    assert start(study(metric="test_loss")) == 2
+    assert "metric: was 'test_bits_per_byte', is 'test_loss'" in capsys.readouterr().err
+
+
+def test_a_dense_variant_is_trained_once_for_all_patterns(study, capsys, monkeypatch):
+    trained = []
+    monkeypatch.setattr(run, "train", lambda *given: trained.append(given) or train(*given))
+    path = study(grid={"pattern": ["1:16", "2:4"]}, seeds=1)
+    assert start(path) == 0
+    assert len(trained) == 1 + 2
+    rows = results(path)
+    assert [(row["variant"], row["pattern"], row["state"]) for row in rows] == [
+        (variant, pattern, "complete") for pattern in ("1:16", "2:4") for variant in ("dense", "fixed")
+    ]
+    dense = [row["test_bits_per_byte"] for row in rows if row["variant"] == "dense"]
+    assert dense[0] == dense[1]
+    path = study(grid={"pattern": ["1:4", "1:16", "2:4"]}, seeds=1)
+    assert start(path) == 0
+    assert len(trained) == 1 + 3, "a pattern that was added in front does not train the dense variant again"
+
+
+def test_an_estimator_depends_on_the_pattern_without_masks(study, monkeypatch):
+    trained = []
+    monkeypatch.setattr(run, "train", lambda *given: trained.append(given) or train(*given))
+    estimated = {"method": "dense", "grad_estimator": "mvue"}
+    path = study(variants={"dense": estimated}, grid={"pattern": ["1:2", "2:4"]}, seeds=1)
+    assert start(path) == 0
+    assert len(trained) == 2
+
+
+MODULE = """
+from lightning_nm.demo import HelpTopics, TinyTransformer
+
+class Net(TinyTransformer):
+    pass
+
+class Text(HelpTopics):
+    pass
+"""
+
+
+def test_classes_that_the_config_does_not_name(study, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_classes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = CONFIG | {"model": CONFIG["model"]["init_args"], "data": CONFIG["data"]["init_args"]}
+    path = study(config, seeds=1)
+    assert start(path) == 2
+    assert start(path, "--model", "own_classes.Net", "--data", "own_classes.Nothing") == 2
+    assert "--data own_classes.Nothing" in capsys.readouterr().err
+    assert start(path, "--model", "own_classes.Net", "--data", "own_classes.Text") == 0
+    named = study(config, seeds=1, model="own_classes.Net", data="own_classes.Text")
+    assert start(named) == 0, "the study file may name them, too"
+    assert start(study(config, seeds=1, model="own_classes.Net", data="lightning_nm.demo.HelpTopics")) == 2
+    assert "data: was 'own_classes.Text'" in capsys.readouterr().err
+
+
 def test_a_diverged_training_fails(study):
     path = study(variants={"wild": {"model.init_args.lr": 1e30}}, baselines=[], seeds=1)
     assert start(path) == 1
@@ -99,7 +167,7 @@ def test_ctrl_c_leaves_a_state_that_goes_on(study, capsys, monkeypatch):
     path = study()
     trained = []
 
-    def interrupted(config, seed, metric):
+    def interrupted(config, seed, metric, classes):
         if len(trained) == 2:
             raise SystemExit(1)  # what Lightning makes of Ctrl-C
         trained.append(seed)
