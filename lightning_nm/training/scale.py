@@ -89,8 +89,8 @@ def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
     known = isinstance(optimizer, _KNOWN) or any(part in name.lower() for part in _KNOWN_NAMES)
     if layers and not known:
         raise ValueError(
-            f"scale='supar' multiplies the learning rate of layer '{layers[0].name}' and others by a rule that holds for "
-            f"SGD and optimizers like Adam, but not for {name}: use one of them, or scale=None"
+            f"scale='supar' multiplies the learning rate of layer '{layers[0].name}' and others by a rule that holds "
+            f"for SGD and optimizers like Adam, but not for {name}: use one of them, or scale=None"
         )
 
 
