@@ -308,6 +308,7 @@ def test_optimizers_whose_step_is_not_known_to_scale_are_refused(kind):
     attach(mlp(64), "1:4", scale=None).register(torch.optim.Adafactor(mlp(64).parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.parametrize("method", ["asp", "bi-mask"])
 def test_a_trainer_resumes_bit_for_bit(tmp_path, method):
     options = {"scale": "supar", "seed": 3}
@@ -316,12 +317,12 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path, method):
     save = ModelCheckpoint(tmp_path / "half")
     half, first = make_trainer(tmp_path, [callback(method, **options), save], max_epochs=1), new_model()
     half.fit(first, Data())
-    saves = ModelCheckpoint(tmp_path / "again")
+    saves = ModelCheckpoint(tmp_path / "half")
     again, second = make_trainer(tmp_path, [callback(method, **options), saves], max_epochs=2), new_model()
     again.fit(second, Data(), ckpt_path=save.best_model_path)
     for a, b in zip(model.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
-    other = make_trainer(tmp_path, [callback(method, seed=3), ModelCheckpoint(tmp_path / "other")], max_epochs=2)
+    other = make_trainer(tmp_path, [callback(method, seed=3), ModelCheckpoint(tmp_path / "half")], max_epochs=2)
     with pytest.raises(ValueError, match=r"saved with scale='supar'.*this training has scale=None"):
         other.fit(new_model(), Data(), ckpt_path=save.best_model_path)
 
