@@ -16,6 +16,7 @@ from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.presets import PresetName
 from lightning_nm.rules import ResolvedRules, RuleSpec, resolve_rules
 from lightning_nm.spelling import did_you_mean
+from lightning_nm.training.scale import Scale, check_scale
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class SparsityConfig:
         grad_snr_every: Training steps between two comparisons of estimated weight gradients with exact ones: one more
             GEMM in each of four layers, which take turns. A resumed training compares four in its first step, too.
             0 for none. Compiled layers are never compared.
+        scale: ``supar``: weights that are not trained yet get initial values that make up for the pruned entries, and
+            masked weights the learning rate times ``base_density / density`` (arXiv 2405.15743, docs/scale.md).
+            ``supar-lr``: the learning rate alone, for weights that were trained before.
+        base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
+            model.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -80,6 +86,8 @@ class SparsityConfig:
     seed: int = 0
     frozen: Literal["dense", "mask"] = "dense"
     grad_snr_every: int = 100
+    scale: Scale | None = None
+    base_density: float = 1.0
 
     def __post_init__(self) -> None:
         if self.frozen not in ("dense", "mask"):
@@ -87,6 +95,7 @@ class SparsityConfig:
         every = self.grad_snr_every
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
             raise ValueError(f"grad_snr_every={every} must be a number of training steps, or 0 for never")
+        check_scale(self.scale, self.base_density)
         self.resolve()
 
     def resolve(self) -> ResolvedRules:

@@ -28,6 +28,7 @@ from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules, warn_of_changes
+from lightning_nm.training.scale import ScaledLearningRates, is_rescaled, rescale_initial
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
 from lightning_nm.training.statistics import ModelStatistics
 from lightning_nm.training.step import TrainingStep
@@ -91,6 +92,7 @@ class NMSparsifier(ModelStatistics):
         self.selection = Selection()
         self.attached = False
         self.macs: dict[str, int] = {}
+        self.initial_factors: dict[str, float] = {}
         self._counter: MacsCounter | None = None
         self._forgotten = ForgottenCalls()
         self._step = TrainingStep((), forgotten=self._forgotten)
@@ -134,7 +136,13 @@ class NMSparsifier(ModelStatistics):
             if state:
                 check_schema(state)
             self._install(self._select(state or {}, optimizers))
+            if self.config.scale == "supar" and not state and self.clock == 0:
+                self._rescale_initial()
         return self
+
+    def _rescale_initial(self) -> None:
+        masked = [layer for layer in self.selection.layers if layer.masks.has_forward]
+        self.initial_factors = {layer.name: rescale_initial(layer, self.config.base_density) for layer in masked}
 
     def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> Selection:
         """Select the layers, and choose their first masks; nothing is installed."""
@@ -154,7 +162,8 @@ class NMSparsifier(ModelStatistics):
 
     def _install(self, selection: Selection) -> None:
         self.selection = selection
-        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock, self._forgotten)
+        rates = None if self.config.scale is None else ScaledLearningRates(self.config.base_density)
+        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock, self._forgotten, rates)
         self._step.begin_window()
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
@@ -321,7 +330,24 @@ class NMSparsifier(ModelStatistics):
             "ends": dict(self.selection.first_last),
             "skip_first": self.settings.skip_first,
             "skip_last": self.settings.skip_last,
+            "scale": self.config.scale or "",
+            "base_density": self.config.base_density,
         }
+
+    def _check_scale(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another scale, and weights that were rescaled although the state belongs to others."""
+        saved = state.get("scale", ""), state.get("base_density", 1.0)
+        own = self.config.scale or "", self.config.base_density
+        if saved != own:
+            names = [f"scale={scale or None!r}, base_density={density}" for scale, density in (saved, own)]
+            raise ValueError(f"the state was saved with {names[0]}, and this training has {names[1]}: use the former")
+        rescaled = [name for name, factor in self.initial_factors.items() if factor != 1]
+        changed = [layer.name for layer in self.selection.layers if layer.name in rescaled and is_rescaled(layer)]
+        if changed and self.clock == 0 and state["clock"]:
+            raise ValueError(
+                f"attach() has rescaled the weight of layer '{changed[0]}', which the state does not know: give the "
+                "state to attach(state), or load the model's weights after attach()"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore masks, latent values and clocks; call it after ``model.load_state_dict``.
@@ -332,6 +358,7 @@ class NMSparsifier(ModelStatistics):
         """
         self._require_attached("load_state_dict")
         check_schema(state)
+        self._check_scale(state)
         fitting = FittingState.of(self.selection, state, SHORT_NAMES)
         warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state))
         self._wake(fitting.waiting, fitting.saved)

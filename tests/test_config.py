@@ -22,6 +22,8 @@ SHARED = {
     "seed": 0,
     "frozen": "dense",
     "grad_snr_every": 100,
+    "scale": None,
+    "base_density": 1.0,
 }
 OWN = {
     NMSparsityCallback: {

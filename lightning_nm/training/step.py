@@ -21,6 +21,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import within
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
+from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 
 _OBSERVED_LAYERS = 4  # whose gradient estimates are compared with exact gradients at a time
 _COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})  # may change a GEMM's cost without moving masks
@@ -34,6 +35,7 @@ class TrainingStep:
         observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
         clock: Training steps so far.
         forgotten: What warns of calls that the loop leaves out.
+        rates: What scales the learning rates of masked weights within a step.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class TrainingStep:
         observe_every: int = 0,
         clock: int = 0,
         forgotten: ForgottenCalls | None = None,
+        rates: ScaledLearningRates | None = None,
     ) -> None:
         self.layers = layers
         self.forgotten = forgotten or ForgottenCalls()
+        self.rates = rates
         self.observe_every = observe_every
         self.clock = clock  # training steps: batches at whose end any optimizer had stepped
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
@@ -175,6 +179,8 @@ class TrainingStep:
     def register(self, optimizer: Optimizer) -> None:
         """Count the real steps of an optimizer; does nothing if it is registered."""
         if id(optimizer) not in self.optimizers:
+            if self.rates is not None:
+                check_optimizer(optimizer, self.layers)
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
             enter = optimizer.register_step_pre_hook(self._enter_step)
             self._handles[id(optimizer)] = [enter, optimizer.register_step_post_hook(self._leave_step)]
@@ -210,6 +216,8 @@ class TrainingStep:
         """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
+        if self.rates is not None:
+            self.rates.release()
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
@@ -223,6 +231,7 @@ class TrainingStep:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.after_clipping(optimizer)
+            self._scale_rates(optimizer)
             return None
 
         def computes_gradients() -> Any:  # and clips them, with Lightning
@@ -232,6 +241,7 @@ class TrainingStep:
             except BaseException:  # the step ends without its post hook
                 self._depth.pop(id(optimizer), None)
                 raise
+            self._scale_rates(optimizer)  # the closure itself saw the user's rates
             return result
 
         if len(args) > 1:
@@ -242,6 +252,17 @@ class TrainingStep:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
         if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
             return
+        try:
+            self._after_step(optimizer)
+        finally:
+            if self.rates is not None:
+                self.rates.leave_step(optimizer)
+
+    def _scale_rates(self, optimizer: Optimizer) -> None:
+        if self.rates is not None:
+            self.rates.enter_step(optimizer, self.owned(optimizer))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
         announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -147,6 +147,22 @@ def print_note(console: Console, text: str) -> None:
     console.print(text, style="dim", soft_wrap=True, highlight=False, markup=False)
 
 
+def _scale_line(sparsifier: NMSparsifier) -> str:
+    """How learning rates and initial values are scaled."""
+    base_density = sparsifier.config.base_density
+    rates = {base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()}
+    line = f"scale={sparsifier.config.scale!r}: learning rates of masked weights {_times(rates)}"
+    if sparsifier.initial_factors:
+        return f"{line}, their initial values {_times(sparsifier.initial_factors.values())}"
+    return f"{line}, their values as they are"
+
+
+def _times(factors: Iterable[float]) -> str:
+    """One factor, or the least and the largest."""
+    texts = [f"{factor:.3g}" for factor in sorted(factors)]
+    return f"x{texts[0]}" if texts[0] == texts[-1] else f"x{texts[0]} to x{texts[-1]}"
+
+
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
@@ -157,6 +173,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
     if sparsifier.selection.hint:
         print_note(console, sparsifier.selection.hint)
+    if sparsifier.config.scale is not None:
+        print_note(console, _scale_line(sparsifier))
     for preset in sparsifier.settings.presets:
         print_note(console, f"preset {sparsifier.config.preset}, {preset}")
     for phase in phases(sparsifier):

@@ -1,0 +1,179 @@
+r"""SuPar: initial weights and learning rates for the number of entries that a mask keeps (arXiv 2405.15743).
+
+A masked weight of density :math:`\rho` sums over :math:`\rho` times as many inputs as a dense one. With the values and
+the learning rate of a dense weight its output begins too small and moves too slowly. For hyperparameters that suit the
+density :math:`\rho_0`, the variance of the kept entries becomes :math:`\sigma^2 \rho_0 / \rho`, and the learning rate
+:math:`\eta \rho_0 / \rho`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.memory import memory_state
+
+Scale = Literal["supar", "supar-lr"]
+
+_KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
+_KNOWN_NAMES = ("adam", "lion")  # parts of the names of optimizers outside of torch, in lower case
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group; schedulers keep the latter three there
+_rescaled = WeakTensorKeyDictionary()  # by parameter: the factor, and the state of its memory after it
+
+
+def check_scale(scale: str | None, base_density: float) -> None:
+    """Refuse an unknown ``scale`` or an impossible ``base_density`` by a ``ValueError``."""
+    if scale is not None and scale not in get_args(Scale):
+        raise ValueError(f"scale={scale!r} is unknown: use 'supar', 'supar-lr' or None")
+    if not 0 < base_density <= 1:
+        raise ValueError(f"base_density={base_density} must lie in (0, 1]: the density that the learning rate suits")
+
+
+def density_of(layer: NMLayer) -> float:
+    """The share of entries that the forward mask keeps now; 1 in a dense phase."""
+    if not layer.masks.has_forward:
+        return 1.0
+    return layer.spec.method.current_pattern(layer).density
+
+
+@torch.no_grad()
+def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
+    r"""Multiply an untrained weight so that its kept entries make up for the pruned ones; return the factor.
+
+    The factor is :math:`\sqrt{\rho_0 \lVert W \rVert^2 / \lVert W_F \rVert^2}`: the sum over the kept entries then has
+    the variance of the dense sum. Under a random mask it is :math:`\sqrt{\rho_0 / \rho}`, as in the paper. A mask of
+    the largest entries has raised their variance already, so the factor is smaller: at 1:16 and uniform values 2.45
+    instead of 4. A weight whose pruned entries are zero keeps its values.
+
+    A weight that was rescaled and not changed since is left alone: the fit before this one failed.
+
+    Args:
+        layer: A layer with a forward mask.
+        base_density: :math:`\rho_0`, the density that the initial values suit.
+    """
+    if is_rescaled(layer):
+        return float(_rescaled[layer.optimizer_param][0])
+    with layer.full():
+        every = _square(layer.weight)
+        kept = _square(layer.forward_weight())
+        factor = math.sqrt(base_density * every / kept) if kept else 1.0
+        layer.weight.mul_(factor)
+    _rescaled[layer.optimizer_param] = factor, memory_state(layer.local_weight)
+    return factor
+
+
+def is_rescaled(layer: NMLayer) -> bool:
+    """Whether the weight still has the values that :func:`rescale_initial` gave it."""
+    done = _rescaled.get(layer.optimizer_param)
+    return done is not None and done[1] == memory_state(layer.local_weight)
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.detach().double().square().sum())
+
+
+def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
+    """Refuse an optimizer whose step is not known to be proportional to its learning rate.
+
+    Raises:
+        ValueError: With the optimizer's and a layer's name.
+    """
+    name = type(optimizer).__name__
+    known = isinstance(optimizer, _KNOWN) or any(part in name.lower() for part in _KNOWN_NAMES)
+    if layers and not known:
+        raise ValueError(
+            f"scale='supar' multiplies the learning rate of layer '{layers[0].name}' and others by a rule that holds "
+            f"for SGD and optimizers like Adam, but not for {name}: use one of them, or scale=None"
+        )
+
+
+class ScaledLearningRates:
+    """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
+
+    For the time of the step the optimizer's groups are split by factor, with other learning rates in the parts.
+    Schedulers, logs and checkpoints therefore see the user's own groups and rates. Decoupled weight decay is multiplied
+    with the learning rate, as in the paper's code.
+
+    Args:
+        base_density: The density that the learning rates suit.
+    """
+
+    def __init__(self, base_density: float = 1.0) -> None:
+        self.base_density = base_density
+        self._split: dict[int, tuple[Optimizer, list[dict[str, Any]], list[tuple[int, float]]]] = {}
+
+    def factor(self, layer: NMLayer) -> float:
+        """The factor of a layer's learning rate now."""
+        return self.base_density / density_of(layer)
+
+    def enter_step(self, optimizer: Optimizer, layers: Iterable[NMLayer]) -> None:
+        """Split the groups of an optimizer that begins a step."""
+        self.leave_step(optimizer)  # the step before may have raised an exception
+        factors = {id(layer.optimizer_param): self.factor(layer) for layer in layers}
+        groups = list(optimizer.param_groups)
+        parts: list[dict[str, Any]] = []
+        origins: list[tuple[int, float]] = []
+        for index, group in enumerate(groups):
+            for factor, members in _members_by_factor(group["params"], factors).items():
+                parts.append(_part(group, members, factor))
+                origins.append((index, factor))
+        if all(factor == 1 for _, factor in origins):
+            return
+        self._split[id(optimizer)] = optimizer, groups, origins
+        optimizer.param_groups[:] = parts
+
+    def leave_step(self, optimizer: Optimizer) -> None:
+        """Restore the groups of an optimizer, with what the step wrote to them."""
+        split = self._split.pop(id(optimizer), None)
+        if split is None:
+            return
+        _, groups, origins = split
+        written = set()
+        for part, (index, factor) in zip(optimizer.param_groups, origins, strict=True):
+            if index not in written:
+                written.add(index)
+                _write_back(part, groups[index], factor)
+        optimizer.param_groups[:] = groups
+
+    def release(self) -> None:
+        """Restore the groups of all optimizers."""
+        for optimizer, _, _ in list(self._split.values()):
+            self.leave_step(optimizer)
+
+
+def _members_by_factor(parameters: Sequence[nn.Parameter], factors: dict[int, float]) -> dict[float, list[int]]:
+    """The positions in a group of the parameters with each factor."""
+    found: dict[float, list[int]] = {}
+    for position, parameter in enumerate(parameters):
+        found.setdefault(factors.get(id(parameter), 1.0), []).append(position)
+    return found or {1.0: []}
+
+
+def _part(group: dict[str, Any], members: list[int], factor: float) -> dict[str, Any]:
+    """Some parameters of a group as a group of their own, with its learning rates multiplied."""
+    part = dict(group)
+    for key in ("params", "param_names"):
+        if key in group:
+            part[key] = [group[key][position] for position in members]
+    for key in _RATES:
+        if isinstance(group.get(key), (int, float, Tensor)):
+            part[key] = group[key] * factor
+    return part
+
+
+def _write_back(part: dict[str, Any], group: dict[str, Any], factor: float) -> None:
+    """Take over what a step wrote to a part of a group, such as a counter."""
+    for key, value in part.items():
+        if key in ("params", "param_names"):
+            continue
+        if key not in _RATES or not isinstance(group.get(key), (int, float, Tensor)):
+            group[key] = value
+        elif isinstance(value, (int, float)) and value != group[key] * factor:
+            group[key] = value / factor  # the optimizer changed its learning rate

@@ -1,0 +1,340 @@
+"""SuPar: sizes of activations that do not depend on the density, and learning rates that schedulers do not see."""
+
+import copy
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_nm import ASP, BAME, NMPattern, NMSparsifier, NMSparsityCallback, SparsityConfig
+from lightning_nm.demo.exact_resume import ExactResume
+from lightning_nm.functional import is_nm
+from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
+from tests.support.lightning_models import Data, callback, make_trainer, new_model
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True, foreach=False),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
+HIDDEN = ["2", "4", "6"]
+
+
+def mlp(width=256, seed=0):
+    torch.manual_seed(seed)
+    hidden = [module for _ in HIDDEN for module in (nn.ReLU(), nn.Linear(width, width))]
+    return nn.Sequential(nn.Linear(64, width), *hidden, nn.ReLU(), nn.Linear(width, 10))
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(128, 64, generator=generator), torch.randint(0, 10, (128,), generator=generator)
+
+
+def attach(model, pattern, method="asp", scale="supar", **options):
+    options = {"include": HIDDEN, "skip_first_last": False, "scale": scale, **options}
+    return NMSparsifier(model, pattern, method, **options).attach()
+
+
+def train(model, sparsifier, optimizer, steps, after=lambda: None):
+    x, y = batch()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if sparsifier is not None:
+            sparsifier.before_step(optimizer)
+        optimizer.step()
+        if sparsifier is not None:
+            sparsifier.step()
+        after()
+
+
+def sizes(pattern, scale, optimizer, steps=10, width=256, method="asp"):
+    """The root mean square of each hidden layer's output before the first and after the last step."""
+    model, found = mlp(width), []
+    for name in HIDDEN:
+        hook = lambda module, args, output: found.append(float(output.detach().square().mean().sqrt()))  # noqa: E731
+        model.get_submodule(name).register_forward_hook(hook)
+    sparsifier = None if pattern is None else attach(model, pattern, method, scale)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    if sparsifier is not None:
+        sparsifier.register(made)
+    train(model, sparsifier, made, steps)
+    model(batch()[0])
+    return found[: len(HIDDEN)], found[-len(HIDDEN) :]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("width", [128, 256])
+def test_activations_do_not_depend_on_the_density(width, optimizer):
+    """The coordinate check of muP, over densities from 1 to 1/32."""
+    dense_begin, dense_end = sizes(None, None, optimizer, width=width)
+    for pattern in ("1:2", "1:4", "1:8", "1:16", "1:32"):
+        begin, end = sizes(pattern, "supar", optimizer, width=width)
+        assert begin == pytest.approx(dense_begin, rel=0.15), pattern
+        assert end == pytest.approx(dense_end, rel=0.8), pattern
+        unscaled_begin, unscaled_end = sizes(pattern, None, optimizer, width=width)
+        if pattern in ("1:16", "1:32"):
+            assert unscaled_begin[0] < 0.6 * dense_begin[0], "the check sees what it is for"
+            assert unscaled_end[0] < 0.6 * dense_end[0]
+
+
+@pytest.mark.parametrize("method", ["asp", "sr-ste", "ste", "bi-mask", "transposable", BAME(stop=100)], ids=str)
+def test_the_sum_over_kept_entries_has_the_dense_variance(method):
+    model = mlp()
+    before = model[2].weight.detach().clone()
+    sparsifier = attach(model, "2:4" if "Transposable" in str(method) else "1:4", method)
+    layer = sparsifier.layers["2"]
+    assert layer.forward_weight().norm() == pytest.approx(float(before.norm()), rel=1e-5)
+    factor = sparsifier.initial_factors["2"]
+    torch.testing.assert_close(layer.weight.detach(), before * factor)
+    assert set(sparsifier.initial_factors) == set(HIDDEN)
+
+
+def test_the_factor_of_a_random_mask_is_that_of_the_paper():
+    model = nn.Sequential(nn.Linear(512, 512))
+    sparsifier = NMSparsifier(model, "1:16", "asp", skip_first_last=False).attach()
+    layer = sparsifier.layers["0"]
+    with torch.no_grad():
+        layer.weight.normal_()
+        scores = torch.rand(512, 32, 16)
+        layer.set_masks((scores == scores.amax(2, keepdim=True)).view(512, 512))
+    assert rescale_initial(layer) == pytest.approx(4, rel=0.02)
+
+
+def test_the_largest_of_sixteen_uniform_values():
+    model = nn.Sequential(nn.Linear(1024, 512, bias=False))
+    sparsifier = NMSparsifier(model, "1:16", "asp", skip_first_last=False, scale="supar").attach()
+    assert sparsifier.initial_factors["0"] == pytest.approx(math.sqrt(6), rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_is_that_of_the_scaled_learning_rate(optimizer):
+    """Against an optimizer with groups of its own for the masked weights."""
+    model = mlp(64)
+    twin = copy.deepcopy(model)
+    sparsifier = attach(model, "1:8", "ste", scale="supar-lr")
+    made = OPTIMIZERS[optimizer](model.parameters())
+    sparsifier.register(made)
+    other = attach(twin, "1:8", "ste", scale=None)
+    hidden = [twin.get_submodule(name).weight for name in HIDDEN]
+    rest = [p for p in twin.parameters() if all(p is not weight for weight in hidden)]
+    expected = OPTIMIZERS[optimizer]([{"params": rest}, {"params": hidden}])
+    expected.param_groups[1]["lr"] *= 8
+    other.register(expected)
+    train(model, sparsifier, made, 4)
+    train(twin, other, expected, 4)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+SCHEDULERS = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.01, total_steps=20),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "warm-up": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [4],
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_and_checkpoints_see_the_users_groups(scheduler):
+    seen = {}
+    for scale in (None, "supar"):
+        model = mlp(64)
+        sparsifier = attach(model, "1:4", scale=scale)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        sparsifier.register(optimizer)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        rates = []
+
+        def after(optimizer=optimizer, schedule=schedule, rates=rates):
+            (group,) = optimizer.param_groups
+            rates.append((group["lr"], len(group["params"]), sorted(group)))
+            schedule.step(*([1.0] if scheduler == "plateau" else []))
+
+        train(model, sparsifier, optimizer, 8, after)
+        seen[scale] = rates, optimizer.state_dict()["param_groups"]
+    assert seen[None] == seen["supar"]
+
+
+def test_a_step_that_fails_leaves_the_users_groups():
+    model = mlp(64)
+    sparsifier = attach(model, "1:4")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    sparsifier.register(optimizer)
+    before = [dict(group) for group in optimizer.param_groups]
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fail)
+    assert optimizer.param_groups == before
+    train(model, sparsifier, optimizer, 1)
+    rates = ScaledLearningRates()
+    rates.enter_step(optimizer, sparsifier.layers.values())
+    assert len(optimizer.param_groups) == 2
+    rates.release()
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_a_step_writes_to_a_group_is_kept():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    Counting.__name__ = "AdamCounting"
+    model = mlp(64)
+    sparsifier = attach(model, "1:4")
+    optimizer = Counting(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, 3)
+    assert [group["count"] for group in optimizer.param_groups] == [3]
+
+
+def test_the_rate_follows_the_masks():
+    model = mlp(64)
+    sparsifier = attach(model, "1:4", ASP(start=2))
+    assert sparsifier.initial_factors == {}, "its masks come later, to weights that are trained by then"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    sparsifier.register(optimizer)
+    rates = ScaledLearningRates()
+    factors = []
+    train(model, sparsifier, optimizer, 4, lambda: factors.append(rates.factor(sparsifier.layers["2"])))
+    assert factors == [1, 4, 4, 4]
+    assert ScaledLearningRates(0.5).factor(sparsifier.layers["2"]) == 2
+
+
+def test_a_run_resumes_bit_for_bit():
+    def begin(state=None, weights=None):
+        model = mlp(64)
+        if weights is not None:
+            model.load_state_dict(weights)
+        sparsifier = NMSparsifier(model, "1:4", "sr-ste", include=HIDDEN, skip_first_last=False, scale="supar")
+        sparsifier.attach(state)
+        if state is not None:
+            sparsifier.load_state_dict(state)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        sparsifier.register(optimizer)
+        return model, sparsifier, optimizer
+
+    model, sparsifier, optimizer = begin()
+    train(model, sparsifier, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), sparsifier.state_dict(), optimizer.state_dict()))
+    train(model, sparsifier, optimizer, 3)
+    resumed, other, again = begin(saved[1], saved[0])
+    again.load_state_dict(saved[2])
+    train(resumed, other, again, 3)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_states_of_another_scale_are_refused():
+    saved = mlp(64)
+    state = attach(saved, "1:4", scale=None).state_dict()
+    words = r"saved with scale=None, base_density=1\.0, and .* scale='supar', base_density=0\.5"
+    with pytest.raises(ValueError, match=words):
+        attach(mlp(64), "1:4", base_density=0.5).load_state_dict(state)
+    del state["scale"], state["base_density"]  # as of 0.2
+    model = mlp(64)
+    model.load_state_dict(saved.state_dict())
+    attach(model, "1:4", scale=None).load_state_dict(state)
+
+
+def test_weights_that_were_rescaled_beneath_a_state_are_noticed():
+    model = mlp(64)
+    sparsifier = attach(model, "1:4")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, 2)
+    weights, state = copy.deepcopy((model.state_dict(), sparsifier.state_dict()))
+    fresh = mlp(64)
+    fresh.load_state_dict(weights)
+    with torch.no_grad():
+        fresh[2].weight += 0.01  # not N:M any more: attach() rescales
+    late = attach(fresh, "1:4")
+    with pytest.raises(ValueError, match=r"attach\(\) has rescaled the weight of layer '2'.*attach\(state\)"):
+        late.load_state_dict(state)
+    fresh.load_state_dict(weights)
+    late.load_state_dict(state)
+
+
+def test_a_fit_that_failed_does_not_rescale_twice():
+    model = mlp(64)
+    first = attach(model, "1:4")
+    weight = model[2].weight.detach().clone()
+    first.detach()
+    second = attach(model, "1:4")
+    assert torch.equal(model[2].weight, weight)
+    assert second.initial_factors == first.initial_factors
+    second.bake()
+    second.detach()
+    assert is_nm(model[2].weight, NMPattern(1, 4))
+    third = attach(model, "1:4")
+    assert third.initial_factors["2"] == pytest.approx(1), "a weight that is N:M already keeps its values"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": "mup"}, "scale='mup' is unknown: use 'supar', 'supar-lr' or None"),
+        ({"scale": "supar", "base_density": 0}, r"base_density=0 must lie in \(0, 1\]"),
+        ({"scale": "supar", "base_density": 1.5}, r"base_density=1\.5"),
+    ],
+)
+def test_bad_settings_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        SparsityConfig("1:4", **options)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop])
+def test_optimizers_whose_step_is_not_known_to_scale_are_refused(kind):
+    model = mlp(64)
+    sparsifier = attach(model, "1:4")
+    with pytest.raises(
+        ValueError, match=rf"scale='supar' multiplies the learning rate of layer '2'.*not for {kind.__name__}"
+    ):
+        sparsifier.register(kind(model.parameters()))
+    attach(mlp(64), "1:4", scale=None).register(torch.optim.Adafactor(mlp(64).parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+@pytest.mark.parametrize("method", ["asp", "bi-mask"])
+def test_a_trainer_resumes_bit_for_bit(tmp_path, method):
+    options = {"scale": "supar", "seed": 3}
+    whole, model = make_trainer(tmp_path, [callback(method, **options), ExactResume()], max_epochs=2), new_model()
+    whole.fit(model, Data())
+    save = ModelCheckpoint(tmp_path / "half")
+    half, first = make_trainer(tmp_path, [callback(method, **options), ExactResume(), save], max_epochs=1), new_model()
+    half.fit(first, Data())
+    saves = ModelCheckpoint(tmp_path / "half")
+    again, second = (
+        make_trainer(tmp_path, [callback(method, **options), ExactResume(), saves], max_epochs=2),
+        new_model(),
+    )
+    again.fit(second, Data(), ckpt_path=save.best_model_path)
+    for a, b in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = make_trainer(
+        tmp_path, [callback(method, seed=3), ExactResume(), ModelCheckpoint(tmp_path / "half")], max_epochs=2
+    )
+    with pytest.raises(ValueError, match=r"saved with scale='supar'.*this training has scale=None"):
+        other.fit(new_model(), Data(), ckpt_path=save.best_model_path)
+
+
+def test_the_table_says_what_is_scaled(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, [NMSparsityCallback("1:16", "asp", scale="supar")], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "scale='supar': learning rates of masked weights x16, their initial values x2.4" in out
