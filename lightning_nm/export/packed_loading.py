@@ -16,7 +16,7 @@ from lightning_nm.nn.packed import (
     Budget,
     Kernels,
     PackedTensor,
-    PackedWeight,
+    packed_weight,
     packed_weights,
     places_of,
     put,
@@ -74,7 +74,7 @@ def load_packed(
                 device = _device(owner.tensor)
                 del owner
                 found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
-                put(place, PackedWeight(found, name, place.role, kernels, budget))
+                put(place, packed_weight(found, name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
     return for_inference(model)

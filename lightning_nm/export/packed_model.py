@@ -20,6 +20,7 @@ from lightning_nm.nn.packed import (
     PackedTensor,
     PackedWeight,
     Place,
+    packed_weight,
     packed_weights,
     places_of,
     put,
@@ -108,7 +109,7 @@ def pack(
     for key, (place, each) in found.items():
         assert each.pattern is not None
         tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
-        put(place, PackedWeight(tensor, key, place.role, kernels, budget))
+        put(place, packed_weight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
 
 

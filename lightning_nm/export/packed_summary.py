@@ -50,7 +50,7 @@ class PackedSummary:
 
     Attributes:
         weights: Those of packed layers.
-        not_packed: The others of layers that could be N:M, such as experts.
+        not_packed: The others of layers that could be N:M.
     """
 
     weights: tuple[HeldWeight, ...]

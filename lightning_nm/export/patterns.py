@@ -14,6 +14,7 @@ from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
+from lightning_nm.nn.packed.replace import SAME_BLOCKS
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.pattern import NMPattern
 
@@ -22,9 +23,6 @@ SOUGHT = (4, 8, 16, 32)
 
 LARGEST = 0.75
 """A weight whose packed form would take more than this share of its memory stays dense."""
-
-_SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}
-"""The layouts of experts, and those in which a 3-D weight has the same blocks."""
 
 
 class Found(NamedTuple):
@@ -133,7 +131,7 @@ def patterns_in(
             if key is None:
                 raise ValueError(f"the file has masks for '{name}' but no weight for it")
             own_pattern = NMPattern.parse(layer["pattern"])
-            layout = _SAME_BLOCKS.get(layer["layout"], layer["layout"])
+            layout = SAME_BLOCKS.get(layer["layout"], layer["layout"])
             found[key] = pattern_of(weights[key], own_pattern, [layout])
     # Tied weights have several keys, and a state names one of them.
     masked = {memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None}

@@ -5,7 +5,6 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, pack, packed_summary
 from lightning_nm.functional import nm_prune
-from tests.support.experts import LinearExperts
 from tests.support.packed_models import prune
 
 
@@ -17,12 +16,18 @@ def linear(pattern="1:16"):
     return prune(nn.Linear(64, 96), pattern)
 
 
-def test_experts():
-    model = pack(nn.ModuleDict({"a": linear(), "experts": LinearExperts()}), kernels="reference")
-    expected = {"experts.weight": "no packed layer for LinearExperts"}
+class Own(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_a_forward_of_its_own():
+    model = pack(nn.ModuleDict({"a": linear(), "own": prune(Own(64, 32), "1:16")}), kernels="reference")
+    expected = {"own": "Own has a forward of its own"}
     assert rows(model) == expected
-    lines = str(packed_summary(model)).splitlines()
-    assert lines[-1:] == [f"{name}  not packed: {reason}" for name, reason in expected.items()]
+    assert str(packed_summary(model)).splitlines()[-1:] == [
+        f"{name}  not packed: {reason}" for name, reason in expected.items()
+    ]
 
 
 def test_every_other_reason():

@@ -1,5 +1,6 @@
 """Packed layers: modules for inference that hold N:M weights as values and positions."""
 
+from lightning_nm.nn.packed.experts import packed_weight
 from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels
 from lightning_nm.nn.packed.layers import PackedLayer
 from lightning_nm.nn.packed.memory import return_freed_memory
@@ -17,6 +18,7 @@ __all__ = [
     "PackedWeight",
     "Place",
     "packed_shapes",
+    "packed_weight",
     "packed_weights",
     "places_and_reasons",
     "places_of",

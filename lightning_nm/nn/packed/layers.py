@@ -19,6 +19,7 @@ from lightning_nm.nn.adapters import (
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
+from lightning_nm.nn.adapters.experts import NMExperts
 from lightning_nm.nn.packed.ops import packed_conv, packed_linear
 from lightning_nm.nn.packed.weight import PackedWeight, Role
 
@@ -36,7 +37,7 @@ class PackedLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).nm_base,), *reduced[2:]
+        return _new, (type(self).nm_base, isinstance(self, PackedExpertsLayer)), *reduced[2:]
 
 
 class PackedLinear(PackedLayer):
@@ -97,6 +98,15 @@ class PackedAdapted(PackedLayer):
     _apply = nn.Module._apply
 
 
+class PackedExpertsLayer(PackedLayer):
+    """A module of experts, whose forward stays its own, and which reads packed weights while it runs."""
+
+    @property
+    def nm_layers(self) -> dict[str, PackedWeight]:
+        """The packed weights by the names of their parameters."""
+        return {name: module for name, module in self._modules.items() if isinstance(module, PackedWeight)}
+
+
 _KINDS: dict[type[Adapter], type[PackedLayer]] = {
     NMLinear: PackedLinear,
     NMTransposedLinear: PackedTransposedLinear,
@@ -107,7 +117,10 @@ _CLASSES: dict[tuple[type[nn.Module], ...], type[nn.Module]] = {}  # by the base
 
 
 def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
-    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own."""
+    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own.
+
+    Of experts, which need no class of their own, nothing is known by the class: see :func:`packed_class`.
+    """
     found = find_adapter(kind)
     if found is None or kind.forward is not found[1].forward:
         return None
@@ -117,19 +130,30 @@ def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
     return _KINDS.get(adapter, PackedAdapted)
 
 
-def packed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once."""
-    kind = packed_kind(base)
-    found = find_adapter(base)
-    if kind is None or found is None:
+def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Module]:
+    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once.
+
+    Args:
+        base: The class that a module had.
+        experts: Whether it holds the weights of experts.
+    """
+    attributes: dict[str, Any] = {"nm_base": base, "__module__": __name__}
+    kind = PackedExpertsLayer if experts else packed_kind(base)
+    if kind is None:
         raise TypeError(f"no packed layer for {base.__name__}")
-    bases: tuple[type[nn.Module], ...] = (kind, found[0], base) if kind is PackedAdapted else (kind, base)
+    bases: tuple[type[nn.Module], ...] = (kind, base)
+    if kind is PackedAdapted:
+        found = find_adapter(base)
+        assert found is not None
+        bases = (kind, found[0], base)
+    if experts:
+        attributes |= NMExperts.wrapping()
     if bases not in _CLASSES:
-        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, {"nm_base": base, "__module__": __name__})
+        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
     return _CLASSES[bases]
 
 
-def _new(base: type[nn.Module]) -> nn.Module:
+def _new(base: type[nn.Module], experts: bool = False) -> nn.Module:
     """An empty module of the packed class, for pickle and deepcopy to fill."""
-    cls = packed_class(base)
+    cls = packed_class(base, experts=experts)
     return cls.__new__(cls)

@@ -12,9 +12,13 @@ from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key
-from lightning_nm.nn.packed.layers import PackedAdapted, PackedLayer, packed_class, packed_kind
+from lightning_nm.nn.packed.experts import PackedExperts
+from lightning_nm.nn.packed.layers import PackedAdapted, PackedExpertsLayer, PackedLayer, packed_class, packed_kind
 from lightning_nm.nn.packed.weight import PackedWeight, Role
 from lightning_nm.nn.selection.selection import Selection, candidates_of
+
+SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}
+"""The layouts of experts, and those in which a weight of three axes has the same blocks in files."""
 
 
 class Place(NamedTuple):
@@ -63,7 +67,8 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
     for candidate in candidates_of(model, selection, "channels"):
         module, parameter = candidate.module, candidate.spec.parameter
         key = parameter_key(candidate.module_name, parameter)
-        kind = packed_kind(type(module))
+        of_experts = candidate.spec.layout in SAME_BLOCKS
+        kind = PackedExpertsLayer if of_experts else packed_kind(type(module))
         weight = module._parameters.get(parameter)
         if _is_masked(module):
             reasons[key] = "masked by a sparsifier"
@@ -78,8 +83,12 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         elif owners[id(weight)] > 1:
             reasons[key] = "its weight is shared with another module"
         else:
-            layout = candidate.spec.layout
-            role = _role_of(weight, layout) if kind is PackedAdapted else kind.packed_role
+            layout = SAME_BLOCKS.get(candidate.spec.layout, candidate.spec.layout)
+            role = kind.packed_role
+            if of_experts:
+                role = candidate.spec.layout  # type: ignore[assignment]
+            elif kind is PackedAdapted:
+                role = _role_of(weight, layout)
             found[key] = Place(module, parameter, layout, role)
     return found, {**selection.skipped, **reasons}
 
@@ -100,7 +109,7 @@ def put(place: Place, weight: PackedWeight) -> None:
     module = place.module
     weight.train(module.training)
     if not isinstance(module, PackedLayer):
-        module.__class__ = packed_class(type(module))
+        module.__class__ = packed_class(type(module), experts=isinstance(weight, PackedExperts))
     del module._parameters[place.parameter]
     setattr(module, place.parameter, weight)
 

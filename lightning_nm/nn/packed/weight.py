@@ -16,8 +16,9 @@ from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out
 from lightning_nm.nn.packed.tensor import PackedTensor
 
-Role = Literal["linear", "transposed", "convolution"]
-"""Of the module: its weight is ``[out, in]``, ``[in, out]`` or ``[out, in / groups, *taps]``."""
+Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed"]
+"""Of the module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, or for experts
+``[experts, out, in]`` or ``[experts, in, out]``."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 

@@ -12,6 +12,7 @@ from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.adapters.experts import operators  # noqa: F401  (registers the operators)
 from lightning_nm.nn.adapters.experts.products import ExpertsInUse
 from lightning_nm.nn.adapters.experts.weight import ExpertWeight, Part
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import Layout
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
@@ -98,7 +99,8 @@ def _getattr(self: Any, name: str) -> Any:
     in_use = vars(self).get("nm_in_use")
     if in_use is not None and name in self.nm_layers:
         if name not in in_use:
-            in_use[name] = ExpertsInUse(self.nm_layers[name])
+            layer = self.nm_layers[name]
+            in_use[name] = ExpertsInUse(layer) if isinstance(layer, NMLayer) else layer.in_use()  # packed, else
         return ExpertWeight.of(Part(in_use[name]))
     return type(self).nm_base.__getattr__(self, name)
 

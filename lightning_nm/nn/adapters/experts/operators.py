@@ -50,7 +50,7 @@ def _contracts_in(part: Part) -> bool:
 def _wrong_axis(part: Part) -> ValueError:
     transposed = part.layer.spec.layout == "experts-transposed"
     held, other = ("in, out", "out, in") if transposed else ("out, in", "in, out")
-    kind = type(part.layer.module).nm_base.__name__  # type: ignore[attr-defined]
+    kind = getattr(type(part.layer.module), "nm_base", type(part.layer.module)).__name__
     return ValueError(
         f"layer '{part.layer.name}' is masked as [experts, {held}], but a product contracts its other axis: if it is "
         f"[experts, {other}], call lightning_nm.nn.register_experts({kind}, transposed={not transposed}) before"

@@ -1,0 +1,129 @@
+"""Packed weights of experts, ``[experts, out, in]`` or ``[experts, in, out]``: each expert is a matrix of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_nm.nn.adapters.experts.products import ExpertsInUse
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
+from lightning_nm.nn.packed.ops import packed_linear
+from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.nn.packed.weight import PackedWeight, Role
+
+
+class PackedExperts(PackedWeight):
+    """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
+
+    The state dict has ``values`` and ``positions`` of the whole weight, as files have.
+
+    Attributes:
+        parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
+    """
+
+    parts: tuple[PackedWeight, ...] = ()
+
+    def lay_out(self) -> None:
+        """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
+        if self.values is None or self.device.type == "meta":
+            return
+        weight_eab = self.packed().unpack()
+        transposed = self.role == "experts-transposed"
+        layout: Layout = "transposed" if transposed else "plain"
+        role: Role = "transposed" if transposed else "linear"
+        parts = []
+        for number, weight_ab in enumerate(weight_eab):
+            tensor = PackedTensor.of(weight_ab, self.pattern, layout)
+            parts.append(PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget))
+        self.parts = tuple(parts)
+        self.train(self.training)
+        self.values = self.positions = None
+
+    def _hold(self, packed: PackedTensor) -> None:
+        self.parts = ()
+        super()._hold(packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.parts[0].device if self.parts else super().device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(part.nbytes for part in self.parts) if self.parts else super().nbytes
+
+    @property
+    def form(self) -> str:
+        """What is held for the experts, each form once."""
+        if not self.parts:
+            return super().form
+        return ", ".join(dict.fromkeys(part.form for part in self.parts))
+
+    def unpack(self) -> Tensor:
+        """The dense weight, a new tensor."""
+        if not self.parts:
+            return super().unpack()
+        return torch.stack([part.unpack() for part in self.parts])
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens with each expert."""
+        for part in self.parts:
+            part.measure(tokens)
+
+    def train(self, mode: bool = True) -> PackedExperts:
+        """Set the mode of the experts' weights, too."""
+        super().train(mode)
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def in_use(self) -> PackedExpertsInUse:
+        """The weight for one forward pass of its module."""
+        return PackedExpertsInUse(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": ()}
+
+
+class PackedExpertsInUse(ExpertsInUse):
+    """Packed experts in one forward pass of their module."""
+
+    def __init__(self, weight: PackedExperts) -> None:
+        self._packed = weight
+        self.layer: Any = SimpleNamespace(  # what is asked of a masked layer
+            name=weight.name,
+            module=weight,
+            spec=SimpleNamespace(layout=weight.role),
+            estimator=None,
+            masks=SimpleNamespace(has_backward=False),
+            method=SimpleNamespace(has_own_backward_weight=False),
+        )
+        self.weight = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        self._forward_weight: Tensor | None = None
+
+    def product(self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """``x W[expert]^T + bias``."""
+        return packed_linear(x, self._packed.parts[expert], bias)
+
+    def forward_weight(self) -> Tensor:
+        """The dense weight of all experts, for operators that are no products."""
+        if self._forward_weight is None:
+            self._forward_weight = self._packed.unpack()
+        return self._forward_weight
+
+    def close(self) -> None:
+        """Free the dense weight."""
+        self._forward_weight = None
+
+
+def packed_weight(
+    packed: PackedTensor, name: str, role: Role, kernels: Kernels = "auto", budget: Budget | None = None
+) -> PackedWeight:
+    """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
+    kind = PackedExperts if role in ("experts", "experts-transposed") else PackedWeight
+    return kind(packed, name, role, kernels, budget)
