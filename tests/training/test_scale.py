@@ -145,6 +145,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR of torch 2.6
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_and_checkpoints_see_the_users_groups(scheduler):
     seen = {}
