@@ -124,8 +124,7 @@ def _measure_together():
     kernel = FakeKernel()
     router = Router("auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0)))
     keys = [gemm_key(gemm) for gemm in GEMMS]
-    router.initialize(torch.device("cpu"))
-    router.record([router_module.Product("layer", key) for key in keys])
+    router.record([router_module.Product("layer", key) for key in keys])  # no plugin has initialized the router
     found = []
     with pytest.warns(UserWarning, match="were not measured within"):
         router.tune()
@@ -144,3 +143,51 @@ def test_processes_decide_together(tmp_path):
     assert first == second
     assert [first[k * steps - 1] for k in (1, 2, 3)] == [1, 2, 3]
     assert first[steps - 2] == 0
+
+
+def _decide_with_products_on_the_first_rank():
+    kernel = FakeKernel()
+    router = Router("auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0)))
+    own = gemm_key(columns=256 + 256 * dist.get_rank())
+    if dist.get_rank() == 0:
+        router.record([router_module.Product("layer", gemm_key(gemm)) for gemm in GEMMS])
+        with pytest.warns(UserWarning, match="were not measured within"):
+            router.tune()
+    else:
+        router.tune()
+    router.initialize(torch.device("cpu")).decide(own)
+    for _ in range(4 * router_module.LATER_STEPS):
+        router.measure_more()  # all take part: one that did not would let the first wait for ever
+    keys = [gemm_key(gemm) for gemm in GEMMS]
+    return [router.tuner.decisions[key].kernel for key in [*keys, own]]
+
+
+@pytest.mark.slow
+def test_a_rank_without_products_takes_part_and_keeps_its_own_sizes(tmp_path):
+    assert in_processes(2, tmp_path, _decide_with_products_on_the_first_rank) == [["fast"] * 4] * 2
+
+
+def test_a_postponed_product_is_measured_at_its_size_on_a_numbered_device():
+    key = gemm_key(columns=100, device="cpu:0")  # its bucket has 128
+    kernel = FakeKernel()
+    router = Router("auto", [kernel], timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0)))
+    tuner = router.initialize(torch.device("cpu:0"))
+    tuner.tune([key], 0.0)
+    seen = []
+    tuner._measured = lambda key: seen.append(key) or tuner._dense(key)
+    assert tuner.measure_next()
+    assert seen == [key]
+
+
+@pytest.mark.parametrize("call", ["tune", "measure_next"])
+def test_measuring_leaves_the_random_numbers_alone(call):
+    """It happens at times that the clock decides."""
+    router = Router("auto", budget_s=0.0)
+    tuner = router.initialize(torch.device("cpu"))
+    tuner.tune([gemm_key(dtype=torch.float32)], 60.0 if call == "tune" else 0.0)
+    before = torch.get_rng_state()
+    if call == "tune":
+        tuner.tune([gemm_key(rows=64, dtype=torch.float32)], 60.0)
+    else:
+        assert tuner.measure_next()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -129,13 +129,13 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         self._decisions: dict[GemmKey, Decision] = {}
 
     def __getitem__(self, key: GemmKey) -> Decision:
-        return self._decisions[_shared(key)]
+        return self._decisions[stored_key(key)]
 
     def __setitem__(self, key: GemmKey, decision: Decision) -> None:
-        self._decisions[_shared(key)] = decision
+        self._decisions[stored_key(key)] = decision
 
     def __delitem__(self, key: GemmKey) -> None:
-        del self._decisions[_shared(key)]
+        del self._decisions[stored_key(key)]
 
     def __iter__(self) -> Iterator[GemmKey]:
         return iter(list(self._decisions))  # the copy is made without switching to another thread
@@ -221,7 +221,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _shared(key: GemmKey) -> GemmKey:
+def stored_key(key: GemmKey) -> GemmKey:
     """The key under which a decision is stored: a bucket of tokens and a device type."""
     return replace(bucketed(key), device=torch.device(key.device).type)
 

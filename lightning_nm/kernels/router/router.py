@@ -147,6 +147,8 @@ class Router(HasHandle):
         self._none_sparse = False
         self._tuned_at = self._later_s = 0.0
         self._later_steps = 0
+        self._postponed_left = False  # the same in all processes: they measure together or not at all
+        self._received: Decisions | None = None  # from the first process, before a tuner was made here
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
         self._tuned_keys: list[GemmKey] = []
@@ -179,6 +181,8 @@ class Router(HasHandle):
             self._saved = {key for key, decision in known.items() if decision.source == "measured"}
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
+            if self._received is not None:
+                self.tuner.take_over(self._received)
             self.unavailable_reason = self.registry.unavailable_reason(str(device))
         return self.tuner
 
@@ -230,25 +234,32 @@ class Router(HasHandle):
         self.tuned = True
         products = [product for product in self._recorded if not product.reason]
         self._recorded.clear()
-        together = _distributed()
         try:
-            if products and (not together or dist.get_rank() == 0):
+            if products:
                 device = torch.device(products[0].key.device)
-                self.initialize(device).tune([product.key for product in products], self.budget_s)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()  # the operands of the checks
-                self.save()
+                tuner = self.initialize(device)
+                if _measures():
+                    tuner.tune([product.key for product in products], self.budget_s)
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()  # the operands of the checks
+                    self.save()
         finally:  # other processes wait for the decisions, and a process without products takes part
-            tuner = self.tuner
-            if together:
-                shared = share(tuner.decisions if tuner else Decisions(environment_of(torch.device("cpu"))))
-                if tuner is not None:
-                    tuner.decisions = shared
-            if tuner is not None and products:
+            self._share_decisions()
+            if self.tuner is not None and products:
                 self._tuned_at, self._later_s = time.monotonic(), 0.0
                 self._tuned_keys = list(dict.fromkeys(product.key for product in products))
-                self._look_at_decisions(tuner)
-                self._warn_of_postponed(tuner)
+                self._look_at_decisions(self.tuner)
+                self._warn_of_postponed(self.tuner)
+
+    def _share_decisions(self) -> None:
+        """Take over the decisions of the first process; those that it does not have stay."""
+        own = self.tuner.decisions if self.tuner is not None else Decisions(environment_of(torch.device("cpu")))
+        shared = share(own)
+        self._postponed_left = bool(shared.postponed())
+        if self.tuner is not None:
+            self.tuner.take_over(shared)
+        else:
+            self._received = shared
 
     def _look_at_decisions(self, tuner: Tuner) -> None:
         """See whether all products of the first batch were measured, and none is faster sparse."""
@@ -279,27 +290,24 @@ class Router(HasHandle):
         of the time since :meth:`tune` is spent so. With :mod:`torch.distributed` every process must call it after the
         same steps; the first one measures for all, after every sixteenth step.
         """
-        tuner = self.tuner
-        if tuner is None or not self.tuned or self.kernels != "auto" or _capturing():
-            return
-        if not tuner.decisions.postponed():
+        if not self._postponed_left or not self.tuned or _capturing():
             return
         self._later_steps += 1
-        together = _distributed()
         start = time.monotonic()
-        if together and self._later_steps % LATER_STEPS:
-            return
-        if not together and self._later_s > LATER_SHARE * (start - self._tuned_at):
+        if _distributed():
+            if self._later_steps % LATER_STEPS:
+                return
+        elif self._later_s > LATER_SHARE * (start - self._tuned_at):
             return
         try:
-            if not together or dist.get_rank() == 0:
-                tuner.measure_next()
+            if self.tuner is not None and _measures():
+                self.tuner.measure_next()
                 self.save()
         finally:  # other processes wait for the decision
-            if together:
-                tuner.decisions = share(tuner.decisions)
+            self._share_decisions()
             self._known.clear()
-            self._look_at_decisions(tuner)
+            if self.tuner is not None:
+                self._look_at_decisions(self.tuner)
             self._later_s += time.monotonic() - start
 
     def tune_again(self) -> None:
@@ -396,7 +404,7 @@ class Router(HasHandle):
     def release(self) -> None:
         """Free every pack, and save what was measured since :meth:`tune`, in the first process."""
         self._packs.clear()
-        if not _distributed() or dist.get_rank() == 0:
+        if _measures():
             self.save()
 
     # ------------------------------------------------------------------------------------------------- report
@@ -432,6 +440,11 @@ class Router(HasHandle):
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _measures() -> bool:
+    """Whether this process measures: the first of several."""
+    return not _distributed() or dist.get_rank() == 0
 
 
 def _is_postponed(tuner: Tuner, key: GemmKey) -> bool:

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, check_mode, multiply_adds, uses_of_pack
-from lightning_nm.kernels.router.cache import Decision, Decisions
+from lightning_nm.kernels.router.cache import Decision, Decisions, stored_key
 from lightning_nm.kernels.router.checks import check, check_bias, dense_ms, proposed_algorithms, sparse_ms, time_product
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error, reason_or_error
 from lightning_nm.kernels.router.timing import Timer
@@ -89,7 +89,8 @@ class Tuner:
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
         is postponed: dense until :meth:`measure_next` or a later call measures it. The last measurement may exceed the
-        budget. With several processes one tunes, and all continue with ``tuner.decisions = share(tuner.decisions)``.
+        budget. With several processes one tunes, and all :meth:`take_over` what
+        :func:`~lightning_nm.kernels.router.cache.share` returns.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -104,8 +105,14 @@ class Tuner:
                     self._settle(bucket, self._measured(key))
                 else:
                     self._settle(bucket, _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"))
-                    self._sizes[bucket] = key
+                    self._sizes[stored_key(bucket)] = key
             self.decide(key)
+
+    def take_over(self, decisions: Decisions) -> None:
+        """Continue with other decisions; those for products that they lack stay."""
+        for key, decision in self.decisions.items():
+            decisions.setdefault(key, decision)
+        self.decisions = decisions
 
     def measure_next(self) -> bool:
         """Measure the first postponed product, the one of the highest cost; return whether there was one."""
