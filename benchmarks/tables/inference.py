@@ -73,8 +73,16 @@ def sizes(file: str) -> str:
     return table(["variant", "file, MB", "of dense in its precision", "resident, MB"], rows)
 
 
+def cold(file: str) -> str:
+    """Seconds and largest memory of a process's first requests, when nothing has been measured yet."""
+    answered: dict[str, tuple[float, int]] = read_json(file)["cold"]
+    rows = [[name, f"{seconds:.2f}", f"{most / 1e6:.1f}"] for name, (seconds, most) in answered.items()]
+    return table(["variant, kernels", "24 requests, s", "largest resident, MB"], rows)
+
+
 TABLES: Tables = {
     **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
     **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
     **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},
+    **{f"inference-{model}-cold": partial(cold, file) for model, file in MODELS.items()},
 }

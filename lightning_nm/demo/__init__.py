@@ -8,6 +8,7 @@ from lightning_nm.demo.gpt import GPT
 from lightning_nm.demo.help_topics import HelpTopics
 from lightning_nm.demo.imagenet import ImageNet
 from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
+from lightning_nm.demo.python_source import PythonSource
 from lightning_nm.demo.residual_cnn import ResidualCNN
 from lightning_nm.demo.resnet import ResNet50
 from lightning_nm.demo.tiny_transformer import TinyTransformer
@@ -19,6 +20,7 @@ __all__ = [
     "FashionMNIST",
     "HelpTopics",
     "ImageNet",
+    "PythonSource",
     "ResNet50",
     "ResidualCNN",
     "ResumableDataModule",

@@ -24,9 +24,13 @@ class GPT(TinyTransformer):
         weight_decay: Decoupled weight decay of matrices.
         dropout: Dropout after attention and after the MLP of each block.
         warmup_steps: Steps of the linear warm-up.
+        block_lr: Learning rate of the blocks' matrices, relative to `lr`. The best one falls with their width and rises
+            with their sparsity, unless they are rescaled, see ``scale`` of the callback; that of the embeddings does
+            neither.
 
     Raises:
-        ValueError: If `dim` is not a multiple of 16 and of `heads`, or `warmup_steps` is below 1.
+        ValueError: If `dim` is not a multiple of 16 and of `heads`, `warmup_steps` is below 1, or `block_lr` is not
+            positive.
 
     Example:
         >>> GPT(dim=32, heads=2)(torch.zeros(2, 256, dtype=torch.long)).shape
@@ -44,19 +48,24 @@ class GPT(TinyTransformer):
         weight_decay: float = 0.1,
         dropout: float = 0.0,
         warmup_steps: int = 10,
+        block_lr: float = 1.0,
     ) -> None:
         if warmup_steps < 1:
             raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps}")
+        if not block_lr > 0:
+            raise ValueError(f"block_lr must be positive, got {block_lr}")
         super().__init__(vocab_size, context, dim, depth, heads, lr, weight_decay, dropout)
         self.warmup_steps = warmup_steps
+        self.block_lr = block_lr
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Fused AdamW under a warm-up and a half cosine."""
-        matrices = [p for block in self.blocks for p in block.parameters() if p.ndim > 1] + [self.head.weight]
-        kept = {id(p) for p in matrices}
+        matrices = [p for block in self.blocks for p in block.parameters() if p.ndim > 1]
+        decayed = {id(p) for p in [*matrices, self.head.weight]}
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": [p for p in self.parameters() if id(p) not in kept], "weight_decay": 0.0},
+            {"params": matrices, "lr": self.lr * self.block_lr, "weight_decay": self.weight_decay},
+            {"params": [self.head.weight], "weight_decay": self.weight_decay},
+            {"params": [p for p in self.parameters() if id(p) not in decayed], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
         total = self.trainer.estimated_stepping_batches

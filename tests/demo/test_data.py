@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_nm.demo import Digits, FashionMNIST, HelpTopics
+from lightning_nm.demo import Digits, FashionMNIST, HelpTopics, PythonSource
 from lightning_nm.demo.fashion_mnist import read_idx
 from lightning_nm.demo.images import ImageArrays, shift_and_flip
 
@@ -186,9 +186,57 @@ def test_help_topics_tunes_on_training_text():
     assert len(test) == pytest.approx(0.2 * len(whole), abs=32)
 
 
+@pytest.fixture(scope="session")
+def python_source():
+    """Another package than the default one, which is an extra."""
+    data = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, val_size=50)
+    data.setup("fit")
+    return data
+
+
+def test_python_source(python_source):
+    inputs, targets = next(iter(python_source.train_dataloader()))
+    assert inputs.shape == targets.shape == (8, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    text = bytes(python_source.train_set.windows[:, :-1].flatten().tolist())
+    assert b"import" in text
+    assert len(python_source.val_set) == 50
+    held_out = [bytes(window) for window in python_source.val_set.windows.tolist()]
+    assert sum(window in text for window in held_out) < 10, "more than what all files begin with"
+
+
+def test_python_source_is_the_same_each_time(python_source):
+    again = PythonSource(("lightning-utilities",), context=16, val_fraction=0.1, val_size=10**9)
+    again.setup("fit")
+    assert torch.equal(again.train_set.windows, python_source.train_set.windows)
+    held_out = len(again.val_set)
+    assert held_out / (held_out + len(again.train_set)) == pytest.approx(0.1, abs=0.08)  # a file is a large part here
+
+
+def test_python_source_tunes_on_training_files(python_source):
+    tuning = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, val_size=10**9, tuning=True)
+    tuning.setup("fit")
+    whole, train, held_out = (
+        bytes(part.windows[:, :-1].flatten().tolist())
+        for part in (python_source.train_set, tuning.train_set, tuning.val_set)
+    )
+    assert whole.startswith(train)
+    assert held_out[:400] in whole[len(train) - 16 :]
+
+
+def test_python_source_of_one_text_alone():
+    with pytest.raises(ValueError, match="has the SHA-256 [0-9a-f]{64}, not digest='0'") as error:
+        PythonSource(["lightning-utilities"], digest="0").setup("fit")
+    digest = str(error.value).split("SHA-256 ")[1][:64]
+    PythonSource(["lightning-utilities"], digest=digest).setup("fit")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: PythonSource(["no-such-package"]).setup("fit"), "'no-such-package' is not installed: run `pip inst"),
+        (lambda: PythonSource(context=0), "context must be at least 1"),
+        (lambda: PythonSource(val_size=0), "val_size must be at least 1"),
         (lambda: Digits(batch_size=0), "batch_size must be at least 1, got 0"),
         (lambda: Digits(num_workers=-1), "num_workers must not be negative"),
         (lambda: Digits(val_fraction=1.0), r"val_fraction must lie between 0 and 1, got 1\.0"),

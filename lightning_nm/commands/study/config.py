@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SHORT_KEYS = ("pattern", "method", "grad_estimator")
+SHORT_KEYS = ("pattern", "method", "grad_estimator", "scale", "base_density")
 """Keys that mean the arguments of the config's :class:`~lightning_nm.NMSparsityCallback`."""
 
 # A trial prints, logs and saves nothing of its own, unless the study's overrides say so.
