@@ -225,7 +225,7 @@ def test_python_source_tunes_on_training_files(python_source):
 
 
 def test_python_source_of_one_text_alone():
-    with pytest.raises(ValueError, match="has the SHA-256 [0-9a-f]{64}, not digest='0'") as error:
+    with pytest.raises(ValueError, match=r"has the SHA-256 [0-9a-f]{64}, not digest='0'") as error:
         PythonSource(["lightning-utilities"], digest="0").setup("fit")
     digest = str(error.value).split("SHA-256 ")[1][:64]
     PythonSource(["lightning-utilities"], digest=digest).setup("fit")
