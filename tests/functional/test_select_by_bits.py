@@ -7,10 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_nm.functional import select
 from lightning_nm.functional.select import mask_, masked, merged
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -3.0])
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    """Small tensors would all take `where`."""
+    monkeypatch.setattr(select, "_FEW", 0)
 
 
 def tensors(dtype, rows, columns, seed, transposed):
@@ -34,6 +41,28 @@ def test_bits_are_those_of_where(dtype, rows, columns, seed, transposed):
     kept = x.clone()
     assert mask_(kept, mask) is kept
     assert same_bits(kept, x.masked_fill(~mask, 0))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (1, 0, 3, 2)])
+def test_a_mask_of_another_memory_order(order):
+    """As that of a weight whose gradient is in the order of channels last."""
+    x, mask = torch.randn(4, 3, 5, 2), torch.rand(4, 3, 5, 2) < 0.5
+    inverse = [order.index(k) for k in range(4)]
+    other = x.permute(order).contiguous().permute(inverse)
+    y = torch.randn_like(x)
+    assert torch.equal(masked(other, mask), torch.where(mask, x, 0))
+    assert torch.equal(merged(mask, other, y), torch.where(mask, x, y))
+    assert mask_(other, mask).stride() == other.stride()
+    assert torch.equal(other, x.masked_fill(~mask, 0))
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_few_entries_take_where(size, monkeypatch):
+    monkeypatch.undo()
+    x, mask = torch.randn(size), torch.rand(size) < 0.5
+    assert torch.equal(masked(x, mask), torch.where(mask, x, 0))
+    assert torch.equal(merged(mask, x, -x), torch.where(mask, x, -x))
+    assert torch.equal(mask_(x.clone(), mask), x.masked_fill(~mask, 0))
 
 
 def test_gradients_broadcasts_and_other_types_take_where():
