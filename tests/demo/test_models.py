@@ -165,13 +165,24 @@ def test_nothing_depends_on_the_rest_of_the_package():
 def test_gpt_decays_matrices_and_warms_up_without_a_plan():
     model = GPT(context=16, dim=32, depth=1, heads=2, warmup_steps=4)
     trainer = fit(model, HelpTopics(context=16, batch_size=2), max_steps=6, limit_val_batches=0)
-    matrices, others = trainer.optimizers[0].param_groups
-    assert {p.ndim for p in matrices["params"]} == {2}
-    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert len(matrices["params"]) == 5
-    assert sum(len(group["params"]) for group in (matrices, others)) == len(list(model.parameters()))
+    groups = trainer.optimizers[0].param_groups
+    blocks, head, others = groups
+    assert {p.ndim for p in blocks["params"]} == {2}
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    assert len(blocks["params"]) == 4
+    assert head["params"] == [model.head.weight]
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     with pytest.raises(ValueError, match="warmup_steps"):
         GPT(warmup_steps=0)
+
+
+def test_the_blocks_of_a_gpt_take_a_learning_rate_of_their_own():
+    model = GPT(context=16, dim=32, depth=1, heads=2, lr=1e-3, block_lr=4.0, warmup_steps=1)
+    trainer = fit(model, HelpTopics(context=16, batch_size=2), max_steps=1, limit_val_batches=0)
+    blocks, head, others = trainer.optimizers[0].param_groups
+    assert [group["initial_lr"] for group in (blocks, head, others)] == [4e-3, 1e-3, 1e-3]
+    with pytest.raises(ValueError, match="block_lr"):
+        GPT(block_lr=0.0)
 
 
 def test_a_warmup_in_steps_needs_no_plan():
