@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
 # Tests that compute nothing, or with fixed numbers.
-NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py test_pattern.py test_version.py test_repository.py test_build_hook.py commands/doctor studies
+NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_pattern.py test_version.py test_repository.py test_build_hook.py commands/doctor studies
 
 .PHONY: demo speed library sanitize wheel test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
 

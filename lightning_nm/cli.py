@@ -9,12 +9,12 @@ from importlib.metadata import version
 from lightning_nm.commands.doctor.command import main as doctor
 from lightning_nm.commands.export.command import main as export
 from lightning_nm.commands.flops.command import main as flops
+from lightning_nm.commands.lightning_cli import NMLightningCLI, require_extra
 from lightning_nm.commands.report.command import main as report
 from lightning_nm.commands.study.command import main as study
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.export.classes import find_modules_here
-from lightning_nm.lightning_cli import NMLightningCLI, require_extra
-from lightning_nm.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean
 
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),

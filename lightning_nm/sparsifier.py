@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
-from lightning_nm.distributed.consistency import RankComparison, reduce_gradients
+from lightning_nm.config.rules import SHORT_NAMES
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import reshard
@@ -21,8 +22,7 @@ from lightning_nm.nn.layer.state import SCHEMA, by_plain_name, check_schema, lay
 from lightning_nm.nn.selection.install import install, uninstall
 from lightning_nm.nn.selection.low_rank import warn_of_adapters
 from lightning_nm.nn.selection.selection import Rule, Selection
-from lightning_nm.pattern import PatternLike
-from lightning_nm.rules import SHORT_NAMES
+from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.fitting import FittingState
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter

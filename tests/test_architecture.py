@@ -7,32 +7,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 ORDER = [
-    {"pattern", "schedule", "spelling", "moved"},
     {"functional"},
     {"kernels"},
     {"nn"},
-    {"training", "distributed"},
+    {"training"},
     {"methods", "estimators"},
-    {"presets", "rules"},
     {"config"},
-    {"sparsifier", "one_shot"},
-    {"callbacks", "plugins", "strategies", "metrics", "export"},
+    {"sparsifier"},
+    {"callbacks", "plugins", "metrics", "export"},
     {"integrations"},
-    {"lightning_cli"},
     {"commands"},
     {"cli"},
     {"__main__"},
 ]
-LIGHTNING = (
-    "callbacks",
-    "plugins",
-    "strategies",
-    "lightning_cli",
-    "commands",
-    "cli",
-    "demo",
-    "integrations",
-)
+LIGHTNING = ("callbacks", "plugins", "commands", "cli", "demo", "integrations")
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

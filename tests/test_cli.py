@@ -15,8 +15,8 @@ import lightning_nm
 from lightning_nm import NMLightningCLI, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
+from lightning_nm.commands.lightning_cli import hint
 from lightning_nm.demo import Digits, ResidualCNN
-from lightning_nm.lightning_cli import hint
 from tests.support.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from lightning_nm.moved import MOVED
+from lightning_nm import MOVED
 
 
 @pytest.mark.parametrize("old", MOVED)

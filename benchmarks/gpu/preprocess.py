@@ -30,6 +30,7 @@ from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.operands import (
     TOKENS,
     masked_backward,
@@ -41,7 +42,6 @@ from lightning_nm.kernels.operands import (
     permuted_columns_reference,
     triton_kernels,
 )
-from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
 SHAPES = ["11008x4096", "4096x11008"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_nm.plugins import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.strategies import NMDDPStrategy
 
 
 class ProcessConsistency:

@@ -24,10 +24,10 @@ from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import PatternLike
 from lightning_nm.sparsifier import NMSparsifier
 
 

@@ -8,7 +8,7 @@ from lightning_nm.estimators.base import GradientEstimator
 from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
 from lightning_nm.estimators.top_n import TopN
-from lightning_nm.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean
 
 __all__ = ["MVUE", "ApproxMVUE", "BlockEstimator", "EstimatorName", "GradientEstimator", "TopN", "resolve_estimator"]
 

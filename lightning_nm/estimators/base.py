@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.schedule import Moment, resolve_window
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, resolve_window
 
 
 class GradientEstimator:

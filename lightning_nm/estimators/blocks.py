@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lightning_nm.estimators.base import GradientEstimator
 from lightning_nm.functional import counter_uniform
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.schedule import Moment, check_window
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.schedule import Moment, check_window
 
 
 class BlockEstimator(GradientEstimator):

@@ -19,7 +19,7 @@ from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.nm_format import position_bytes
-from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 
 
 class Written(NamedTuple):

@@ -23,9 +23,9 @@ from lightning_nm.export.safetensors_file import (
     write_safetensors,
 )
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
-from lightning_nm.pattern import NMPattern
 
 FORMAT = "lightning_nm.packed"
 VERSION = "1"

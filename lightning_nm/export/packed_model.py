@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
@@ -27,7 +28,6 @@ from lightning_nm.nn.packed import (
     return_freed_memory,
     settle,
 )
-from lightning_nm.pattern import NMPattern, PatternLike
 
 Model = TypeVar("Model", bound=nn.Module)
 

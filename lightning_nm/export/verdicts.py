@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import count_violations
-from lightning_nm.pattern import NMPattern
+from lightning_nm.functional.pattern import NMPattern
 
 # Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
 _DENSE_FROM = 0.5

@@ -16,12 +16,12 @@ from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.export.verdicts import Verdict, classify, judge
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.nn.layer.layout import rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
-from lightning_nm.pattern import NMPattern, PatternLike
 
 _SHOWN = 8  # names of dense matrices in a message
 

@@ -1,4 +1,4 @@
-"""Tensor to tensor: no module state, no Lightning."""
+"""Functions of their arguments alone, most of them tensor to tensor: no module state, no Lightning."""
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 
 _BLOCK = 128  # columns whose corrections of later columns are applied at once
 

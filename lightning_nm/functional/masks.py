@@ -13,8 +13,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
-from lightning_nm.pattern import NMPattern, PatternLike
 
 _MAX_STRIDED_M = 8  # up to this M, comparing each pair where it lies in memory beats gathering the entries first
 _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs

@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lightning_nm.functional import count_violations
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
@@ -21,7 +22,6 @@ from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.packed import PackedWeight
 from lightning_nm.nn.selection.low_rank import KeepsMask, masked_delta
 from lightning_nm.nn.selection.selection import as_globs
-from lightning_nm.pattern import NMPattern, PatternLike
 
 _SHOWN = 8  # layers in an error
 

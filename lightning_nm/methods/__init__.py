@@ -7,13 +7,13 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+from lightning_nm.functional.spelling import did_you_mean
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.transposable import TransposableMask
-from lightning_nm.spelling import did_you_mean
 
 __all__ = [
     "ASP",

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.schedule import Moment
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment
 
 _REPLACED_HOOKS = {
     "init": "rename it init_masks()",

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.schedule import Moment, check_window, resolve_window, within
 from lightning_nm.functional.select import masked
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_window, resolve_window, within
 
 
 class STE(MaskMethod):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import within
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer

@@ -166,7 +166,7 @@ def test_gpt_decays_matrices_and_warms_up_without_a_plan():
     model = GPT(context=16, dim=32, depth=1, heads=2, warmup_steps=4)
     trainer = fit(model, HelpTopics(context=16, batch_size=2), max_steps=6, limit_val_batches=0)
     groups = trainer.optimizers[0].param_groups
-    blocks, head, others = groups
+    blocks, head, _ = groups
     assert {p.ndim for p in blocks["params"]} == {2}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
     assert len(blocks["params"]) == 4

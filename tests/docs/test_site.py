@@ -27,7 +27,6 @@ PUBLIC = (
     "export",
     "commands.doctor",
     "plugins",
-    "strategies",
     "integrations",
     "callbacks",
     "demo",

@@ -16,7 +16,7 @@ from lightning_nm.functional.masks import (
     sorted_mask,
     unrolled_mask,
 )
-from lightning_nm.pattern import NMPattern
+from lightning_nm.functional.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:4", "1:4", "3:4", "3:5", "2:8", "4:8", "1:16", "2:16", "8:16", "16:32", "5:70"]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed, mvue, random
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.operands import (
     masked_backward,
     masked_forward,
@@ -22,7 +23,6 @@ from lightning_nm.kernels.operands import (
     permuted_columns,
     triton_kernels,
 )
-from lightning_nm.pattern import NMPattern
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -20,7 +20,7 @@ from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.flops.counts import Report, layers_of
 from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
 from lightning_nm.commands.flops.tables import print_report
-from lightning_nm.pattern import NMPattern
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.planned import charge_plan
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_nm.commands.build import Classes
 from lightning_nm.commands.study.config import as_list, flat, override, quiet, read_yaml, trains_dense
-from lightning_nm.pattern import NMPattern
-from lightning_nm.spelling import did_you_mean
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.spelling import did_you_mean
 
 Direction = Literal["minimize", "maximize"]
 Sampler = Literal["grid", "tpe", "random"]

@@ -18,8 +18,8 @@ import torch
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.commands.build import Classes, require_classes
-from lightning_nm.lightning_cli import NMLightningCLI
-from lightning_nm.spelling import did_you_mean
+from lightning_nm.commands.lightning_cli import NMLightningCLI
+from lightning_nm.functional.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu.library import (
     DTYPES,
@@ -26,7 +27,6 @@ from lightning_nm.kernels.cpu.library import (
     parallel,
     threads,
 )
-from lightning_nm.pattern import NMPattern
 
 
 @dataclass(frozen=True, eq=False)

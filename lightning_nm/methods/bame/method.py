@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.methods.bame.evidence import (
     COUNT,
@@ -34,7 +35,6 @@ from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statisti
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 
 class BAME(MaskMethod):

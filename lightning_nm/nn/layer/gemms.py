@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import GemmName
-from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
     from lightning_nm.nn.layer.layer import NMLayer

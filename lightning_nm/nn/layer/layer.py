@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.nn.layer.gemms import Gemms, LayerCosts, layer_gemms
@@ -22,7 +23,6 @@ from lightning_nm.nn.layer.progress import LayerProgress
 from lightning_nm.nn.layer.sharding import as_sharded, gather, is_sharded, local_shard, sharded_dimensions
 from lightning_nm.nn.layer.spec import LayerSpec
 from lightning_nm.nn.layer.weight import ShardedWeight
-from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator

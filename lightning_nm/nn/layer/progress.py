@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_nm.schedule import within
+from lightning_nm.functional.schedule import within
 
 
 @dataclass

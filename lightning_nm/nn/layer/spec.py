@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.kernels import Packed
@@ -19,7 +20,6 @@ from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
 from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.nn.packed.kernel_choice import Budget, Choice, Kernels, choose, coarse, kernel_of, registry_of
 from lightning_nm.nn.products.routed_ops import plain
-from lightning_nm.pattern import NMPattern
 
 _CHUNK = 1 << 20  # entries that are unpacked at a time
 

@@ -14,8 +14,8 @@ from lightning_nm.functional.nm_format import (
     pack_nm,
     position_bytes,
 )
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.pattern import NMPattern
 
 LAYOUTS: tuple[Layout, ...] = ("plain", "flat", "transposed")
 

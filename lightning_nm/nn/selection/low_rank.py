@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.functional import is_nm
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.layer.sharding import is_sharded
-from lightning_nm.pattern import NMPattern
 
 
 class KeepsMask(nn.Module):

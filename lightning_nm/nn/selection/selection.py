@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import ConvLayout, row_sizes
@@ -25,7 +26,6 @@ from lightning_nm.nn.selection.low_rank import KeepsMask, is_low_rank
 from lightning_nm.nn.selection.ranges import expanded
 from lightning_nm.nn.selection.ties import Candidate, Ties
 from lightning_nm.nn.selection.unmaskable import matrices, quantised, unmaskable
-from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:
     from lightning_nm.estimators.base import GradientEstimator

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, NMSparsifier, one_shot, prune
+from lightning_nm import ASP, NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt
+from lightning_nm.methods import one_shot
 from lightning_nm.nn.adapters import Adapter, find_adapter, register_adapter
 
 CONVOLUTIONS = {

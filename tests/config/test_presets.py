@@ -23,7 +23,7 @@ from lightning_nm import (
 from lightning_nm.callbacks.report.settings import hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.cli import main
-from lightning_nm.presets import _PRESETS
+from lightning_nm.config.presets import _PRESETS
 from tests.support.lightning_models import Data, SaveAt, make_trainer, new_model
 from tests.test_cli import config
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import ASP, BAME, SRSTE, NMPattern, NMSparsifier
-from lightning_nm.distributed.comm_hook import CommHookState, _pack, _unpack, kept_entries, kept_entries_hook
 from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.training.distributed.comm_hook import CommHookState, _pack, _unpack, kept_entries, kept_entries_hook
 from tests.support.kinds import KINDS, make
 from tests.support.processes import in_processes
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.methods import STE
 from lightning_nm.nn.adapters import Adapter, adapter_of
@@ -24,7 +25,6 @@ from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.selection.install import install, uninstall
 from lightning_nm.nn.selection.selection import Rule, as_globs, select
-from lightning_nm.pattern import NMPattern, PatternLike
 
 Score = Literal["magnitude", "wanda", "sparsegpt"]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.pattern import NMPattern
+from lightning_nm.functional.pattern import NMPattern
 
 
 @pytest.mark.parametrize("value", ["2:4", " 2 : 4 ", {"n": 2, "m": 4}, {"m": 4, "n": 2}, 124, NMPattern(2, 4)])

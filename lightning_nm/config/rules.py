@@ -9,13 +9,13 @@ from typing import Any, TypedDict, get_args
 from torch import nn
 from typing_extensions import Required
 
+from lightning_nm.config.presets import Preset, PresetName, preset_of
 from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.selection.selection import Rule, Selection, as_globs, select
-from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.presets import Preset, PresetName, preset_of
 
 SHORT_NAMES: dict[str, str] = {type(resolve_method(name)).__name__: name for name in get_args(MethodName)}
 SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName) if name != "dense"}

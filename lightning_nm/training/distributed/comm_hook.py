@@ -105,8 +105,8 @@ def kept_entries_hook(
     """Average a bucket of gradients; of masked weights only the kept entries are sent, and the others become 0.
 
     Under accumulation a bucket holds the sum of all micro-batches. The size of the message depends on N:M and on what
-    :func:`~lightning_nm.distributed.consistency.checksum` compares, so it is the same in all consistent processes. The
-    result is the future of ``bucket.buffer()`` with the averages.
+    :func:`~lightning_nm.training.distributed.consistency.checksum` compares, so it is the same in all consistent
+    processes. The result is the future of ``bucket.buffer()`` with the averages.
     """
     # Buckets are rebuilt after the first step, so the parameters must tell whose gradients this one holds.
     buffer = bucket.buffer()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_nm.config import arguments_of
-from lightning_nm.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean
 
 EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'"
 
@@ -136,7 +136,7 @@ def _unknown_key(line: str, after: Sequence[str], places: Sequence[str]) -> str:
             return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
         return f"there is no '{option[1]}'{_meant(option[1], _parameters(path))}"
     if keys := re.search(r"Unexpected keys: \{(.*?)\}", line):
-        from lightning_nm.rules import RuleSpec
+        from lightning_nm.config.rules import RuleSpec
 
         first = keys[1].split(",")[0].strip(" '")
         known = list(RuleSpec.__annotations__) if places and places[-1] == "rules" else []

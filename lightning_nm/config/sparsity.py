@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
 
+from lightning_nm.config.presets import PresetName
+from lightning_nm.config.rules import ResolvedRules, RuleSpec, resolve_rules
 from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.spelling import did_you_mean
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast
-from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.presets import PresetName
-from lightning_nm.rules import ResolvedRules, RuleSpec, resolve_rules
-from lightning_nm.spelling import did_you_mean
 from lightning_nm.training.scale import Scale, check_scale
 
 
