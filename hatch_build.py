@@ -31,12 +31,16 @@ class LibraryBuildHook(BuildHookInterface):
             self.folder = tempfile.TemporaryDirectory()
             folder = Path(self.folder.name)
             reason = build.build(folder)
-            build_data["force_include"].update({str(file): f"{KERNELS}/{file.name}" for file in folder.iterdir()})
+            build_data["force_include"].update(
+                {str(file): f"{KERNELS}/{file.name}" for file in folder.iterdir()}
+            )
         if reason:
             self.app.display_warning(f"There are no kernels for CPUs: {reason}")
         else:
             # The library does not depend on the version of Python. Its C library is this machine's: not "manylinux".
-            platform = next(tag for tag in platform_tags() if not tag.startswith(("manylinux", "musllinux")))
+            platform = next(
+                tag for tag in platform_tags() if not tag.startswith(("manylinux", "musllinux"))
+            )
             build_data.update(pure_python=False, tag=f"py3-none-{platform}")
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

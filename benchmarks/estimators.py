@@ -33,7 +33,9 @@ def uniform(x: Tensor, pattern: NMPattern, dim: int, rows: Sequence[int] = ()) -
     return counter_uniform(torch.Size(shape).numel(), fold_seed(0)).view(shape)
 
 
-def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
+def compiled(
+    function: Callable[[Tensor], Tensor], x: Tensor
+) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return the compiled function, and the seconds of its first call."""
     torch._dynamo.reset()
     fast = torch.compile(function, fullgraph=True)
@@ -44,7 +46,9 @@ def compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = matrix_parser(__doc__, 5, PATTERNS)
-    parser.add_argument("--compile", action="store_true", help="time what torch.compile makes of them")
+    parser.add_argument(
+        "--compile", action="store_true", help="time what torch.compile makes of them"
+    )
     args = parser.parse_args(argv)
 
     full = begin(args)
@@ -58,19 +62,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases: list[tuple[str, int, Callable[[Tensor], Tensor], tuple[int, ...]]] = []
         for dim in (-1, 0):
             numbers = uniform(x, pattern, dim)
-            cases.append(("mvue", dim, partial(mvue, pattern=pattern, dim=dim, uniform=numbers), ()))
+            cases.append(
+                ("mvue", dim, partial(mvue, pattern=pattern, dim=dim, uniform=numbers), ())
+            )
             if pattern == NMPattern(2, 4):
                 pairs = uniform(x, pattern, dim, (2,))
-                cases.append(("approx_mvue", dim, partial(approx_mvue, dim=dim, uniform=pairs), (2,)))
+                cases.append(
+                    ("approx_mvue", dim, partial(approx_mvue, dim=dim, uniform=pairs), (2,))
+                )
         first = [0.0] * len(cases)
         functions = [function for _, _, function, _ in cases]
         if args.compile:
             made = [compiled(function, x) for function in functions]
             for (fast, _), function in zip(made, functions, strict=True):
-                assert torch.equal(fast(x), function(x)), f"{pattern}: the compiled estimator differs"
+                assert torch.equal(fast(x), function(x)), (
+                    f"{pattern}: the compiled estimator differs"
+                )
             functions, first = [fast for fast, _ in made], [seconds for _, seconds in made]
         draws = [partial(uniform, x, pattern, dim, rows) for _, dim, _, rows in cases]
-        runs: list[Callable[[], object]] = [x.clone, *(partial(function, x) for function in functions), *draws]
+        runs: list[Callable[[], object]] = [
+            x.clone,
+            *(partial(function, x) for function in functions),
+            *draws,
+        ]
         copy, *times = map(statistics.median, interleaved(runs, args.repeats))
         own, drawn = times[: len(cases)], times[len(cases) :]
         for (name, dim, _, _), seconds, draw, start in zip(cases, own, drawn, first, strict=True):

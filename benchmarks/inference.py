@@ -96,7 +96,9 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
         dense = copy.deepcopy(model).to(dtype)
         file = folder / f"dense-{name}.safetensors"
         if not file.exists():
-            save_file({key: value.contiguous().clone() for key, value in dense.state_dict().items()}, file)
+            save_file(
+                {key: value.contiguous().clone() for key, value in dense.state_dict().items()}, file
+            )
         yield f"dense {name}", dense, file
         yield f"dense {name}, compiled", torch.compile(copy.deepcopy(dense), dynamic=False), file
     yield from other_runtimes(model, folder, ids)
@@ -120,20 +122,33 @@ def other_runtimes(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[
     torch.onnx.export(model, (ids,), str(file), dynamo=True, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would slow the others
+    options.add_session_config_entry(
+        "session.intra_op.allow_spinning", "0"
+    )  # it would slow the others
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    yield "onnxruntime fp32", lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]), file
+    yield (
+        "onnxruntime fp32",
+        lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]),
+        file,
+    )
     if importlib.util.find_spec("openvino") is None:
         return
     import openvino
 
     core = openvino.Core()
     for precision in ("f32", "bf16"):
-        settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        settings = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
         compiled = core.compile_model(str(file), "CPU", settings)
         label = {"f32": "fp32", "bf16": "bf16"}[precision]
-        yield f"openvino {label}", lambda x, net=compiled: torch.from_numpy(net([x.numpy()])[0]), file  # type: ignore[misc]
+
+        def run(x: Tensor, net: Any = compiled) -> Tensor:
+            return torch.from_numpy(net([x.numpy()])[0])
+
+        yield f"openvino {label}", run, file
 
 
 def measure(runs: dict[str, Run], ids: Tensor, seconds: float) -> dict[str, float]:
@@ -208,7 +223,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="decoder", choices=["decoder", "minilm"])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--shapes", nargs="+", default=["1x1", "1x64", "16x128"], help="batch x tokens")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["1x1", "1x64", "16x128"], help="batch x tokens"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of measuring, for each shape")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
@@ -224,7 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     model, results = build(args), {}
     files: dict[str, Path] = {}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters(model) / 1e6:.0f} M parameters\n")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters(model) / 1e6:.0f} M parameters\n"
+    )
     with _folder(args.folder) as folder:
         for shape in args.shapes:
             ids = torch.randint(3, 1000, tuple(map(int, shape.split("x"))))
@@ -232,9 +251,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, run, file in variants(model, folder, ids):
                 runs[name], files[name] = run, file
             results[shape] = measure(runs, ids, args.seconds)
-            fastest = min(ms for name, ms in results[shape].items() if not name.startswith("packed"))
+            fastest = min(
+                ms for name, ms in results[shape].items() if not name.startswith("packed")
+            )
             of_torch = min(ms for name, ms in results[shape].items() if name.startswith("dense"))
-            print(f"| {shape} | ms | against the fastest dense | against torch |\n|---|---|---|---|")
+            print(
+                f"| {shape} | ms | against the fastest dense | against torch |\n|---|---|---|---|"
+            )
             for name, ms in results[shape].items():
                 print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x | {of_torch / ms:.2f}x |")
             print(flush=True)
@@ -292,7 +315,16 @@ def _in_a_fresh_process(
     file: Path, args: argparse.Namespace, options: Sequence[str] = (), home: str | None = None
 ) -> Any:
     """What :func:`answer_once` prints in a process of its own; in an empty home directory no choice is known."""
-    own: list[Any] = ["--model", args.model, "--width", args.width, "--layers", args.layers, "--answer", file]
+    own: list[Any] = [
+        "--model",
+        args.model,
+        "--width",
+        args.width,
+        "--layers",
+        args.layers,
+        "--answer",
+        file,
+    ]
     if args.threads is not None:
         own += ["--threads", args.threads]
     done = subprocess.run(

@@ -42,16 +42,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     full = begin(args)
-    print(f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n")
+    print(
+        f"{args.size} x {args.size} {args.dtype}, blocks along dim {args.dim}, medians of {args.repeats}\n"
+    )
     print(table([*MASKS, "load"], []))
     rows: list[dict[str, Any]] = []
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full.narrow(args.dim, 0, size).contiguous()
-        makers = [partial(make, weight, pattern, args.dim) for make in (topk_mask, score_mask, magnitude_mask)]
+        makers = [
+            partial(make, weight, pattern, args.dim)
+            for make in (topk_mask, score_mask, magnitude_mask)
+        ]
         # Which of several equal entries topk keeps is open; what it keeps of the magnitude is not.
         kept = torch.stack([torch.where(make(), weight.abs(), 0).double().sum() for make in makers])
-        assert torch.allclose(kept, kept[0], rtol=1e-12, atol=0), f"{pattern}: the masks keep {kept} of the magnitude"
+        assert torch.allclose(kept, kept[0], rtol=1e-12, atol=0), (
+            f"{pattern}: the masks keep {kept} of the magnitude"
+        )
         names, times = ("topk", "nm_mask", "magnitude_mask"), interleaved(makers, args.repeats)
         seconds = dict(zip(names, map(statistics.median, times), strict=True))
         rows.append({"pattern": str(pattern), "seconds": seconds, "load": os.getloadavg()[0]})

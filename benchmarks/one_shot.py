@@ -43,7 +43,9 @@ def trained(seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     digits = Digits()
     digits.setup("fit")
     (x, y), (others, classes) = map(_whole, (digits.train_set, digits.val_set))
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     for _ in range(300):
         optimizer.zero_grad()
@@ -82,14 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| pattern | pruning | error of the logits | accuracy |\n|---|---|---|---|")
     for pattern in args.patterns:
         pruners: dict[str, Pruner] = {
-            score: partial(by_score, pattern, score) for score in ("magnitude", "wanda", "sparsegpt")
+            score: partial(by_score, pattern, score)
+            for score in ("magnitude", "wanda", "sparsegpt")
         }
         if pattern == "2:4" and importlib.util.find_spec("modelopt"):
             pruners["modelopt sparse_magnitude"] = partial(modelopt, "sparse_magnitude")
             pruners["modelopt sparsegpt"] = partial(modelopt, "sparsegpt")
         results = [measure(seed, pruners) for seed in range(args.seeds)]
         for name in results[0]:
-            error, accuracy = (statistics.median(result[name][k] for result in results) for k in range(2))
+            error, accuracy = (
+                statistics.median(result[name][k] for result in results) for k in range(2)
+            )
             print(f"| {pattern} | {name} | {error:.3f} | {accuracy:.1%} |")
 
 

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.permutation import Criterion, _problem, _scores, permutation_score, search_permutation
+from lightning_nm.functional.permutation import (
+    Criterion,
+    _problem,
+    _scores,
+    permutation_score,
+    search_permutation,
+)
 
 PATTERN = NMPattern(2, 4)
 DRAWS = 1000
@@ -43,7 +49,9 @@ COLUMNS = {
 }
 
 
-def measure(weight: Tensor, criterion: Criterion, seed: int, repeats: int, long: int) -> dict[str, float]:
+def measure(
+    weight: Tensor, criterion: Criterion, seed: int, repeats: int, long: int
+) -> dict[str, float]:
     """One weight ``[out, K]``: scores as shares, times in milliseconds."""
     mask = nm_mask(weight.abs(), PATTERN)
     generator = torch.Generator().manual_seed(seed)
@@ -55,11 +63,19 @@ def measure(weight: Tensor, criterion: Criterion, seed: int, repeats: int, long:
         return permutation_score(weight, mask, PATTERN, permutation, criterion=criterion) / whole
 
     def best_of_100() -> Tensor:
-        return search_permutation(weight, mask, PATTERN, search="random", criterion=criterion, generator=generator)
+        return search_permutation(
+            weight, mask, PATTERN, search="random", criterion=criterion, generator=generator
+        )
 
     def swap(candidates: int = 100) -> Tensor:
         return search_permutation(
-            weight, mask, PATTERN, search="swap", candidates=candidates, criterion=criterion, generator=generator
+            weight,
+            mask,
+            PATTERN,
+            search="swap",
+            candidates=candidates,
+            criterion=criterion,
+            generator=generator,
         )
 
     times: dict[str, list[float]] = {"random": [], "swap": []}
@@ -86,9 +102,12 @@ def measure(weight: Tensor, criterion: Criterion, seed: int, repeats: int, long:
         "best of 100": best,
         "swap": swapped,
         "swap, long": score(converged),
-        "ceiling": kept.sort(0, descending=True).values[:limit].sum(dtype=torch.float64).item() / whole,
+        "ceiling": kept.sort(0, descending=True).values[:limit].sum(dtype=torch.float64).item()
+        / whole,
         "gain ratio": (swapped - random_mean) / (best - random_mean),
-        "time": median(mine / theirs for mine, theirs in zip(times["swap"], times["random"], strict=True)),
+        "time": median(
+            mine / theirs for mine, theirs in zip(times["swap"], times["random"], strict=True)
+        ),
         "best of 100, ms": 1e3 * median(times["random"]),
         "swap, ms": 1e3 * median(times["swap"]),
         "long, ms": 1e3 * long_time,
@@ -103,7 +122,11 @@ def trained_weights(path: Path) -> Iterable[tuple[str, Tensor]]:
     """Every 2-D and 4-D weight that 2:4 divides both ways, ``[out, K]`` with blocks along `in` for a fixed tap."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, tensor in state.get("state_dict", state).items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim not in (2, 4):
+        if (
+            not isinstance(tensor, Tensor)
+            or not tensor.is_floating_point()
+            or tensor.ndim not in (2, 4)
+        ):
             continue
         out, columns = tensor.shape[:2]
         if out >= 32 and out % PATTERN.m == 0 and columns % PATTERN.m == 0:
@@ -112,18 +135,31 @@ def trained_weights(path: Path) -> Iterable[tuple[str, Tensor]]:
 
 def table(rows: list[dict[str, str | float]]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(form.format(row[name]) for name, form in COLUMNS.items())} |" for row in rows]
+    lines += [
+        f"| {' | '.join(form.format(row[name]) for name, form in COLUMNS.items())} |"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048], help="rows and columns")
-    parser.add_argument("--seeds", type=int, default=10, help="Gaussian weights per size; medians are printed")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of either search per weight, interleaved")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[512, 1024, 2048], help="rows and columns"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="Gaussian weights per size; medians are printed"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed runs of either search per weight, interleaved"
+    )
     parser.add_argument("--long", type=int, default=5000, help="candidates of the long run of swap")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for both searches")
-    parser.add_argument("--checkpoint", type=Path, help="a state dict or Lightning checkpoint of a trained model")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a state dict or Lightning checkpoint of a trained model"
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -131,7 +167,10 @@ def main() -> None:
     warm_up = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     measure(warm_up, "retained", 0, options.repeats, 100)
 
-    print(f"Gaussian weights, retained, median of {options.seeds} seeds, torch {torch.__version__}, ", end="")
+    print(
+        f"Gaussian weights, retained, median of {options.seeds} seeds, torch {torch.__version__}, ",
+        end="",
+    )
     print(f"{options.threads} thread(s)\n")
     gaussian = []
     for size in options.sizes:
@@ -150,15 +189,27 @@ def main() -> None:
             case = f"{name} {weight.shape[0]} x {weight.shape[1]}"
             trained.append(medians(case, [measure(weight, "l1", 0, options.repeats, options.long)]))
         if trained:
-            middle = {name: median(float(row[name]) for row in trained) for name in COLUMNS if name != "case"}
+            middle = {
+                name: median(float(row[name]) for row in trained)
+                for name in COLUMNS
+                if name != "case"
+            }
             print(f"\nTrained weights, l1 (retained magnitude), {options.checkpoint.name}\n")
             print(table([*trained, {"case": f"median of {len(trained)}", **middle}]))
         else:
-            print(f"\nTrained weights: {options.checkpoint.name} holds none with at least 32 rows that 2:4 divides.")
+            print(
+                f"\nTrained weights: {options.checkpoint.name} holds none with at least 32 rows that 2:4 divides."
+            )
 
     if options.json is not None:
-        setup = {"torch": torch.__version__, "threads": options.threads, "machine": platform.machine()}
-        options.json.write_text(json.dumps({"setup": setup, "gaussian": gaussian, "trained": trained}, indent=1))
+        setup = {
+            "torch": torch.__version__,
+            "threads": options.threads,
+            "machine": platform.machine(),
+        }
+        options.json.write_text(
+            json.dumps({"setup": setup, "gaussian": gaussian, "trained": trained}, indent=1)
+        )
 
 
 if __name__ == "__main__":

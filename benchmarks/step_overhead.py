@@ -66,7 +66,10 @@ METHODS: dict[str, tuple[Any, Any]] = {
 
 # Those of them, and combinations, that are timed for convolutions.
 CONVOLUTION_METHODS: dict[str, tuple[Any, Any]] = {
-    **{name: METHODS[name] for name in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame")},
+    **{
+        name: METHODS[name]
+        for name in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame")
+    },
     "bi-mask, mvue 2:4": ("bi-mask", MVUE("2:4")),
 }
 CONVOLUTION_WIDTHS = (16, 64)
@@ -114,7 +117,9 @@ def convolution_steps(options: argparse.Namespace) -> dict[str, dict[str, list[f
     for width in CONVOLUTION_WIDTHS:
         torch.manual_seed(0)
         model, x = ResidualCNN(in_channels=3, width=width), torch.randn(options.images, 3, 32, 32)
-        found[str(width)] = interleaved(model, x, CONVOLUTION_METHODS, options, skip_first_last=True)
+        found[str(width)] = interleaved(
+            model, x, CONVOLUTION_METHODS, options, skip_first_last=True
+        )
     return found
 
 
@@ -134,7 +139,12 @@ def interleaved(
         if name != "plain":
             method, estimator = methods[name]
             sparsifier = NMSparsifier(
-                copied, options.pattern, method, estimator, skip_first_last=skip_first_last, grad_snr_every=0
+                copied,
+                options.pattern,
+                method,
+                estimator,
+                skip_first_last=skip_first_last,
+                grad_snr_every=0,
             ).attach()
             sparsifier.register(optimizer)
         runs[name] = Run(copied, optimizer, sparsifier)
@@ -176,7 +186,9 @@ class Timed(BAME):
         self._seconds += time.perf_counter()
 
 
-def adaptations(size: int, pattern: str, optimizer_name: str, evidence: Evidence, rounds: int) -> tuple[float, float]:
+def adaptations(
+    size: int, pattern: str, optimizer_name: str, evidence: Evidence, rounds: int
+) -> tuple[float, float]:
     """Median seconds that BAME takes around the optimizer's step, in a window that adapts and in one that does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, size, bias=False))
@@ -184,7 +196,9 @@ def adaptations(size: int, pattern: str, optimizer_name: str, evidence: Evidence
         parameter.data.mul_(1e-4)  # so that exchanges are worth it and the whole budget is used
     optimizer = optimizer_of(optimizer_name, model)
     gathers = 1 if evidence == "batch" else 2
-    method = Timed(start=2, stop=NEVER, every=2, evidence=evidence, gradient_every=gathers, evidence_rate=1.0)
+    method = Timed(
+        start=2, stop=NEVER, every=2, evidence=evidence, gradient_every=gathers, evidence_rate=1.0
+    )
     sparsifier = NMSparsifier(model, pattern, method, skip_first_last=False).attach()
     sparsifier.register(optimizer)
     layer = sparsifier.layers["0"]
@@ -258,7 +272,9 @@ def monitored(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         module, monitor = Module(model, options.optimizer), Watching(every)
         made: Any = METHODS[method][0]
-        masks = NMSparsityCallback(options.pattern, made, skip_first_last=False, show_tables=False, monitor=monitor)
+        masks = NMSparsityCallback(
+            options.pattern, made, skip_first_last=False, show_tables=False, monitor=monitor
+        )
         with tempfile.TemporaryDirectory() as folder:
             logger = TimedLogger(folder)
             trainer = pl.Trainer(
@@ -279,14 +295,23 @@ def monitored(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         steps = [gap for k, gap in enumerate(gaps, 1) if k % every]
         step = statistics.median(steps) - quiet
         share = (quiet + (log + write) / 50 + (draw - log) / 500) / step
-        found[method] = {"step": step, "quiet": quiet, "log": log + write, "draw": draw - log, "share": share}
+        found[method] = {
+            "step": step,
+            "quiet": quiet,
+            "log": log + write,
+            "draw": draw - log,
+            "share": share,
+        }
     return found
 
 
 def convolutions(options: argparse.Namespace) -> None:
     """Print the table of convolutions."""
     found = convolution_steps(options)
-    print(f"{options.images} images of 3 x 32 x 32, ResidualCNN, {options.pattern}, {options.optimizer}, ", end="")
+    print(
+        f"{options.images} images of 3 x 32 x 32, ResidualCNN, {options.pattern}, {options.optimizer}, ",
+        end="",
+    )
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print("| width | method | step, ms | over the plain step |\n|---|---|---|---|")
     over = {width: over_plain(seconds) for width, seconds in found.items()}
@@ -296,14 +321,25 @@ def convolutions(options: argparse.Namespace) -> None:
             print(f"| {width} | {name} | {ms:.1f} | {100 * over[width][name]:+.1f} % |")
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
-        machine = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        content = {"settings": settings, "machine": machine, "step seconds": found, "over the plain step": over}
+        machine = {
+            "cpu": cpu_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        content = {
+            "settings": settings,
+            "machine": machine,
+            "step seconds": found,
+            "over the plain step": over,
+        }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--pattern", help="by default 1:16, and 2:4 for convolutions")
@@ -323,13 +359,21 @@ def main() -> None:
 
     if options.monitor:
         parts = monitored(options)
-        print("| method | step, ms | batch without a log, ms | log, ms | histogram and pictures, ms | share |")
+        print(
+            "| method | step, ms | batch without a log, ms | log, ms | histogram and pictures, ms | share |"
+        )
         print("|---|---|---|---|---|---|")
         for name, part in parts.items():
             times = [1e3 * part[kind] for kind in ("step", "quiet", "log", "draw")]
-            print("| {} | {:.1f} | {:.3f} | {:.1f} | {:.1f} | {:.2f} % |".format(name, *times, 100 * part["share"]))
+            print(
+                "| {} | {:.1f} | {:.3f} | {:.1f} | {:.1f} | {:.2f} % |".format(
+                    name, *times, 100 * part["share"]
+                )
+            )
         if options.json:
-            options.json.write_text(json.dumps({"width": options.width, "tokens": options.tokens, "seconds": parts}))
+            options.json.write_text(
+                json.dumps({"width": options.width, "tokens": options.tokens, "seconds": parts})
+            )
         return
     if options.convolutions:
         convolutions(options)
@@ -345,14 +389,18 @@ def main() -> None:
     for name, values in seconds.items():
         print(f"| {name} | {1e3 * statistics.median(values):.0f} | {100 * over[name]:+.1f} % |")
     size = f"{options.size} x {options.size}"
-    print(f"\n| an adaptation, {size} | optimizer | evidence | seconds | without |\n|---|---|---|---|---|")
+    print(
+        f"\n| an adaptation, {size} | optimizer | evidence | seconds | without |\n|---|---|---|---|---|"
+    )
     costs = {}
     for pattern in ("1:16", "2:4"):
         for optimizer in ("sgd", "adamw"):
             for evidence in get_args(Evidence):
                 cost = adaptations(options.size, pattern, optimizer, evidence, 5)
                 costs[f"{pattern} {optimizer} {evidence}"] = cost
-                print("| {} | {} | {} | {:.2f} | {:.2f} |".format(pattern, optimizer, evidence, *cost))
+                print(
+                    "| {} | {} | {} | {:.2f} | {:.2f} |".format(pattern, optimizer, evidence, *cost)
+                )
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items()}
         found = {"step seconds": seconds, "over the plain step": over, "adaptation seconds": costs}

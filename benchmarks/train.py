@@ -46,7 +46,14 @@ from benchmarks.train_model import GPT, TINY, Batches, Size, help_topics
 from lightning_nm import MVUE, NMMixedPrecision, NMSparsityCallback
 from lightning_nm.kernels import GemmKernel
 
-VARIANTS = ("dense", "transposable:reference", "transposable:auto", "bi-mask:auto", "transposable+mvue:auto", "dense")
+VARIANTS = (
+    "dense",
+    "transposable:reference",
+    "transposable:auto",
+    "bi-mask:auto",
+    "transposable+mvue:auto",
+    "dense",
+)
 AVERAGED = 10
 """Steps whose losses are averaged."""
 
@@ -61,14 +68,18 @@ class Watch(pl.Callback):
         limit: Seconds of the whole run, the warm-up included.
     """
 
-    def __init__(self, device: torch.device, seconds: float, warmup: int, limit: float = math.inf) -> None:
+    def __init__(
+        self, device: torch.device, seconds: float, warmup: int, limit: float = math.inf
+    ) -> None:
         self.device, self.seconds, self.warmup, self.limit = device, seconds, warmup, limit
         self.ends: list[Any] = []
         self.losses: list[Tensor] = []
         self.start = perf_counter()
         self.warm = 0.0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         """Note the step, and wait for the one before it."""
         self.losses.append(outputs["loss"].detach())
         on_gpu = self.device.type == "cuda"
@@ -94,7 +105,10 @@ class Watch(pl.Callback):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         ends = self.ends[self.warmup - 1 :]
-        return [a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a for a, b in pairwise(ends)]
+        return [
+            a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
+            for a, b in pairwise(ends)
+        ]
 
 
 class Run(NamedTuple):
@@ -135,7 +149,9 @@ def parse(variant: str) -> tuple[str, bool, str]:
     method, _, kernels = variant.partition(":")
     method, plus, estimator = method.partition("+")
     if not (method and kernels) or (plus and estimator != "mvue"):
-        raise ValueError(f"{variant!r} is no variant: write 'dense' or METHOD:KERNELS or METHOD+mvue:KERNELS")
+        raise ValueError(
+            f"{variant!r} is no variant: write 'dense' or METHOD:KERNELS or METHOD+mvue:KERNELS"
+        )
     return method, bool(plus), kernels
 
 
@@ -188,7 +204,9 @@ def train(
     router = None
     if method:
         masks = NMSparsityCallback("2:4", method, MVUE("2:4") if mvue else None, show_tables=False)  # type: ignore[arg-type]
-        plugin = NMMixedPrecision(kernels=kernels, backends=backends, decisions=None, budget_s=10, device=device.type)
+        plugin = NMMixedPrecision(
+            kernels=kernels, backends=backends, decisions=None, budget_s=10, device=device.type
+        )
         callbacks, precision, router = [masks, watch], {"plugins": [plugin]}, plugin.router
     with quiet():
         trainer = make_trainer(device, callbacks, **precision)
@@ -301,9 +319,13 @@ def run(report: Report) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the variants and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--seconds", type=float, default=60, help="of each variant, after its warm-up")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of each variant, after its warm-up"
+    )
     for name, default in Size()._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--json", type=Path)
@@ -315,7 +337,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
     text, source = help_topics()
     print(f"{where}, torch {torch.__version__}, {source}, {size}\n")
     runs: dict[str, Run] = {}
@@ -325,7 +351,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {json.dumps(runs[name].figures)}", flush=True)
     compared = compare(runs)
     at = compared["at"]
-    print(f"\n| variant | tokens/s | x | peak MB | loss after {at['seconds']:.0f} s | loss after {at['steps']} steps |")
+    print(
+        f"\n| variant | tokens/s | x | peak MB | loss after {at['seconds']:.0f} s | loss after {at['steps']} steps |"
+    )
     print("|---|---|---|---|---|---|")
     for name, run in runs.items():
         row, figures = compared[name], run.figures

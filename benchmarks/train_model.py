@@ -33,7 +33,11 @@ class GPT(TinyTransformer):
         """AdamW, warmed up over 20 steps."""
         fused = self.device.type == "cuda"
         optimizer = torch.optim.AdamW(
-            self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay, fused=fused
+            self.parameters(),
+            self.lr,
+            betas=(0.9, 0.95),
+            weight_decay=self.weight_decay,
+            fused=fused,
         )
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=20)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm, "interval": "step"}}

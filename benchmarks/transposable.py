@@ -41,7 +41,10 @@ def ratios_to_optimum(weight: Tensor, mask: Tensor, pattern: NMPattern, tiles: i
     magnitudes = weight[:m, : tiles * m].abs().double().numpy()
     kept = np.where(mask[:m, : tiles * m].numpy(), magnitudes, 0)
     starts = range(0, magnitudes.shape[1], m)
-    return [kept[:, start : start + m].sum() / optimum(magnitudes[:, start : start + m], n) for start in starts]
+    return [
+        kept[:, start : start + m].sum() / optimum(magnitudes[:, start : start + m], n)
+        for start in starts
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,19 +53,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     full = begin(args)
-    print(f"{args.size} x {args.size} {args.dtype}, normal, medians of {args.repeats}, {args.sample} tiles sampled\n")
+    print(
+        f"{args.size} x {args.size} {args.dtype}, normal, medians of {args.repeats}, {args.sample} tiles sampled\n"
+    )
     print(table([*TRANSPOSABLE, "load"], []))
     found: list[dict[str, Any]] = []
     for pattern in map(NMPattern.parse, args.patterns):
         size = args.size // pattern.m * pattern.m
         weight = full[:size, :size].contiguous()
-        makers = [partial(score_mask, weight, pattern, -1), partial(transposable_mask, weight, pattern)]
+        makers = [
+            partial(score_mask, weight, pattern, -1),
+            partial(transposable_mask, weight, pattern),
+        ]
         rows, both = (torch.where(maker(), weight.abs(), 0).double().sum() for maker in makers)
         names, times = ("nm_mask", "transposable_mask"), interleaved(makers, args.repeats)
         ratios = ratios_to_optimum(weight, transposable_mask(weight, pattern), pattern, args.sample)
         row: dict[str, Any] = {"pattern": str(pattern)}
         row["seconds"] = dict(zip(names, map(statistics.median, times), strict=True))
-        row |= {"kept / rows": (both / rows).item(), "kept / optimum": [statistics.mean(ratios), min(ratios)]}
+        row |= {
+            "kept / rows": (both / rows).item(),
+            "kept / optimum": [statistics.mean(ratios), min(ratios)],
+        }
         found.append(row | {"load": os.getloadavg()[0]})
         print(line([*transposable(found[-1]), f"{found[-1]['load']:.1f}"]), flush=True)
     write(args, found)

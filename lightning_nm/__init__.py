@@ -9,11 +9,24 @@ from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
 from lightning_nm.config import SparsityConfig
 from lightning_nm.config.presets import preset_method
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
-from lightning_nm.export import load_packed, pack, packed_summary, save_packed, unpacked_state_dict, warm_up
+from lightning_nm.export import (
+    load_packed,
+    pack,
+    packed_summary,
+    save_packed,
+    unpacked_state_dict,
+    warm_up,
+)
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.methods.one_shot import prune
-from lightning_nm.plugins import NMDDPStrategy, NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
+from lightning_nm.plugins import (
+    NMDDPStrategy,
+    NMFSDPPrecision,
+    NMHalfPrecision,
+    NMMixedPrecision,
+    NMPrecision,
+)
 from lightning_nm.sparsifier import NMSparsifier
 
 __version__ = "0.2.0"

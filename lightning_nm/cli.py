@@ -46,7 +46,10 @@ def main(args: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in _LIGHTNING:
         known = [*_LIGHTNING, *_OWN]
         hint = did_you_mean(words[0], known)
-        print(f"lightning-nm: there is no subcommand '{words[0]}', only {', '.join(known)}{hint}", file=sys.stderr)
+        print(
+            f"lightning-nm: there is no subcommand '{words[0]}', only {', '.join(known)}{hint}",
+            file=sys.stderr,
+        )
         return 2
     if not words or words[0] in ("-h", "--help"):
         print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
@@ -61,5 +64,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 0 if words[0] in ("-h", "--help") else 2
     words_given = None if args is None else words
-    NMLightningCLI(save_config_kwargs={"overwrite": True}, parser_kwargs={"prog": "lightning-nm"}, args=words_given)
+    NMLightningCLI(
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "lightning-nm"},
+        args=words_given,
+    )
     return 0

@@ -82,7 +82,9 @@ class NMSparsifier(ModelStatistics):
         **options: Any,
     ) -> None:
         refuse_unknown(options, NMSparsifier)
-        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        given = SparsityConfig(
+            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        )
         self.config = chosen_config(config, given)
         self.settings = self.config.resolve()
         self.model = model
@@ -142,9 +144,13 @@ class NMSparsifier(ModelStatistics):
 
     def _rescale_initial(self) -> None:
         masked = [layer for layer in self.selection.layers if layer.masks.has_forward]
-        self.initial_factors = {layer.name: rescale_initial(layer, self.config.base_density) for layer in masked}
+        self.initial_factors = {
+            layer.name: rescale_initial(layer, self.config.base_density) for layer in masked
+        }
 
-    def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> Selection:
+    def _select(
+        self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None
+    ) -> Selection:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         saved = by_plain_name(state["layers"]) if state else {}
@@ -163,7 +169,9 @@ class NMSparsifier(ModelStatistics):
     def _install(self, selection: Selection) -> None:
         self.selection = selection
         rates = None if self.config.scale is None else ScaledLearningRates(self.config.base_density)
-        self._step = TrainingStep(selection.layers, self.config.grad_snr_every, self.clock, self._forgotten, rates)
+        self._step = TrainingStep(
+            selection.layers, self.config.grad_snr_every, self.clock, self._forgotten, rates
+        )
         self._step.begin_window()
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
@@ -187,7 +195,9 @@ class NMSparsifier(ModelStatistics):
         if not self.selection.waiting or not self._step.optimizers:
             return []
         is_trained = trained_by(known.optimizer for known in self._step.optimizers.values())
-        return self._wake([layer for layer in self.selection.waiting if is_trained(layer.optimizer_param)], {})
+        return self._wake(
+            [layer for layer in self.selection.waiting if is_trained(layer.optimizer_param)], {}
+        )
 
     def _wake(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> list[NMLayer]:
         if layers:
@@ -242,7 +252,9 @@ class NMSparsifier(ModelStatistics):
         optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
-            raise TypeError(f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps")
+            raise TypeError(
+                f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps"
+            )
         self._step.register(optimizer)
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
@@ -279,7 +291,9 @@ class NMSparsifier(ModelStatistics):
         """
         if not self.attached or not self._step.optimizers:
             self._require_attached("step")
-            raise RuntimeError("no optimizer is registered: call sparsifier.register(optimizer) before training")
+            raise RuntimeError(
+                "no optimizer is registered: call sparsifier.register(optimizer) before training"
+            )
         if self.macs and self._counter is not None:
             self._counter.settle()
             if self.macs:
@@ -339,10 +353,19 @@ class NMSparsifier(ModelStatistics):
         saved = state.get("scale", ""), state.get("base_density", 1.0)
         own = self.config.scale or "", self.config.base_density
         if saved != own:
-            names = [f"scale={scale or None!r}, base_density={density}" for scale, density in (saved, own)]
-            raise ValueError(f"the state was saved with {names[0]}, and this training has {names[1]}: use the former")
+            names = [
+                f"scale={scale or None!r}, base_density={density}"
+                for scale, density in (saved, own)
+            ]
+            raise ValueError(
+                f"the state was saved with {names[0]}, and this training has {names[1]}: use the former"
+            )
         rescaled = [name for name, factor in self.initial_factors.items() if factor != 1]
-        changed = [layer.name for layer in self.selection.layers if layer.name in rescaled and is_rescaled(layer)]
+        changed = [
+            layer.name
+            for layer in self.selection.layers
+            if layer.name in rescaled and is_rescaled(layer)
+        ]
         if changed and self.clock == 0 and state["clock"]:
             raise ValueError(
                 f"attach() has rescaled the weight of layer '{changed[0]}', which the state does not know: give the "
@@ -360,7 +383,9 @@ class NMSparsifier(ModelStatistics):
         check_schema(state)
         self._check_scale(state)
         fitting = FittingState.of(self.selection, state, SHORT_NAMES)
-        warn_of_changes(fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state))
+        warn_of_changes(
+            fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state)
+        )
         self._wake(fitting.waiting, fitting.saved)
         self.seed = state["seed"]
         fitting.load()

@@ -21,7 +21,11 @@ def refresh(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     metadata = dict(notebook.metadata)  # a kernel adds its version
     nbclient.NotebookClient(
-        notebook, timeout=600, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": str(FOLDER)}}
+        notebook,
+        timeout=600,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(FOLDER)}},
     ).execute()
     notebook.metadata = nbformat.from_dict(metadata)
     for cell in notebook.cells:

@@ -86,7 +86,9 @@ def method_of(config: dict[str, Any]) -> dict[str, Any]:
     return dict(method)  # type: ignore[arg-type]
 
 
-def flip_rate(config: dict[str, Any], decay: float | None, steps: int, every: int, seed: int) -> float:
+def flip_rate(
+    config: dict[str, Any], decay: float | None, steps: int, every: int, seed: int
+) -> float:
     """The mean flip rate of a training of some steps; dense for a decay of ``None``."""
     method = method_of(config)
     config = quiet(copy.deepcopy(config))
@@ -116,13 +118,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.flip_rates", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--decays", type=float, nargs="+", required=True)
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each training; 200 by default")
-    parser.add_argument("--every", type=int, default=10, help="steps between two masks; 10 by default")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="optimizer steps of each training; 200 by default"
+    )
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps between two masks; 10 by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(list(arguments))
     try:
         if not 1 <= options.every <= options.steps // 2:
-            raise ValueError(f"--every {options.every} --steps {options.steps}: two masks must be compared at least")
+            raise ValueError(
+                f"--every {options.every} --steps {options.steps}: two masks must be compared at least"
+            )
         config = read_yaml(options.config)
         method_of(config)
         dense = flip_rate(config, None, options.steps, options.every, options.seed)

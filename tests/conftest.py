@@ -1,7 +1,9 @@
 import gc
 import os
 
-os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's CLI calls deprecated names
+os.environ.setdefault(
+    "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
+)  # Lightning's CLI calls deprecated names
 
 import pytest
 import torch

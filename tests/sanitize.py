@@ -21,7 +21,13 @@ from lightning_nm.kernels.cpu import build, library
 from lightning_nm.nn.packed import kernel_choice, packed_weights
 from tests.support.packed_models import copied, mutated, on_meta, small
 
-FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = (
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+)
 MODEL = ("-include", str(Path(__file__).parent / "kernels/cpu/bf16_model.h"))
 CASES = 150  # of each kernel and instruction set
 FILES = 2000  # mutated packed models
@@ -29,7 +35,11 @@ FILES = 2000  # mutated packed models
 
 def main():
     command = build.compiler()
-    runtimes = [_file(command, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")] if command else []
+    runtimes = (
+        [_file(command, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+        if command
+        else []
+    )
     if not runtimes or not all(os.path.isabs(runtime) for runtime in runtimes):
         return "this needs gcc as the C compiler, with its sanitizers"
     options = {
@@ -49,7 +59,9 @@ def main():
             ("files", ""),
         ):
             run = [sys.executable, "-m", "tests.sanitize", what, str(target)]
-            done = subprocess.run(run, env=os.environ | options, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                run, env=os.environ | options, capture_output=True, text=True, check=False
+            )
             failed = done.returncode != 0
             if failed != bool(expected) or expected not in done.stderr:
                 return f"{what}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-10000:]}"
@@ -77,7 +89,9 @@ def misaligned(products):
     sparse = layout.operand(values)
     sparse.values += 1
     y = torch.empty(4, 8)
-    library.run(library.load().nm_csr_product, library.LINEAR, library.operands(8, 16, 4, case.x, y), sparse)
+    library.run(
+        library.load().nm_csr_product, library.LINEAR, library.operands(8, 16, 4, case.x, y), sparse
+    )
 
 
 def fuzz(products):
@@ -92,7 +106,9 @@ def fuzz(products):
         with products.at_level(level):
             for seed in range(CASES):
                 _one_conv(products, draw, seed)
-    print(f"no errors in {CASES} cases of each kernel, and of convolutions, at {', '.join(products.LEVELS)}")
+    print(
+        f"no errors in {CASES} cases of each kernel, and of convolutions, at {', '.join(products.LEVELS)}"
+    )
 
 
 def files(products):
@@ -104,7 +120,9 @@ def files(products):
         for level in products.LEVELS:
             kernel_choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
             with products.at_level(level):
-                ran[level] = sum(_mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds)
+                ran[level] = sum(
+                    _mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds
+                )
     if min(ran.values()) < FILES // len(products.LEVELS) // 5:
         raise AssertionError(f"too few files ran on kernels: {ran}")
     print(f"no errors in {FILES} damaged packed files; of these ran on kernels: {ran}")
@@ -125,7 +143,9 @@ def _mutate(draw, path, pattern, dtype, number):
     content, template = path.read_bytes(), on_meta(dense)
     start = 8 + int.from_bytes(content[:8], "little")
     for place in range(number):
-        path.write_bytes(mutated(draw, content, start) if place % 2 else _with_other_values(draw, content, start))
+        path.write_bytes(
+            mutated(draw, content, start) if place % 2 else _with_other_values(draw, content, start)
+        )
         try:
             model = load_packed(copied(template), path, kernels="sparse")
         except ValueError:
@@ -147,7 +167,9 @@ def _one(products, kernel, draw, seed):
         "rows": draw.randint(1, most),
         "depth": draw.randint(1, most),
         "tokens": draw.randint(0, most),
-        "pattern": f"{draw.randint(1, m - 1)}:{m}" if kernel.name == "cpu-permute" or draw.random() < 0.7 else None,
+        "pattern": f"{draw.randint(1, m - 1)}:{m}"
+        if kernel.name == "cpu-permute" or draw.random() < 0.7
+        else None,
         "dtype": draw.choice([torch.float32, torch.bfloat16]),
         "weight_dtype": draw.choice([torch.float32, torch.bfloat16, torch.float16]),
         "storage": draw.choice(products.STORAGES),
@@ -170,12 +192,21 @@ def _one_conv(products, draw, seed):
 
     groups = draw.choice([1, 1, 2])
     kernel, stride, padding, dilation = pair(1, 5), pair(1, 3), pair(0, 3), pair(1, 3)
-    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)]
+    least = [
+        max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)
+    ]
     size = tuple(low + draw.randint(0, draw.choice([2, 40])) for low in least)
     channels = groups * draw.randint(1, 8), groups * draw.randint(1, 12)
     conv = products.Convolution(*channels, size, kernel, stride, padding, dilation, groups)
     dtype = draw.choice([torch.float32, torch.bfloat16])
-    arguments = (conv, draw.randint(1, 4), draw.choice([0, 0.1, 1]), dtype, draw.random() < 0.5, seed)
+    arguments = (
+        conv,
+        draw.randint(1, 4),
+        draw.choice([0, 0.1, 1]),
+        dtype,
+        draw.random() < 0.5,
+        seed,
+    )
     torch.set_num_threads(draw.choice([1, 2, 3]))
     try:
         products.compare_conv(products.KERNELS[1], products.conv_case(*arguments))
@@ -192,4 +223,6 @@ if __name__ == "__main__":
 
     if cpu_products.REASON:
         sys.exit(cpu_products.REASON)
-    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz, "files": files}[sys.argv[1]](cpu_products)
+    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz, "files": files}[
+        sys.argv[1]
+    ](cpu_products)

@@ -103,7 +103,11 @@ def targets(tree):
             assigned = [node.target]
         elif isinstance(node, ast.Delete):
             assigned = node.targets
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__", "delattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "setattr",
+            "object.__setattr__",
+            "delattr",
+        ):
             name = node.args[1]
             yield node.args[0], name.value if isinstance(name, ast.Constant) else None
             continue
@@ -125,7 +129,9 @@ def fields_of(name):
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
     declared = {node.target.id for node in cls.body if isinstance(node, ast.AnnAssign)}
-    assigned = {field for held, field in targets(cls) if isinstance(held, ast.Name) and held.id == "self"}
+    assigned = {
+        field for held, field in targets(cls) if isinstance(held, ast.Name) and held.id == "self"
+    }
     return (declared | assigned) - {None}
 
 
@@ -157,7 +163,9 @@ def test_only_the_owner_assigns_the_fields_of_a_part():
             expression = ast.unparse(held)
             owners, allowed = writers(field)
             if expression != "self" and owners and not here.startswith(allowed):
-                faults.append(f"{here} assigns {expression}.{field} of {owners}, which {allowed} may")
+                faults.append(
+                    f"{here} assigns {expression}.{field} of {owners}, which {allowed} may"
+                )
     assert not faults, "\n".join(faults)
 
 

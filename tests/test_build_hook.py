@@ -29,7 +29,12 @@ def hook(tmp_path, monkeypatch):
     interface.BuildHookInterface = object
     tags.platform_tags = lambda: ["manylinux_2_36_x86_64", "musllinux_1_2_x86_64", "linux_x86_64"]
     monkeypatch.setitem(sys.modules, "packaging.tags", tags)
-    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+    for name in (
+        "hatchling",
+        "hatchling.builders",
+        "hatchling.builders.hooks",
+        "hatchling.builders.hooks.plugin",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin.interface", interface)
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")

@@ -19,12 +19,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision, NMSparsityCallback
+from lightning_nm import (
+    BAME,
+    NMFSDPPrecision,
+    NMHalfPrecision,
+    NMMixedPrecision,
+    NMPrecision,
+    NMSparsityCallback,
+)
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from tests.support.processes import in_processes
 
-pytestmark = pytest.mark.filterwarnings("ignore:BAME adapts once and never again")  # eight steps are few
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:BAME adapts once and never again"
+)  # eight steps are few
 
 SHORT_NAMES = ["ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
 MASKED = ["net.0.weight", "net.2.weight"]
@@ -36,7 +45,9 @@ class Net(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -62,7 +73,12 @@ class Blobs(pl.LightningDataModule):
         return DataLoader(self.data, batch_size=64)
 
 
-QUIET = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def fit(folder, nm, **options):
@@ -134,7 +150,9 @@ def check_checkpoint(path, val_loss, precision="32-true", tolerance=0.0):
 @pytest.mark.parametrize("estimator", [None, "mvue"])
 @pytest.mark.parametrize("method", SHORT_NAMES)
 def test_one_callback(tmp_path, method, estimator):
-    checkpoint, val_loss = fit(tmp_path, NMSparsityCallback("2:4", method, estimator, show_tables=False))
+    checkpoint, val_loss = fit(
+        tmp_path, NMSparsityCallback("2:4", method, estimator, show_tables=False)
+    )
     check_log(log_of(tmp_path), method, estimator)
     check_checkpoint(checkpoint, val_loss)
 
@@ -170,14 +188,20 @@ def test_the_log_tells_what_the_files_hold(tmp_path):
         saved = torch.load(tmp_path / "steps" / f"step={step + 1}.ckpt", weights_only=True)
         layers = saved["callbacks"]["NMSparsityCallback"]["layers"].values()
         masks, backward = (
-            torch.cat([nmf.unpack_mask(state[name], tuple(state["shape"])).flatten() for state in layers])
+            torch.cat(
+                [nmf.unpack_mask(state[name], tuple(state["shape"])).flatten() for state in layers]
+            )
             for name in ("forward_mask", "backward_mask")
         )
         weights = torch.cat([saved["state_dict"][name].flatten() for name in MASKED])
         assert torch.equal(weights != 0, masks)
-        assert log["nm/overlap"][step] == pytest.approx(((backward & masks).sum() / masks.sum()).item())
+        assert log["nm/overlap"][step] == pytest.approx(
+            ((backward & masks).sum() / masks.sum()).item()
+        )
         if before is not None:
-            assert log["nm/flip_rate"][step] == pytest.approx((before ^ masks).float().mean().item())
+            assert log["nm/flip_rate"][step] == pytest.approx(
+                (before ^ masks).float().mean().item()
+            )
         before = masks
 
 
@@ -237,7 +261,9 @@ def test_the_same_in_yaml(tmp_path, method, run):
     by_code, val_loss = fit(tmp_path / "code", nm)
     run("fit", "-c", str(yaml_config(tmp_path, method)))
     by_yaml = tmp_path / "checkpoints" / "last.ckpt"
-    expected, found = (torch.load(path, weights_only=True)["state_dict"] for path in (by_code, by_yaml))
+    expected, found = (
+        torch.load(path, weights_only=True)["state_dict"] for path in (by_code, by_yaml)
+    )
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert log_of(tmp_path)["nm/flip_rate"] == log_of(tmp_path / "code")["nm/flip_rate"]
     check_log(log_of(tmp_path), method, "mvue")
@@ -258,7 +284,11 @@ PLUGINS = [
     ("method", "estimator"),
     [
         ("bi-mask", "mvue"),
-        *[pytest.param(name, "mvue", marks=pytest.mark.slow) for name in SHORT_NAMES if name != "bi-mask"],
+        *[
+            pytest.param(name, "mvue", marks=pytest.mark.slow)
+            for name in SHORT_NAMES
+            if name != "bi-mask"
+        ],
         *[pytest.param(name, None, marks=pytest.mark.slow) for name in SHORT_NAMES],
     ],
 )
@@ -269,27 +299,43 @@ def test_precision_plugins(tmp_path, monkeypatch, plugin, precision, method, est
     checkpoint, val_loss = fit(tmp_path, nm, plugins=[plugin(**options)])
     check_log(log_of(tmp_path), method, estimator)
     # Sparse kernels round otherwise than the dense products of the model without the package.
-    check_checkpoint(checkpoint, val_loss, precision, tolerance=1e-6 if precision == "32-true" else 1e-2)
+    check_checkpoint(
+        checkpoint, val_loss, precision, tolerance=1e-6 if precision == "32-true" else 1e-2
+    )
 
 
 @pytest.mark.usefixtures("_no_words_of_pytest")
 def test_a_precision_plugin_in_yaml(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     nm = NMSparsityCallback("2:4", "transposable", "mvue", show_tables=False)
-    by_code, val_loss = fit(tmp_path / "code", nm, plugins=[NMMixedPrecision("bf16-mixed", kernels="sparse")])
-    plugins = ["  plugins:", "    - class_path: lightning_nm.NMMixedPrecision", "      init_args: {kernels: sparse}"]
+    by_code, val_loss = fit(
+        tmp_path / "code", nm, plugins=[NMMixedPrecision("bf16-mixed", kernels="sparse")]
+    )
+    plugins = [
+        "  plugins:",
+        "    - class_path: lightning_nm.NMMixedPrecision",
+        "      init_args: {kernels: sparse}",
+    ]
     trainer = by_lightning_cli("fit", "-c", str(yaml_config(tmp_path, "transposable", *plugins)))
     assert isinstance(trainer.precision_plugin, NMMixedPrecision)
     by_yaml = tmp_path / "checkpoints" / "last.ckpt"
-    expected, found = (torch.load(path, weights_only=True)["state_dict"] for path in (by_code, by_yaml))
+    expected, found = (
+        torch.load(path, weights_only=True)["state_dict"] for path in (by_code, by_yaml)
+    )
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     check_checkpoint(by_yaml, val_loss, "bf16-mixed", tolerance=1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Lightning's FSDPStrategy, its place, needs a CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="Lightning's FSDPStrategy, its place, needs a CUDA device"
+)
 def test_fsdp_precision(tmp_path):
     nm = NMSparsityCallback("2:4", "bi-mask", "mvue", show_tables=False)
-    options = {"accelerator": "cuda", "strategy": "fsdp", "plugins": [NMFSDPPrecision("bf16-mixed")]}
+    options = {
+        "accelerator": "cuda",
+        "strategy": "fsdp",
+        "plugins": [NMFSDPPrecision("bf16-mixed")],
+    }
     checkpoint, val_loss = fit(tmp_path, nm, **options)
     check_checkpoint(checkpoint, val_loss, tolerance=1e-2)
 
@@ -326,9 +372,20 @@ def test_nm_ddp(tmp_path):
 @pytest.mark.slow
 def test_nm_ddp_by_command(tmp_path):
     """Two processes that Lightning starts by itself."""
-    command = [sys.executable, "-W", "ignore", "-m", "lightning_nm", "fit", "-c", yaml_config(tmp_path, "bame")]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "lightning_nm",
+        "fit",
+        "-c",
+        yaml_config(tmp_path, "bame"),
+    ]
     words = ["--trainer.strategy=nm_ddp", "--trainer.devices=2"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     log = log_of(tmp_path)
     check_log(log, "bame", "mvue", steps=STEPS // 2)
@@ -355,11 +412,20 @@ print(json.dumps(losses))
 @pytest.mark.slow
 def test_without_the_package(tmp_path):
     """Plain torch, in a process that can import neither this package nor Lightning."""
-    runs = [fit(tmp_path / name, NMSparsityCallback("2:4", name, show_tables=False)) for name in SHORT_NAMES]
+    runs = [
+        fit(tmp_path / name, NMSparsityCallback("2:4", name, show_tables=False))
+        for name in SHORT_NAMES
+    ]
     data = Blobs()
     data.setup("fit")
     torch.save(data.data.tensors, tmp_path / "data.pt")
-    command = [sys.executable, "-c", PLAIN, tmp_path / "data.pt", *[checkpoint for checkpoint, _ in runs]]
+    command = [
+        sys.executable,
+        "-c",
+        PLAIN,
+        tmp_path / "data.pt",
+        *[checkpoint for checkpoint, _ in runs],
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == pytest.approx([val_loss for _, val_loss in runs], rel=1e-6)

@@ -59,12 +59,22 @@ def test_shipped_configs_parse(path, capsys):
         main(["fit", "-c", str(path), "--print_config"])
     assert stop.value.code in (0, None)
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert any(c["class_path"] == "lightning_nm.NMSparsityCallback" for c in printed["trainer"]["callbacks"])
+    assert any(
+        c["class_path"] == "lightning_nm.NMSparsityCallback"
+        for c in printed["trainer"]["callbacks"]
+    )
 
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("2:4", "2:4"), ("1:16", "1:16"), ("8:16", "8:16"), ("'2:4'", "2:4"), ("{n: 3, m: 8}", "3:8"), ("4:64", "4:64")],
+    [
+        ("2:4", "2:4"),
+        ("1:16", "1:16"),
+        ("8:16", "8:16"),
+        ("'2:4'", "2:4"),
+        ("{n: 3, m: 8}", "3:8"),
+        ("4:64", "4:64"),
+    ],
 )
 def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, written, meant):
     with pytest.raises(SystemExit):
@@ -82,25 +92,57 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["pattern: 5:4"], ["trainer.callbacks, NMSparsityCallback, pattern: ", "5:4", "N must be smaller than M"]),
+        (
+            ["pattern: 5:4"],
+            ["trainer.callbacks, NMSparsityCallback, pattern: ", "5:4", "N must be smaller than M"],
+        ),
         (["pattern: 2:0"], ["2:0"]),
         (["pattern: 2-4"], ["2-4"]),
-        (["method: bi-msak"], ["method: 'bi-msak' is none of dense, ste, sr-ste", "did you mean 'bi-mask'?"]),
-        (["method: SR_STE"], ["method: 'SR_STE' is none of dense, ste, sr-ste", "did you mean 'sr-ste'?"]),
-        (["method: {class_path: lightning_nm.BiMsk}"], ["lightning_nm has no BiMsk; did you mean 'BiMask'?"]),
+        (
+            ["method: bi-msak"],
+            ["method: 'bi-msak' is none of dense, ste, sr-ste", "did you mean 'bi-mask'?"],
+        ),
+        (
+            ["method: SR_STE"],
+            ["method: 'SR_STE' is none of dense, ste, sr-ste", "did you mean 'sr-ste'?"],
+        ),
+        (
+            ["method: {class_path: lightning_nm.BiMsk}"],
+            ["lightning_nm has no BiMsk; did you mean 'BiMask'?"],
+        ),
         (["patern: 2:4"], ["NMSparsityCallback: there is no 'patern'; did you mean 'pattern'?"]),
         (
             ["method: {class_path: lightning_nm.BiMask, init_args: {permute_evry: 3}}"],
-            ["NMSparsityCallback, method, BiMask: there is no 'permute_evry'; did you mean 'permute_every'?"],
+            [
+                "NMSparsityCallback, method, BiMask: there is no 'permute_evry'; did you mean 'permute_every'?"
+            ],
         ),
-        (["rules: [{include: a, patern: 1:4}]"], ["rules: there is no 'patern'; did you mean 'pattern'?"]),
+        (
+            ["rules: [{include: a, patern: 1:4}]"],
+            ["rules: there is no 'patern'; did you mean 'pattern'?"],
+        ),
         (["conv_layout: hwc"], ["conv_layout: 'hwc' is none of channels, flat"]),
-        (["method: {class_path: lightning_nm.BAME, init_args: {budget: 0}}"], ["budget=0", "(0, 1]"]),
-        (["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"], ["stop=1.5", "an integer"]),
+        (
+            ["method: {class_path: lightning_nm.BAME, init_args: {budget: 0}}"],
+            ["budget=0", "(0, 1]"],
+        ),
+        (
+            ["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"],
+            ["stop=1.5", "an integer"],
+        ),
         (["grad_estimator: mvu"], ["mvu", "approx-mvue"]),
-        (["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {pattern: 5:4}}"], ["5:4", "smaller than M"]),
-        (["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {dense_end: 1.5}}"], ["dense_end=1.5"]),
-        (["method: {class_path: lightning_nm.TransposableMask, init_args: {dense_end: -1}}"], ["dense_end=-1"]),
+        (
+            ["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {pattern: 5:4}}"],
+            ["5:4", "smaller than M"],
+        ),
+        (
+            ["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {dense_end: 1.5}}"],
+            ["dense_end=1.5"],
+        ),
+        (
+            ["method: {class_path: lightning_nm.TransposableMask, init_args: {dense_end: -1}}"],
+            ["dense_end=-1"],
+        ),
     ],
 )
 def test_typos_are_named_in_the_last_line(tmp_path, capsys, lines, words):
@@ -123,7 +165,9 @@ def test_steps_and_shares_stay_apart(tmp_path, capsys, written):
     method = f"method: {{class_path: lightning_nm.BAME, init_args: {{stop: {written}}}}}"
     with pytest.raises(SystemExit):
         main(["fit", "-c", config(tmp_path, method), "--print_config"])
-    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]["method"]["init_args"]
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"][
+        "method"
+    ]["init_args"]
     assert repr(printed["stop"]) == written
 
 
@@ -133,7 +177,9 @@ def test_gradients_have_a_pattern_of_their_own(tmp_path, capsys, written):
     with pytest.raises(SystemExit):
         main(["fit", "-c", config(tmp_path, estimator), "--print_config"])
     printed = capsys.readouterr().out
-    arguments = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]["grad_estimator"]["init_args"]
+    arguments = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]["grad_estimator"][
+        "init_args"
+    ]
     assert arguments == {"pattern": "1:2", "dense_start": 0, "dense_end": 0.1}
     again = tmp_path / "again.yaml"
     again.write_text(printed)
@@ -181,7 +227,8 @@ def test_help_lists_the_subcommands(capsys, monkeypatch, words):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("frobnicate", r"verify$"), ("docter", "did you mean 'doctor'"), ("fti", "'fit'")]
+    ("word", "hint"),
+    [("frobnicate", r"verify$"), ("docter", "did you mean 'doctor'"), ("fti", "'fit'")],
 )
 def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert main([word]) == 2
@@ -222,12 +269,23 @@ def test_help_without_its_extra_lists_the_commands_first(monkeypatch, capsys, pa
 
 def test_two_callbacks_without_names_are_told_of_names(tmp_path, capsys):
     path = tmp_path / "two.yaml"
-    callbacks = [{"class_path": "lightning_nm.NMSparsityCallback", "init_args": {"include": name}} for name in "ab"]
-    content = {"seed_everything": 0, "model": "ResidualCNN", "data": "Digits", "trainer": {"callbacks": callbacks}}
+    callbacks = [
+        {"class_path": "lightning_nm.NMSparsityCallback", "init_args": {"include": name}}
+        for name in "ab"
+    ]
+    content = {
+        "seed_everything": 0,
+        "model": "ResidualCNN",
+        "data": "Digits",
+        "trainer": {"callbacks": callbacks},
+    }
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit):
         main(["fit", "-c", str(path)])
-    assert "two NMSparsityCallbacks with the same name: give each its own `name`" in capsys.readouterr().err
+    assert (
+        "two NMSparsityCallbacks with the same name: give each its own `name`"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_class_that_the_config_does_not_name(tmp_path, capsys):
@@ -235,10 +293,16 @@ def test_a_class_that_the_config_does_not_name(tmp_path, capsys):
     path.write_text("model: {dim: 16, depth: 1}\n")
     with pytest.raises(SystemExit):
         main(["fit", "-c", str(path)])
-    assert "hint: model, LightningModule: no class is named: write `class_path" in capsys.readouterr().err
+    assert (
+        "hint: model, LightningModule: no class is named: write `class_path"
+        in capsys.readouterr().err
+    )
     for command in (["doctor", "-c"], ["flops"]):
         assert main([*command, str(path)]) == 2
-        assert "`model:` of the config names no class: give it by --model, such as --model" in capsys.readouterr().err
+        assert (
+            "`model:` of the config names no class: give it by --model, such as --model"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_command_line_of_ones_own_has_the_hints(tmp_path, capsys, monkeypatch):
@@ -271,7 +335,9 @@ def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
         "method: {class_path: lightning_nm.BiMask, init_args: {permute_every: 2, search: random}}",
         "rules: [{include: 'stages.2.*', pattern: 1:16, method: sr-ste}]",
     ]
-    assert main(["fit", "-c", config(tmp_path, *lines), f"--trainer.default_root_dir={tmp_path}"]) == 0
+    assert (
+        main(["fit", "-c", config(tmp_path, *lines), f"--trainer.default_root_dir={tmp_path}"]) == 0
+    )
     out = capsys.readouterr().out
     assert "1:16" in out
     assert "N:M summary" in out
@@ -343,7 +409,10 @@ def test_verify_finds_one_wrong_entry(checkpoint, tmp_path, capsys):
 
 
 def test_verify_misses_no_missing_weight(checkpoint, tmp_path, capsys):
-    assert main(["verify", edit(checkpoint, tmp_path, lambda weights: weights.pop("net.3.weight"))]) == 2
+    assert (
+        main(["verify", edit(checkpoint, tmp_path, lambda weights: weights.pop("net.3.weight"))])
+        == 2
+    )
     assert "masks for 'net.3' but no weight" in capsys.readouterr().out
 
 
@@ -391,7 +460,9 @@ def test_verify_plain_weights(tmp_path, capsys, form):
 
 def test_verify_prints_json(tmp_path, capsys):
     path = str(tmp_path / "weights.pt")
-    torch.save({"a.weight": nmf.nm_prune(torch.randn(4, 8), "2:4"), "b.weight": torch.randn(4, 8)}, path)
+    torch.save(
+        {"a.weight": nmf.nm_prune(torch.randn(4, 8), "2:4"), "b.weight": torch.randn(4, 8)}, path
+    )
     assert main(["verify", path, "--pattern", "2:4", "--include", "b", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["checkpoint"], found["ok"]) == (1, path, False)
@@ -439,7 +510,9 @@ trainer:
 def test_modules_of_the_current_folder_are_seen(tmp_path, monkeypatch, words, capsys):
     """A console script has its own folder on the path instead."""
     name = f"train_{words[0]}"
-    (tmp_path / f"{name}.py").write_text("from lightning_nm.demo import ResidualCNN\n\nclass Net(ResidualCNN): pass\n")
+    (tmp_path / f"{name}.py").write_text(
+        "from lightning_nm.demo import ResidualCNN\n\nclass Net(ResidualCNN): pass\n"
+    )
     (tmp_path / "config.yaml").write_text(CONFIG_OF_ONES_OWN.replace("train.Net", f"{name}.Net"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", ".")])

@@ -34,7 +34,9 @@ OPTIMIZERS = {
 
 
 def attach(module, method, pattern="2:4", **options):
-    return NMSparsifier(module, pattern, METHODS[method](), skip_first_last=False, **options).attach()
+    return NMSparsifier(
+        module, pattern, METHODS[method](), skip_first_last=False, **options
+    ).attach()
 
 
 def train(module, sparsifier, optimizer, x, steps, seed=0):
@@ -69,15 +71,23 @@ def check_nm(layer):
 @pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, PATTERNS))
 def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
     module, x = make(kind, torch.float32)
-    keys, kinds, parameters = list(module.state_dict()), [type(m) for m in module.modules()], list(module.parameters())
+    keys, kinds, parameters = (
+        list(module.state_dict()),
+        [type(m) for m in module.modules()],
+        list(module.parameters()),
+    )
     optimizer = OPTIMIZERS["sgd"](module.parameters())  # made before attach, as LightningCLI does
     sparsifier = attach(module, method, pattern)
     sparsifier.register(optimizer)
     before = [p.detach().clone() for p in parameters]
     train(module, sparsifier, optimizer, x, 4)
 
-    assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True)), "nothing was trained"
-    assert all(p is q for p, q in zip(parameters, module.parameters(), strict=True)), "a parameter was replaced"
+    assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True)), (
+        "nothing was trained"
+    )
+    assert all(p is q for p, q in zip(parameters, module.parameters(), strict=True)), (
+        "a parameter was replaced"
+    )
     state = module.state_dict()
     assert list(state) == keys
     module.eval()
@@ -108,11 +118,15 @@ def test_every_optimizer_keeps_nm(method, optimizer):
     made = OPTIMIZERS[optimizer](list(module.parameters()))
     sparsifier = attach(module, method)
     if (method, optimizer) == ("scaled-mask", "muon"):
-        with pytest.raises(ValueError, match=r"Muon trains matrices only.*ScaledMask.*shape \(\) at layer 'weight'"):
+        with pytest.raises(
+            ValueError, match=r"Muon trains matrices only.*ScaledMask.*shape \(\) at layer 'weight'"
+        ):
             sparsifier.register(made)
         return
     if method.startswith("bame") and optimizer in ("adafactor", "muon"):
-        with pytest.raises(ValueError, match=r"is neither SGD nor of the Adam family.*layer 'weight'"):
+        with pytest.raises(
+            ValueError, match=r"is neither SGD nor of the Adam family.*layer 'weight'"
+        ):
             sparsifier.register(made)
         return
     sparsifier.register(made)
@@ -123,7 +137,9 @@ def test_every_optimizer_keeps_nm(method, optimizer):
         assert nmf.is_nm(layer.weight, "2:4"), "a method without latent weights keeps none"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_follow_the_formulas(method, kind):
     module, x = make(kind)
@@ -177,7 +193,9 @@ def test_gradients_that_are_not_needed_may_be_left_out(method):
             optimizer.zero_grad()
             module(x + step).square().mean().backward()
             for layer in sparsifier.layers.values() if cut else ():
-                if layer.forward_mask_view is not None and not layer.method.gradient_at_pruned(layer):
+                if layer.forward_mask_view is not None and not layer.method.gradient_at_pruned(
+                    layer
+                ):
                     layer.weight.grad.masked_fill_(~layer.forward_mask_view, 0)
                     left_out += 1
             sparsifier.before_step(optimizer)
@@ -193,10 +211,14 @@ ROUND_TRIPS = ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "e
 
 @pytest.mark.parametrize(
     ("method", "kind", "name"),
-    pairwise_cases(METHODS, ROUND_TRIPS, ["adamw", "adafactor"]),  # the latter looks at norms, not at entries
+    pairwise_cases(
+        METHODS, ROUND_TRIPS, ["adamw", "adafactor"]
+    ),  # the latter looks at norms, not at entries
 )
 def test_state_round_trip_is_exact(method, kind, name):
-    name = "sgd" if method.startswith("bame") and name == "adafactor" else name  # which BAME refuses
+    name = (
+        "sgd" if method.startswith("bame") and name == "adafactor" else name
+    )  # which BAME refuses
 
     def start(seed):
         module, x = make(kind, torch.float32, seed=seed)
@@ -208,7 +230,9 @@ def test_state_round_trip_is_exact(method, kind, name):
     straight, straight_sparsifier, straight_optimizer, x = start(0)
     train(straight, straight_sparsifier, straight_optimizer, x, 2)
     buffer = io.BytesIO()
-    torch.save([o.state_dict() for o in (straight, straight_sparsifier, straight_optimizer)], buffer)
+    torch.save(
+        [o.state_dict() for o in (straight, straight_sparsifier, straight_optimizer)], buffer
+    )
     train(straight, straight_sparsifier, straight_optimizer, x, 4, seed=2)
 
     resumed, resumed_sparsifier, resumed_optimizer, _ = start(1)
@@ -238,16 +262,30 @@ def test_memory(method, kind):
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = module(x.requires_grad_())
     weights = {layer.weight.data_ptr(): layer for layer in sparsifier.layers.values()}
-    marks = {layer.masks.bits.data_ptr() for layer in sparsifier.layers.values() if layer.masks.bits is not None}
+    marks = {
+        layer.masks.bits.data_ptr()
+        for layer in sparsifier.layers.values()
+        if layer.masks.bits is not None
+    }
     shapes = {
         shape
         for layer in weights.values()
-        for shape in (layer.weight.shape, layer.weight.t().shape if layer.weight.dim() == 2 else None)
+        for shape in (
+            layer.weight.shape,
+            layer.weight.t().shape if layer.weight.dim() == 2 else None,
+        )
     }
     shaped = [t for t in saved if t.shape in shapes and t.numel() > 64]
     assert shaped, "the weight must be saved: it is needed for dX"
-    for tensor in shaped:  # no copy: the parameter itself, or the byte of masks that the layer holds anyway
-        assert tensor.data_ptr() in weights or tensor.data_ptr() in marks or "attention" in kind or "encoder" in kind
+    for (
+        tensor
+    ) in shaped:  # no copy: the parameter itself, or the byte of masks that the layer holds anyway
+        assert (
+            tensor.data_ptr() in weights
+            or tensor.data_ptr() in marks
+            or "attention" in kind
+            or "encoder" in kind
+        )
     floating = {t.data_ptr() for t in shaped if t.is_floating_point()}
     assert set(weights) <= floating
     y.sum().backward()
@@ -313,7 +351,9 @@ def test_compiles_without_breaks(method, kind):
         optimizer.step()
         sparsifier.step()
         frames.append(counter.frame_count)
-    two_graphs = method == "asp-late" or method.startswith("bame")  # pruned or not; a dense gradient or not
+    two_graphs = method == "asp-late" or method.startswith(
+        "bame"
+    )  # pruned or not; a dense gradient or not
     assert frames[-1] == 1 + two_graphs
     torch._dynamo.reset()
 

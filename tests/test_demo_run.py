@@ -41,9 +41,13 @@ def test_every_config_runs(config, capsys):
 def test_the_demo_learns_and_its_checkpoint_is_sparse_and_resumes(tmp_path, capsys):
     fit = ["fit", "-c", str(ROOT / "configs" / "digits-bi-mask.yaml")]
     command = [sys.executable, "-W", "ignore", "-m", "lightning_nm", *fit, "--trainer.max_epochs=4"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
     assert result.returncode == 0, result.stderr[-2000:]
-    figures = dict(line.split()[:2] for line in result.stdout.splitlines() if line.split()[:1] == ["val_acc"])
+    figures = dict(
+        line.split()[:2] for line in result.stdout.splitlines() if line.split()[:1] == ["val_acc"]
+    )
     assert float(figures["val_acc"]) > 0.95
     (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")
     assert str(checkpoint.relative_to(tmp_path)) in result.stdout

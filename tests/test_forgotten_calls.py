@@ -45,7 +45,10 @@ def loop(model, sparsifier, optimizer, steps, leave_out=(), accumulate=1):
 @pytest.mark.parametrize("method", ["sr-ste", "bi-mask", "transposable"])
 def test_sr_ste_without_before_step_is_told_of_its_decay(method):
     (message,) = loop(*start(method), 5, leave_out={"before_step"})
-    assert "without sparsifier.before_step(optimizer), so the decay of pruned weights is missing at layer" in message
+    assert (
+        "without sparsifier.before_step(optimizer), so the decay of pruned weights is missing at layer"
+        in message
+    )
 
 
 class Damped(STE):
@@ -65,11 +68,21 @@ def test_a_method_from_outside_is_told_of_its_hooks():
 
 @pytest.mark.parametrize(
     "method",
-    ["ste", "asp", "dense", SRSTE(decay=0), SRSTE(decay_at="after-clipping"), SRSTE(dense_start=50), BAME(0, 0)],
+    [
+        "ste",
+        "asp",
+        "dense",
+        SRSTE(decay=0),
+        SRSTE(decay_at="after-clipping"),
+        SRSTE(dense_start=50),
+        BAME(0, 0),
+    ],
 )
 def test_without_before_step_nothing_is_said_where_nothing_is_lost(method):
     model, sparsifier, optimizer = start(method)
-    if isinstance(method, BAME):  # its only adaptation is at the first step, and raises an error of its own
+    if isinstance(
+        method, BAME
+    ):  # its only adaptation is at the first step, and raises an error of its own
         model(torch.randn(8, 16)).square().mean().backward()
         sparsifier.before_step(optimizer)
         optimizer.step()
@@ -98,7 +111,10 @@ def test_several_steps_in_a_batch_are_not_told():
 def test_detach_without_bake_is_told(method):
     model, sparsifier, optimizer = start(method)
     (message,) = loop(model, sparsifier, optimizer, 3, leave_out={"bake"})
-    assert "detach() without bake() after training gives back the latent weights of 2 layers, such as '0'" in message
+    assert (
+        "detach() without bake() after training gives back the latent weights of 2 layers, such as '0'"
+        in message
+    )
     assert not nmf.is_nm(model[0].weight.detach(), "2:4")
 
 
@@ -144,7 +160,9 @@ def test_steps_that_a_scaler_skips_are_told_nothing():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     for step in range(2 * STEPS_WITHOUT_END):
         optimizer.zero_grad()
-        scaler.scale(model(torch.full((8, 16), float("inf") if step % 2 else 1.0)).square().mean()).backward()
+        scaler.scale(
+            model(torch.full((8, 16), float("inf") if step % 2 else 1.0)).square().mean()
+        ).backward()
         scaler.unscale_(optimizer)
         sparsifier.before_step(optimizer)
         scaler.step(optimizer)

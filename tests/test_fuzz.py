@@ -56,11 +56,15 @@ PARTS = {
     "conv": lambda a, b: nn.Conv2d(a, b, 3, padding=1),
     "conv-1x1": lambda a, b: nn.Conv2d(a, b, 1),
     "conv-strided": lambda a, b: nn.Conv2d(a, b, (3, 2), (2, 1), padding=(1, 1)),
-    "conv-groups": lambda a, b: nn.Conv2d(a, b, 3, padding=1, groups=2 if a % 2 == b % 2 == 0 else 1),
+    "conv-groups": lambda a, b: nn.Conv2d(
+        a, b, 3, padding=1, groups=2 if a % 2 == b % 2 == 0 else 1
+    ),
     "linear": lambda a, b: Tokens(nn.Linear(a, b)),
     "linear-no-bias": lambda a, b: Tokens(nn.Linear(a, b, bias=False)),
     "twice": lambda a, b: nn.Sequential(Tokens(Twice(nn.Linear(a, a))), nn.Conv2d(a, b, 1)),
-    "attention": lambda a, b: nn.Sequential(Tokens(attention(a)) if a % 2 == 0 else nn.Identity(), nn.Conv2d(a, b, 1)),
+    "attention": lambda a, b: nn.Sequential(
+        Tokens(attention(a)) if a % 2 == 0 else nn.Identity(), nn.Conv2d(a, b, 1)
+    ),
     "residual": lambda a, b: nn.Sequential(
         Residual(nn.Conv2d(a, a, 3, padding=1)), nn.BatchNorm2d(a), nn.Conv2d(a, b, 1)
     ),
@@ -77,7 +81,9 @@ METHODS = {
     "bi-mask-phases": lambda: BiMask(permute_every=1, candidates=5, dense_start=1),
     "transposable": lambda: TransposableMask(update_every=2),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
-    "bame-bi-mask": lambda: BAME(start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"),
+    "bame-bi-mask": lambda: BAME(
+        start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"
+    ),
 }
 ESTIMATORS = {
     "none": lambda: None,
@@ -123,7 +129,9 @@ def cases(draw):
 def build(case):
     torch.manual_seed(case["seed"])
     widths = case["widths"]
-    parts = [PARTS[part](a, b) for part, a, b in zip(case["parts"], widths, widths[1:], strict=False)]
+    parts = [
+        PARTS[part](a, b) for part, a, b in zip(case["parts"], widths, widths[1:], strict=False)
+    ]
     tied = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
     if case["shared"]:
         for one, other in pairwise(tied):
@@ -151,7 +159,11 @@ class Training:
 
     def __init__(self, case, checkpoint=None):
         self.case, self.model = case, build(case)
-        self.router = Router("sparse", [SimulatedSparseKernel()], reuse=case["accumulated"]) if case["routed"] else None
+        self.router = (
+            Router("sparse", [SimulatedSparseKernel()], reuse=case["accumulated"])
+            if case["routed"]
+            else None
+        )
         if checkpoint is not None:
             self.model.load_state_dict(checkpoint["model"])
         self.sparsifier = attach(self.model, case, checkpoint and checkpoint["sparsifier"])
@@ -170,7 +182,11 @@ class Training:
             self.optimizer.zero_grad()
             for micro in range(self.case["accumulated"]):
                 x = torch.randn(
-                    2, self.case["widths"][0], 4, 3, generator=torch.Generator().manual_seed(10 * step + micro)
+                    2,
+                    self.case["widths"][0],
+                    4,
+                    3,
+                    generator=torch.Generator().manual_seed(10 * step + micro),
                 )
                 with routing(self.router):
                     loss = self.model(x).square().mean()
@@ -185,7 +201,9 @@ class Training:
                 assert self.sparsifier.violations() == 0
             for layer in self.sparsifier.layers.values():
                 if not layer.method.latent and layer.forward_mask is not None:
-                    assert not layer.weight[~layer.forward_mask].any(), "a method without latent values keeps none"
+                    assert not layer.weight[~layer.forward_mask].any(), (
+                        "a method without latent values keeps none"
+                    )
         return self
 
 
@@ -225,7 +243,9 @@ def check(case):
 OPTIONS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@pytest.mark.filterwarnings("ignore")  # of short batches and of schedules that end with the training
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # of short batches and of schedules that end with the training
 @settings(max_examples=40, **OPTIONS)
 @given(case=cases())
 def test_what_holds_for_every_model(case):

@@ -32,15 +32,21 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute")  # torch.compile asks for it, and hides this
-        return json.loads(command.main(["--dry-run", "--out", str(tmp_path_factory.mktemp("gpu"))]).read_text())
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute"
+        )  # torch.compile asks for it, and hides this
+        return json.loads(
+            command.main(["--dry-run", "--out", str(tmp_path_factory.mktemp("gpu"))]).read_text()
+        )
 
 
 @pytest.mark.slow
 def test_a_dry_run_answers_all_questions_and_says_that_it_means_nothing(dry_run):
     assert dry_run["dry run"] is True
     assert "no figure has a meaning" in dry_run["meaning"]
-    assert {"device", "driver", "torch", "cuda", "cusparselt", "triton"} <= set(dry_run["environment"])
+    assert {"device", "driver", "torch", "cuda", "cusparselt", "triton"} <= set(
+        dry_run["environment"]
+    )
     assert list(dry_run["parts"]) == list(command.PARTS)
     for name, part in dry_run["parts"].items():
         assert "error" not in part, name
@@ -52,7 +58,9 @@ def test_a_dry_run_answers_all_questions_and_says_that_it_means_nothing(dry_run)
 
 @pytest.mark.slow
 def test_what_is_right_in_software_is_found_right(dry_run):
-    answers = {name: answer.get("value") for name, answer in dry_run["parts"]["checks"]["answers"].items()}
+    answers = {
+        name: answer.get("value") for name, answer in dry_run["parts"]["checks"]["answers"].items()
+    }
     assert all(row["as expected"] for row in answers["V4"].values())
     assert {name: row["verdict"] for name, row in answers["V7"].items()} == {
         "pruned": "right",
@@ -101,7 +109,11 @@ def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_
         row, dense = rows[variant.name], rows["dense"]
         assert row["x"] == pytest.approx(dense["ms"] / row["ms"], rel=2e-3)
         if variant.method:
-            found = [tuple(name.split()) for name, why in row["products"].items() if why.startswith("simulated")]
+            found = [
+                tuple(name.split())
+                for name, why in row["products"].items()
+                if why.startswith("simulated")
+            ]
             if variant.mode == "auto":  # what is faster on this machine now
                 assert {gemm for _, gemm in found} <= set(SPARSE["sparse", variant.mvue])
                 assert (row["sparse share"] > 0) == bool(found)
@@ -118,7 +130,9 @@ def test_layers_run_the_products_that_their_variant_says_and_run_them_right(dry_
 
 @pytest.mark.slow
 def test_compiled_layers_run_too(dry_run):
-    tables = {name: answer["value"] for name, answer in dry_run["parts"]["layers"]["answers"].items()}
+    tables = {
+        name: answer["value"] for name, answer in dry_run["parts"]["layers"]["answers"].items()
+    }
     (compiled,) = (rows for name, rows in tables.items() if name.endswith("compiled"))
     (graphed,) = (rows for name, rows in tables.items() if name.endswith("CUDA graphs"))
     for rows, variants in ((compiled, layers.COMPILED), (graphed, layers.GRAPHED)):
@@ -126,7 +140,9 @@ def test_compiled_layers_run_too(dry_run):
         assert [name for name, row in rows.items() if row.get("error")] == []
         for variant in (variant for variant in variants if variant.mode != "auto"):
             gemms = SPARSE.get((variant.mode, variant.mvue), ())
-            assert rows[variant.name].get("sparse share", 0) == pytest.approx(len(gemms) / 3, rel=2e-3)
+            assert rows[variant.name].get("sparse share", 0) == pytest.approx(
+                len(gemms) / 3, rel=2e-3
+            )
 
 
 @pytest.mark.slow
@@ -136,8 +152,12 @@ def test_predictions_add_up(dry_run):
     for name, row in ((name, answer["value"]) for name, answer in answers.items()):
         step, products = row["step ms"], row["products ms"]
         saved = products["dense"] - products["as chosen"]
-        assert step["predicted"] == pytest.approx(step["dense, watched"] - saved, abs=2e-3 * step["dense, watched"])
-        assert row["measured / predicted"] == pytest.approx(step["measured"] / step["predicted"], rel=2e-3)
+        assert step["predicted"] == pytest.approx(
+            step["dense, watched"] - saved, abs=2e-3 * step["dense, watched"]
+        )
+        assert row["measured / predicted"] == pytest.approx(
+            step["measured"] / step["predicted"], rel=2e-3
+        )
         assert row["within 5 %"] == (0.95 <= row["measured / predicted"] <= 1.05)
         assert row["other kernels than predicted"] == []
         gemms = {row["gemm"] for row in row["products"].values() if row["kernel"] == "simulated"}
@@ -165,13 +185,21 @@ def test_a_wrong_kernel_shows_in_the_error_of_a_layer(monkeypatch):
         return dict.fromkeys(made, (1.0, 1.0))
 
     monkeypatch.setattr(layers, "turns", turns)
-    rows = layers.compare(DRY, layers.TINY["tiny mlp"], [layers.DENSE, layers.Variant("transposable", False, "sparse")])
+    rows = layers.compare(
+        DRY,
+        layers.TINY["tiny mlp"],
+        [layers.DENSE, layers.Variant("transposable", False, "sparse")],
+    )
     assert calls == list(rows)
     assert rows["transposable, sparse"]["error"] > 0.3
 
 
 def test_a_variant_that_fails_leaves_the_others(monkeypatch):
-    variants = [layers.DENSE, layers.Variant("no such method", False, "sparse"), layers.Variant("ste", False, "sparse")]
+    variants = [
+        layers.DENSE,
+        layers.Variant("no such method", False, "sparse"),
+        layers.Variant("ste", False, "sparse"),
+    ]
     rows = layers.compare(DRY, layers.TINY["tiny mlp"], variants)
     assert "no such method" in rows["no such method, sparse"]["error"]
     assert rows["ste, sparse"]["sparse share"] == pytest.approx(1 / 3)
@@ -191,7 +219,11 @@ class Faulty(SoftwareOperators):
         self.calls += 1
         if algorithm == 3:
             raise RuntimeError("no such algorithm")
-        return result + {1: 1000.0, 2: 1e-3 * self.calls}.get(algorithm, 0.0) * torch.eye(*result.shape).bfloat16()
+        return (
+            result
+            + {1: 1000.0, 2: 1e-3 * self.calls}.get(algorithm, 0.0)
+            * torch.eye(*result.shape).bfloat16()
+        )
 
     def linear(self, packed, x, algorithm=0):
         return self.spoil(super().linear(packed, x), algorithm)
@@ -214,7 +246,10 @@ def test_algorithms_that_are_wrong_or_change_are_found(gemm):
     setting = FaultySetting(dry_run=True)
     answer = correctness.algorithms(setting, gemm, BF16)
     assert set(answer["ms"]) == {"0", "2"}
-    assert {name: row["verdict"] for name, row in answer["not right"].items()} == {"1": "wrong", "3": "refused"}
+    assert {name: row["verdict"] for name, row in answer["not right"].items()} == {
+        "1": "wrong",
+        "3": "refused",
+    }
     answer = correctness.repeatable(setting, gemm, BF16)
     assert (answer["equal"], answer["differs"], answer["refused"]) == (["0", "1"], ["2"], ["3"])
 
@@ -236,18 +271,25 @@ def test_an_error_of_any_class_is_a_refusal():
         raise LibraryError("CUSPARSE_STATUS_NOT_SUPPORTED")
 
     answer = correctness.judge(product, torch.ones(2, 3))
-    assert answer == {"verdict": "refused", "message": "LibraryError: CUSPARSE_STATUS_NOT_SUPPORTED"}
+    assert answer == {
+        "verdict": "refused",
+        "message": "LibraryError: CUSPARSE_STATUS_NOT_SUPPORTED",
+    }
 
 
 def test_a_shape_that_fails_leaves_the_others(monkeypatch):
-    monkeypatch.setattr(costs, "TINY", {"first": (64, 32, 48), "bad": (64, 30, 48), "last": (32, 32, 48)})
+    monkeypatch.setattr(
+        costs, "TINY", {"first": (64, 32, 48), "bad": (64, 30, 48), "last": (32, 32, 48)}
+    )
     answer = costs.gains(DRY, BF16)
     assert answer["bad"]["error"].startswith("ValueError: shape (64, 30)")
     assert "gain by ms" in answer["first"]
     assert "gain by ms" in answer["last"]
 
 
-@pytest.mark.parametrize("check", [check for check in CHECKS if check.apart], ids=lambda check: check.name)
+@pytest.mark.parametrize(
+    "check", [check for check in CHECKS if check.apart], ids=lambda check: check.name
+)
 def test_what_is_asked_apart_can_travel(check):
     again = pickle.loads(pickle.dumps((check.question, DRY)))
     assert again[1] == DRY
@@ -285,7 +327,9 @@ def test_messages_arrive_from_a_process_however_it_ends():
 @pytest.mark.slow
 def test_a_question_that_kills_its_process_leaves_the_others(monkeypatch):
     """As on a GPU, a part in a process of its own and in it a question in another, which no dry run does."""
-    monkeypatch.setattr(command, "PARTS", {"part": command.Part("tests.support.child_functions", 120)})
+    monkeypatch.setattr(
+        command, "PARTS", {"part": command.Part("tests.support.child_functions", 120)}
+    )
     answers = {}
     command.answers("part", Setting(), 120, [], lambda name, answer: answers.update({name: answer}))
     assert answers["dies"]["error"] == "RuntimeError: the process died, exit code 3"
@@ -301,7 +345,9 @@ def answers_of(part_run, monkeypatch, tmp_path, *arguments):
     runs = {"broken": part_run, "well": lambda report: report.ask("one", lambda setting: 1)}
     monkeypatch.setattr(command, "PARTS", parts)
     monkeypatch.setattr(importlib, "import_module", lambda name: child_functions.Part(runs[name]))
-    return json.loads(command.main(["--dry-run", "--out", str(tmp_path), *arguments]).read_text())["parts"]
+    return json.loads(command.main(["--dry-run", "--out", str(tmp_path), *arguments]).read_text())[
+        "parts"
+    ]
 
 
 def test_a_part_that_fails_is_recorded_and_the_next_one_runs(monkeypatch, tmp_path):
@@ -326,7 +372,9 @@ def test_questions_are_not_asked_once_the_time_is_up(monkeypatch, tmp_path):
     assert report.ask("late", lambda setting: 1) is None
     assert recorded["late"]["not asked"] == "the time was up"
     parts = answers_of(lambda report: None, monkeypatch, tmp_path, "--seconds", "1")
-    assert {part["error"] for part in parts.values()} == {"TimeoutError: the 1 s of the whole run are used up"}
+    assert {part["error"] for part in parts.values()} == {
+        "TimeoutError: the 1 s of the whole run are used up"
+    }
 
 
 def test_only_some_questions():
@@ -351,7 +399,11 @@ def test_a_run_without_a_gpu_says_how_to_go_on(capsys, tmp_path):
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 
 
-@given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+@given(
+    st.recursive(
+        LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10
+    )
+)
 def test_answers_are_json_whatever_their_numbers(value):
     text = json.dumps(plain(value), allow_nan=False)
     assert json.loads(text) == plain(value)
@@ -366,14 +418,18 @@ def test_examples(module):
 
 def test_the_page_lists_every_question():
     page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
-    assert re.findall(r"^\| (V\d+) \|", page, re.MULTILINE) == [f"V{number}" for number in range(1, 19)]
+    assert re.findall(r"^\| (V\d+) \|", page, re.MULTILINE) == [
+        f"V{number}" for number in range(1, 19)
+    ]
     asked = {check.name.split()[0] for check in CHECKS}
     assert set(re.findall(r"checks --only (V\d+)", page)) == asked
 
 
 @pytest.mark.gpu
 def test_verdicts_on_a_gpu(tmp_path):
-    result = json.loads(command.main(["checks", "--only", "V1", "V4", "V8", "--out", str(tmp_path)]).read_text())
+    result = json.loads(
+        command.main(["checks", "--only", "V1", "V4", "V8", "--out", str(tmp_path)]).read_text()
+    )
     answers = result["parts"]["checks"]["answers"]
     assert not result["dry run"]
     assert answers["V1"]["value"]["refused"] == ""

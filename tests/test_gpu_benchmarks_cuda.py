@@ -65,7 +65,9 @@ def cuda(monkeypatch):
 
 def test_times_in_graphs(cuda):
     row = costs.gains(cuda, BF16)["tiny"]
-    assert set(row["graph ms"]) == set(row["ms"]) == {"dense", "unpruned", "algorithm 0", "searched"}
+    assert (
+        set(row["graph ms"]) == set(row["ms"]) == {"dense", "unpruned", "algorithm 0", "searched"}
+    )
     assert row["gain by graph ms"] > 0
     assert row["searched"]["verdict"] == "right"
 
@@ -121,7 +123,11 @@ def test_tiles_of_another_packed_form_are_found_wrong(cuda, monkeypatch, layout)
         return (packed if layout == "ours" else packed.roll(1, 0)), None, None, None, mask
 
     monkeypatch.setattr(torch, "_sparse_semi_structured_tile", tile)
-    monkeypatch.setattr(torch, "_sparse_semi_structured_apply_dense", lambda weight, mask: torch.where(mask, weight, 0))
+    monkeypatch.setattr(
+        torch,
+        "_sparse_semi_structured_apply_dense",
+        lambda weight, mask: torch.where(mask, weight, 0),
+    )
     answer = correctness.tile(cuda)
     assert answer["packed by tile"]["verdict"] == ("right" if layout == "ours" else "wrong")
     assert answer["masked by tile, packed by compress"]["verdict"] == "right"
@@ -150,7 +156,9 @@ class Library:
     def init(self):
         return 1
 
-    def structured_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order, sparsity):
+    def structured_descriptor_init(
+        self, handle, rows, cols, ld, alignment, value_type, order, sparsity
+    ):
         assert ld == cols
         self.stored.append((rows, cols))
         return 2
@@ -176,11 +184,21 @@ class Library:
         return 10, 20
 
     def sp_mma_compress2(
-        self, handle, sparse_mat_descr, is_sparse_a, op, d_dense, d_compressed, d_compressed_buffer, stream
+        self,
+        handle,
+        sparse_mat_descr,
+        is_sparse_a,
+        op,
+        d_dense,
+        d_compressed,
+        d_compressed_buffer,
+        stream,
     ):
         assert op == self.op_a
 
-    def matmul(self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams):
+    def matmul(
+        self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
+    ):
         assert d_c == d_d
 
 
@@ -188,10 +206,14 @@ def test_a_plan_that_is_kept(cuda, monkeypatch):
     library = Library()
     monkeypatch.setattr(plan_cache, "find_spec", lambda name: True)
     monkeypatch.setattr(plan_cache, "import_module", lambda name: library)
-    monkeypatch.setattr(plan_cache, "_bytes", lambda size: torch.empty(max(size, 16), dtype=torch.uint8))
+    monkeypatch.setattr(
+        plan_cache, "_bytes", lambda size: torch.empty(max(size, 16), dtype=torch.uint8)
+    )
     answer = plan_cache.plan_cache(cuda)
     assert library.stored == [(4096, 2048), (2048, 4096)]
-    assert {answer[name]["verdict"] for name in ("product", "beta=1", "packed as its transpose")} == {"wrong"}
+    assert {
+        answer[name]["verdict"] for name in ("product", "beta=1", "packed as its transpose")
+    } == {"wrong"}
 
 
 class Clock(Event):
@@ -213,7 +235,9 @@ class Clock(Event):
 
 def test_a_layer_is_timed_by_events_and_its_memory_measured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Clock)
-    monkeypatch.setattr(library, "unavailable", lambda: "no library here")  # the kernels of this CPU would run
+    monkeypatch.setattr(
+        library, "unavailable", lambda: "no library here"
+    )  # the kernels of this CPU would run
     allocated = iter(range(0, 10**6, 1000))
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: next(allocated))
@@ -262,9 +286,13 @@ def test_the_clock_of_predictions_reads_events_and_counts_what_the_device_did(cu
         seen("aten::mm", "CPU", 2.0),
     ]
     profiler = SimpleNamespace(calls=[], key_averages=lambda: events)
-    profiler.start, profiler.stop = (lambda name=name: profiler.calls.append(name) for name in ("start", "stop"))
+    profiler.start, profiler.stop = (
+        lambda name=name: profiler.calls.append(name) for name in ("start", "stop")
+    )
     monkeypatch.setattr(prediction, "profile", lambda activities: profiler)
-    monkeypatch.setattr(Event, "elapsed_time", lambda self, other: 3.0 * (self.recorded and other.recorded), False)
+    monkeypatch.setattr(
+        Event, "elapsed_time", lambda self, other: 3.0 * (self.recorded and other.recorded), False
+    )
     clock, trainer = prediction.Clock(torch.device("cuda")), SimpleNamespace(should_stop=False)
     while not trainer.should_stop:
         clock.on_train_batch_start(trainer)

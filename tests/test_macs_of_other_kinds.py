@@ -24,7 +24,9 @@ class Stacked(nn.Module):
 
     def forward(self, x):
         parts = x.chunk(4)
-        return torch.cat([torch.nn.functional.linear(part, self.up[k]) for k, part in enumerate(parts)])
+        return torch.cat(
+            [torch.nn.functional.linear(part, self.up[k]) for k, part in enumerate(parts)]
+        )
 
 
 class Batched(Stacked):
@@ -100,7 +102,9 @@ def test_ratios_and_shares_count_all_weights(kind, expected):
     masked = (known["0"] + known["2"]) / (sum(known.values()) + expected)
     assert sparsifier.shares()["flops"] == pytest.approx(masked)
     assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - masked / 6)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "the hooks are gone"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), (
+        "the hooks are gone"
+    )
     twin = copy.deepcopy(sparsifier.state_dict())
     other = NMSparsifier(model_like(model, kind), "2:4", "sr-ste")
     other.model.load_state_dict(model.state_dict())
@@ -192,7 +196,9 @@ def attention(**options):
 
 
 def encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -212,8 +218,12 @@ def test_attention_is_counted_as_torch_counts_it(make, shapes, masked):
     with FlopCounterMode(display=False) as torchs:
         model(*inputs)
     by_operator = torchs.get_flop_counts()["Global"]
-    of_weights = sum(flops for name, flops in by_operator.items() if str(name) in ("aten.mm", "aten.addmm"))
-    sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach() if masked else None
+    of_weights = sum(
+        flops for name, flops in by_operator.items() if str(name) in ("aten.mm", "aten.addmm")
+    )
+    sparsifier = (
+        NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach() if masked else None
+    )
     counter = MacsCounter(model)
     model.eval()(*inputs)
     counter.close()

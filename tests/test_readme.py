@@ -71,7 +71,9 @@ def test_mixtures_of_experts(monkeypatch, capsys):
     exec(own, {})
     pytest.importorskip("transformers")
     exec(hugging_face, {})
-    assert re.search(r"^\d\d% of the weight FLOPs are masked, 0 blocks are not 2:4$", capsys.readouterr().out)
+    assert re.search(
+        r"^\d\d% of the weight FLOPs are masked, 0 blocks are not 2:4$", capsys.readouterr().out
+    )
 
 
 def test_without_lightning():
@@ -106,7 +108,9 @@ def test_yaml(tmp_path, monkeypatch, capsys):
 def test_commands_name_what_is_there():
     """Files, make's targets, modules and subcommands; the commands themselves run in other tests."""
     text = README + read("doctor.md")
-    shown = [line for block in blocks("", text) for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    shown = [line for block in blocks("", text) for line in block.splitlines()] + re.findall(
+        r"`([^`\n]+)`", text
+    )
     known = re.compile(r"(lightning-nm|make|python -m) ")
     commands = [shlex.split(line, comments=True) for line in shown if known.match(line)]
     assert len(commands) >= 9

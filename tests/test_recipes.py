@@ -15,7 +15,10 @@ from lightning_nm.commands.study.spec import Cell, read
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-STUDIES = {task: read(ROOT / "studies" / f"recipes-{task}.yaml") for task in ("fashion-mnist", "help-topics")}
+STUDIES = {
+    task: read(ROOT / "studies" / f"recipes-{task}.yaml")
+    for task in ("fashion-mnist", "help-topics")
+}
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -30,7 +33,9 @@ def task_of(path):
 
 
 def masks_of(config):
-    (masks,) = [one for one in config["trainer"]["callbacks"] if last_part(one) == "NMSparsityCallback"]
+    (masks,) = [
+        one for one in config["trainer"]["callbacks"] if last_part(one) == "NMSparsityCallback"
+    ]
     return {key: masks["init_args"].get(key) for key in ("method", "grad_estimator")}
 
 
@@ -77,10 +82,14 @@ def test_no_setting_was_chosen_by_the_seeds_of_the_comparison():
             assert search.overrides["data.init_args.tuning"] is True, path.name
 
 
-@pytest.mark.parametrize(("step", "tasks"), [("2-learning-rate", list(STUDIES)), ("3-decay", ["help-topics"])])
+@pytest.mark.parametrize(
+    ("step", "tasks"), [("2-learning-rate", list(STUDIES)), ("3-decay", ["help-topics"])]
+)
 def test_every_method_was_searched_as_much(step, tasks):
     for task in tasks:
-        searches = [read(path) for path in (ROOT / "studies" / "search" / step).glob(f"{task}-*.yaml")]
+        searches = [
+            read(path) for path in (ROOT / "studies" / "search" / step).glob(f"{task}-*.yaml")
+        ]
         assert len({(search.trials, *search.seeds) for search in searches}) == 1
         suffixes = re.compile("-default|-no-decay|-ends-dense|(?<=dense)-0.*")
         assert {name for search in searches for name in search.variants} == {
@@ -96,7 +105,11 @@ def test_a_recipe_runs_shortened(path, tmp_path, monkeypatch, capsys):
         pytest.skip("Fashion-MNIST is not installed")
     monkeypatch.chdir(tmp_path)
     short = ["--trainer.max_steps=6", "--trainer.max_epochs=1", "--trainer.val_check_interval=3"]
-    quiet = ["--trainer.limit_val_batches=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    quiet = [
+        "--trainer.limit_val_batches=1",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+    ]
     assert main(["fit", "-c", str(path), *short, *quiet]) == 0
     assert "N:M summary" in capsys.readouterr().out
     (checkpoint,) = tmp_path.glob("runs/**/*.ckpt")

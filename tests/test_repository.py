@@ -36,7 +36,9 @@ def test_the_changelog_has_this_version_first():
     assert "### Upgrade from 0.1" in CHANGELOG
 
 
-@pytest.mark.parametrize("path", [form for form in FORMS if form.stem != "config"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [form for form in FORMS if form.stem != "config"], ids=lambda path: path.stem
+)
 def test_issue_forms_can_be_filled_in(path):
     form = load(path)
     assert {"name", "description", "body"} <= form.keys()
@@ -50,7 +52,9 @@ def test_issue_forms_can_be_filled_in(path):
 
 
 def test_a_bug_comes_with_the_doctors_document():
-    fields = {field.get("id"): field for field in load(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"]}
+    fields = {
+        field.get("id"): field for field in load(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"]
+    }
     assert "`lightning-nm doctor --json`" in fields["doctor"]["attributes"]["label"]
     assert fields["doctor"]["validations"]["required"]
     assert "lightning-nm" in fields["versions"]["attributes"]["description"]
@@ -58,7 +62,9 @@ def test_a_bug_comes_with_the_doctors_document():
 
 def test_readers_are_those_of_the_security_policy():
     """A module that loads files by torch, pickle or YAML is new: the policy has to say how."""
-    loads = re.compile(r"(?<!`)torch\.load\(|pickle\.|Unpickler\(|yaml\.load|load_file\(|safe_open\(")
+    loads = re.compile(
+        r"(?<!`)torch\.load\(|pickle\.|Unpickler\(|yaml\.load|load_file\(|safe_open\("
+    )
     found = {
         str(path.relative_to(ROOT / "lightning_nm"))
         for path in (ROOT / "lightning_nm").rglob("*.py")
@@ -85,13 +91,17 @@ def test_links_of_the_security_policy():
 def test_the_release_checklist_names_targets_that_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.partition("## Release")[2].partition("\n## ")[0]
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(
+        r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     named = re.findall(r"`make ([\w-]+)`", section)
     assert {"wheel"} <= set(named) <= set(targets)
 
 
 def test_wheels_are_built_in_ci():
-    assert re.search(r"^checks=\(.*\bwheel\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(
+        r"^checks=\(.*\bwheel\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def resolve(name):
@@ -121,7 +131,8 @@ def test_replacements_in_the_upgrade_notes_exist():
 @pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])
 def test_replacements_among_the_kernels_exist(owner):
     found = [
-        vars(importlib.import_module(f"lightning_nm.kernels.router.{name}")) for name in ("tuner", "handles", "router")
+        vars(importlib.import_module(f"lightning_nm.kernels.router.{name}"))
+        for name in ("tuner", "handles", "router")
     ]
     assert any(owner in names for names in found)
     if owner == "Router":

@@ -18,7 +18,9 @@ def data():
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+    )
 
 
 def test_a_plain_training_loop():
@@ -118,7 +120,9 @@ def test_statistics_against_their_definitions():
     assert stats["overlap"] == pytest.approx((backward.sum() / new.sum()).item())
     assert 0.7 < stats["overlap"] < 1
     weight = layer.weight.detach()
-    assert stats["kept_magnitude"] == pytest.approx((weight[new].abs().sum() / weight.abs().sum()).item())
+    assert stats["kept_magnitude"] == pytest.approx(
+        (weight[new].abs().sum() / weight.abs().sum()).item()
+    )
     both, total = sparsifier.layer_stats(), sparsifier.stats()
     sizes = {name: one.weight.numel() for name, one in sparsifier.layers.items()}
     for key in ("flip_rate", "density"):
@@ -152,7 +156,9 @@ def test_flops_of_a_fully_masked_model(method, paper, eligible):
     arithmetic = {"dense": 1, "ste": 2 / 3, "sr-ste": 2 / 3, "asp": 0.5}
     if method == "bi-mask":
         macs = [16 * 32, 16 * 32, 32 * 32, 32 * 32]
-        expected = (sum(m * c for m, c in zip(macs, counts, strict=True)) + sum(macs) / 2) / (1.5 * sum(macs))
+        expected = (sum(m * c for m, c in zip(macs, counts, strict=True)) + sum(macs) / 2) / (
+            1.5 * sum(macs)
+        )
         assert ratios["arithmetic"] == pytest.approx(expected.item())
     else:
         assert ratios["arithmetic"] == pytest.approx(arithmetic[method])
@@ -210,7 +216,9 @@ def test_a_model_of_which_parts_are_compiled_is_counted_by_its_weights(wrapped):
 
 
 def test_layers_that_no_batch_reached_are_unseen_in_a_compiled_model_too():
-    model = nn.ModuleDict({"used": nn.Linear(16, 16), "idle": nn.Linear(16, 16), "block": network()})
+    model = nn.ModuleDict(
+        {"used": nn.Linear(16, 16), "idle": nn.Linear(16, 16), "block": network()}
+    )
     model["block"].compile(backend="eager")
     sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
     model["used"](torch.randn(4, 16))
@@ -321,7 +329,9 @@ def test_bi_mask_searches_its_permutation_every_so_often(monkeypatch):
         counts.append(len(calls))
     assert counts == [1, 1, 2, 2, 2, 3, 3]
     assert calls == [False, True, True], "a later search starts from the current permutation"
-    for _ in range(4):  # several optimizer steps before the masks move: the multiple of 3 is not missed
+    for _ in range(
+        4
+    ):  # several optimizer steps before the masks move: the multiple of 3 is not missed
         optimizer.step()
     sparsifier.step()
     assert len(calls) == 4

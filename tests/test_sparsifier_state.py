@@ -21,11 +21,15 @@ def test_swapping_weights_out_and_in_again_loses_nothing():
     sparsifier.register(optimizer)
     one_step(model, sparsifier, optimizer)
     layer = sparsifier.layers["2"]
-    latent, marks, permutation = (t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.permutation))
+    latent, marks, permutation = (
+        t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.permutation)
+    )
     backup = {key: value.clone() for key, value in model.state_dict().items()}
     for factor in (0.5, 0.25):
         model.load_state_dict({key: factor * value + 0.01 for key, value in backup.items()})
-        assert torch.equal(model.state_dict()["2.weight"], nmf.nm_prune(layer.weight.detach(), "2:4"))
+        assert torch.equal(
+            model.state_dict()["2.weight"], nmf.nm_prune(layer.weight.detach(), "2:4")
+        )
     model.load_state_dict(backup)
     assert torch.equal(layer.weight, latent)
     assert torch.equal(layer.masks.bits, marks)
@@ -91,7 +95,9 @@ def test_a_state_of_other_weights_or_another_layout_is_refused():
         with torch.no_grad():
             model[0].weight.mul_(scale)
         options = {"skip_first_last": False, "conv_layout": layout}
-        return NMSparsifier(model, "2:4", ASP(start=5), **options).attach()  # no mask yet to compare by
+        return NMSparsifier(
+            model, "2:4", ASP(start=5), **options
+        ).attach()  # no mask yet to compare by
 
     state = sparse().state_dict()
     sparse().load_state_dict(state)
@@ -142,7 +148,9 @@ def test_a_state_given_to_attach_spares_the_searches(monkeypatch):
     calls = []
     search = bi_mask.search_permutation
     monkeypatch.setattr(
-        bi_mask, "search_permutation", lambda *args, **kwargs: calls.append(1) or search(*args, **kwargs)
+        bi_mask,
+        "search_permutation",
+        lambda *args, **kwargs: calls.append(1) or search(*args, **kwargs),
     )
     model = network()
     sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
@@ -179,20 +187,26 @@ def test_a_changed_source_of_the_mask_is_told_on_resume():
 
 
 def test_a_share_of_an_unknown_length_names_the_argument():
-    with pytest.raises(ValueError, match=r"BAME's stop=0\.66 is a share.*pass planned_steps to NMSparsifier"):
+    with pytest.raises(
+        ValueError, match=r"BAME's stop=0\.66 is a share.*pass planned_steps to NMSparsifier"
+    ):
         NMSparsifier(network(), "2:4", "bame").attach()
     NMSparsifier(network(), "2:4", "bame", planned_steps=1000).attach()
 
 
 def chain():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(
+        nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8)
+    )
 
 
 def train(model, sparsifier, optimizer, seeds):
     for seed in seeds:
         optimizer.zero_grad()
-        model(torch.randn(16, 8, 1, 1, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        model(
+            torch.randn(16, 8, 1, 1, generator=torch.Generator().manual_seed(seed))
+        ).square().mean().backward()
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
@@ -253,7 +267,11 @@ def test_a_refused_state_changes_nothing(fault):
             weights = [parameter.detach().clone() for parameter in model.parameters()]
             state = copy.deepcopy(sparsifier.state_dict())
             if fault == "layers":
-                state = NMSparsifier(chain(), "2:4", "sr-ste", skip_first_last=False).attach().state_dict()
+                state = (
+                    NMSparsifier(chain(), "2:4", "sr-ste", skip_first_last=False)
+                    .attach()
+                    .state_dict()
+                )
             else:
                 state["layers"]["1"]["checksum"] = [1e3, 1e3]
             with pytest.raises(ValueError, match="checkpoint"):
@@ -277,7 +295,9 @@ def test_a_last_layer_that_is_masked_in_the_checkpoint_stays_masked():
         return NMSparsifier(other, "2:4", "sr-ste", **options).attach(state)
 
     other = resumed(state)
-    with pytest.warns(UserWarning, match="this training began with its last layer masked, which stays"):
+    with pytest.warns(
+        UserWarning, match="this training began with its last layer masked, which stays"
+    ):
         other.load_state_dict(state)
     assert list(other.layers) == ["1", "3", "4"]
     with pytest.raises(ValueError, match="layer '0' is masked only here"):

@@ -30,12 +30,16 @@ def trained(variant):
 def test_runs_differ_by_their_variant_alone():
     """Two dense runs are equal, and so are ours by whatever kernels; a masked one is another training."""
     dense, again = trained("dense"), trained("dense")
-    reference, sparse, drawn = (trained(f"transposable{kind}") for kind in (":reference", ":sparse", "+mvue:sparse"))
+    reference, sparse, drawn = (
+        trained(f"transposable{kind}") for kind in (":reference", ":sparse", "+mvue:sparse")
+    )
     assert dense.losses == again.losses
     assert len(dense.losses) == len(dense.seconds) == 2
     assert reference.losses == pytest.approx(sparse.losses, rel=1e-3)
     assert reference.losses != dense.losses
-    assert [run.figures["sparse share"] for run in (reference, sparse, drawn)] == pytest.approx([0, 2 / 3, 1])
+    assert [run.figures["sparse share"] for run in (reference, sparse, drawn)] == pytest.approx(
+        [0, 2 / 3, 1]
+    )
     assert [run.figures["weights"] for run in (dense, drawn)] == [dense.figures["weights"]] * 2
 
 
@@ -62,7 +66,8 @@ def test_losses_are_those_of_the_last_ten_steps_in_time(seconds, end):
 @given(st.lists(SECONDS, min_size=1, max_size=4))
 def test_runs_are_compared_within_what_all_have(found):
     runs = {
-        str(k): Run([float(s) for s in row], [float(j) for j in range(len(row))], {}) for k, row in enumerate(found)
+        str(k): Run([float(s) for s in row], [float(j) for j in range(len(row))], {})
+        for k, row in enumerate(found)
     }
     compared = train.compare(runs)
     assert compared["at"] == {"seconds": min(map(sum, found)), "steps": min(map(len, found))}
@@ -109,14 +114,18 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
     sizes = [f"--{name}={value}" for name, value in EAGER._asdict().items()]
     path = tmp_path / "results" / "train.json"
-    train.main(["--variants", "dense", "ste:auto", "dense", "--seconds", "0", "--json", str(path), *sizes])
+    train.main(
+        ["--variants", "dense", "ste:auto", "dense", "--seconds", "0", "--json", str(path), *sizes]
+    )
     result = json.loads(path.read_text())
     assert list(result["runs"]) == ["dense", "ste:auto", "dense again"]
     assert result["settings"]["device"].startswith("cpu")
     for run in result["runs"].values():
         assert len(run["losses"]) == len(run["seconds"]) == run["figures"]["steps"] == 2
         tokens = EAGER.batch * EAGER.context
-        assert run["figures"]["tokens per second"] == pytest.approx(tokens / (sum(run["seconds"]) / 2))
+        assert run["figures"]["tokens per second"] == pytest.approx(
+            tokens / (sum(run["seconds"]) / 2)
+        )
     assert "| dense again |" in capsys.readouterr().out
 
 

@@ -75,10 +75,16 @@ assert "lightning-nm[cli]" in said(2, "fit")
 
 def run(*words, cwd=None):
     """The output of a command; if it fails, the error shows it."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(list(map(str, words)), cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    done = subprocess.run(
+        list(map(str, words)), cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, words))}: status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        sys.exit(
+            f"{' '.join(map(str, words))}: status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        )
     return done.stdout + done.stderr
 
 
@@ -87,10 +93,18 @@ def check_source(path, version):
     assert parse_sdist_filename(path.name) == ("lightning-nm", version)
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {"hatch_build.py", "lightning_nm/kernels/cpu/csrc/kernels.c", "LICENSE", "SECURITY.md", "tests/wheel.py"}
+    needed = {
+        "hatch_build.py",
+        "lightning_nm/kernels/cpu/csrc/kernels.c",
+        "LICENSE",
+        "SECURITY.md",
+        "tests/wheel.py",
+    }
     assert names >= needed, needed - names
     strange = [
-        name for name in names if name.endswith((".so", ".pyc", ".ckpt")) and not name.startswith("tests/legacy")
+        name
+        for name in names
+        if name.endswith((".so", ".pyc", ".ckpt")) and not name.startswith("tests/legacy")
     ]
     assert not strange, strange
 
@@ -101,7 +115,9 @@ def check_wheel(path, version):
     assert (name, number) == ("lightning-nm", version)
     with zipfile.ZipFile(path) as archive:
         names, folder = set(archive.namelist()), f"lightning_nm-{version}.dist-info"
-        text, written = (archive.read(f"{folder}/{file}").decode() for file in ("METADATA", "WHEEL"))
+        text, written = (
+            archive.read(f"{folder}/{file}").decode() for file in ("METADATA", "WHEEL")
+        )
     assert names >= NEEDED | {f"{folder}/licenses/LICENSE"}, NEEDED - names
     sources = {str(file.relative_to(ROOT)) for file in (ROOT / "lightning_nm").rglob("*.py")}
     assert sources <= names, sources - names
@@ -153,7 +169,9 @@ def main():
     check_source(source, parse_sdist_filename(source.name)[1])
     compiled = check_wheel(wheel, parse_wheel_filename(wheel.name)[1])
     assert parse_wheel_filename(wheel.name)[1] == parse_sdist_filename(source.name)[1]
-    print(f"{wheel.name}: {wheel.stat().st_size // 1024} KiB; {source.name}: {source.stat().st_size // 1024} KiB")
+    print(
+        f"{wheel.name}: {wheel.stat().st_size // 1024} KiB; {source.name}: {source.stat().st_size // 1024} KiB"
+    )
 
     empty = folder / "empty"
     run(sys.executable, "-m", "venv", empty)
@@ -161,23 +179,44 @@ def main():
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
     for found in closure("torch", {}):
         link(found, site)
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
+    pip = (
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-c",
+        ROOT / "constraints.txt",
+    )
     run(*pip, wheel)
     run(python, "-m", "pip", "check")
 
     with tempfile.TemporaryDirectory() as away:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        code = next(block for block in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S) if "Trainer" in block)
+        code = next(
+            block
+            for block in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
+            if "Trainer" in block
+        )
         script = Path(away) / "example.py"
-        script.write_text(EXAMPLE.format(version=version, place=str(site), library=compiled, code=code))
+        script.write_text(
+            EXAMPLE.format(version=version, place=str(site), library=compiled, code=code)
+        )
         run(python, script, cwd=away)
         run(*pip, f"lightning-nm[cli] @ {wheel.as_uri()}")
         run(python, "-m", "pip", "check")
         config = ROOT / "configs" / "help-topics-bi-mask.yaml"
-        words = ("--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_progress_bar=false")
+        words = (
+            "--trainer.max_steps=2",
+            "--trainer.logger=false",
+            "--trainer.enable_progress_bar=false",
+        )
         run(empty / "bin" / "lightning-nm", "fit", "-c", config, *words, cwd=away)
     shutil.rmtree(empty)
-    print("installed into an empty environment: the README's example, and the commands version, verify, doctor and fit")
+    print(
+        "installed into an empty environment: the README's example, and the commands version, verify, doctor and fit"
+    )
 
 
 if __name__ == "__main__":

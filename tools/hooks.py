@@ -13,32 +13,49 @@ from tools.modules import ROOT, plain
 PAGE = ROOT / "docs" / "extend" / "method.md"
 BEGIN = "<!-- `python -m tools.hooks` writes what follows. -->\n"
 END = "<!-- end of the lists -->\n"
-NOT_HOOKS = {"defined_hooks", "masks_entries", "has_own_backward_weight"}  # which the package asks, and nobody defines
+NOT_HOOKS = {
+    "defined_hooks",
+    "masks_entries",
+    "has_own_backward_weight",
+}  # which the package asks, and nobody defines
 
 
 def members() -> list[ast.stmt]:
     """The statements of the class ``Method``."""
     tree = ast.parse(inspect.getsource(base))
-    (method,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Method")
+    (method,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Method"
+    )
     return method.body
 
 
 def hooks() -> Iterator[tuple[str, str]]:
     """The signature of each hook, and the first sentence of its docstring."""
     for node in members():
-        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.name in NOT_HOOKS:
+        if (
+            not isinstance(node, ast.FunctionDef)
+            or node.name.startswith("_")
+            or node.name in NOT_HOOKS
+        ):
             continue
         arguments = ", ".join(argument.arg for argument in node.args.args[1:])
         returns = ast.unparse(node.returns) if node.returns else "None"
         result = "" if returns == "None" else f" -> {returns}"
-        yield f"{node.name}({arguments}){result}", plain(ast.get_docstring(node) or "").partition("\n")[0]
+        yield (
+            f"{node.name}({arguments}){result}",
+            plain(ast.get_docstring(node) or "").partition("\n")[0],
+        )
 
 
 def flags() -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning of each flag."""
     body = members()
     for node, after in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             meaning = " ".join(plain(str(after.value.value)).split())
             yield ast.unparse(node.target), ast.unparse(node.value) if node.value else "", meaning
 
@@ -46,7 +63,10 @@ def flags() -> Iterator[tuple[str, str, str]]:
 def lists() -> str:
     """Both tables."""
     rows = ["| hook | what it does |", "|---|---|"]
-    rows += [f"| `{signature.replace('|', chr(92) + '|')}` | {meaning} |" for signature, meaning in hooks()]
+    rows += [
+        f"| `{signature.replace('|', chr(92) + '|')}` | {meaning} |"
+        for signature, meaning in hooks()
+    ]
     rows += ["", "| flag | default | meaning |", "|---|---|---|"]
     rows += [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in flags()]
     return "\n".join(rows) + "\n"

@@ -35,7 +35,9 @@ SHAPES = [(1024, 1024), (4096, 1024), (1024, 4096)]
 def print_rows(rows: Iterable[Row]) -> list[Row]:
     """Print a table in Markdown, each row when it is measured; return the rows."""
     kept = []
-    print("| product | in -> out | tokens | dtype | N:M | fastest dense, ms | fastest sparse, ms | gain | all, ms |")
+    print(
+        "| product | in -> out | tokens | dtype | N:M | fastest dense, ms | fastest sparse, ms | gain | all, ms |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         kept.append(row)
@@ -55,20 +57,28 @@ def print_packs(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         kept.append(row)
         dense = row.dense[1]
-        parts = [f"{name} {ms:.2f} ({ms / dense:.1%})" for name, ms in row.ms.items() if name.startswith("cpu-")]
+        parts = [
+            f"{name} {ms:.2f} ({ms / dense:.1%})"
+            for name, ms in row.ms.items()
+            if name.startswith("cpu-")
+        ]
         print(f"| {row.shape} | {row.pattern} | {dense:.2f} | {', '.join(parts)} |", flush=True)
     return kept
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.cpu", description=(__doc__ or "").split("\n")[0]
+    )
     parts = ["products", "few", "pack", "convolutions", "auto", "peers", "steps"]
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=parts)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--patterns", nargs="+", default=PATTERNS)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of each pair of trainings")
     parser.add_argument("--methods", nargs="+", help="of the steps; all by default")
     parser.add_argument("--json", type=Path)
@@ -95,15 +105,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             found[part] = [row._asdict() for row in rows]
     if "convolutions" in args.parts:
         found["convolutions"] = []
-        print("| convolution | dtype | N:M | forward, dgrad, wgrad: dense / sparse ms | gain of the three |")
+        print(
+            "| convolution | dtype | N:M | forward, dgrad, wgrad: dense / sparse ms | gain of the three |"
+        )
         print("|---|---|---|---|---|")
         for dtype in dtypes:
             for conv, images in SHAPES_OF_CONVOLUTIONS:
                 row = measure_convolution(conv, images, args.patterns[0], dtype, args.repeats)
                 found["convolutions"].append(row)  # type: ignore[attr-defined]
-                times = ", ".join("{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad"))
+                times = ", ".join(
+                    "{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad")
+                )
                 name = str(dtype).removeprefix("torch.")
-                print(f"| {row['shape']} | {name} | {row['pattern']} | {times} | {row['gain']:.2f}x |", flush=True)
+                print(
+                    f"| {row['shape']} | {name} | {row['pattern']} | {times} | {row['gain']:.2f}x |",
+                    flush=True,
+                )
         print()
     if "auto" in args.parts:
         found["auto"] = []
@@ -130,17 +147,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pattern in args.patterns:
             ms = measure_peers(1024, 1024, args.tokens, pattern, args.repeats)
             found["peers"][pattern] = ms  # type: ignore[index]
-            print(f"| {pattern} | {', '.join(f'{name} {time:.1f}' for name, time in ms.items())} |", flush=True)
+            print(
+                f"| {pattern} | {', '.join(f'{name} {time:.1f}' for name, time in ms.items())} |",
+                flush=True,
+            )
         print()
     if "steps" in args.parts:
-        print("| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |")
+        print(
+            "| width | N:M | method | dense step, ms | sparse step, ms | gain | dense float32 over sparse |"
+        )
         print("|---|---|---|---|---|---|---|")
         found["steps"] = []
         for case in (case for case in CASES if args.methods is None or case.method in args.methods):
             step = measure_step(case, args.seconds, args.threads)
             found["steps"].append(step)  # type: ignore[attr-defined]
             cells = [str(step[name]) for name in ("width", "pattern", "method")]
-            cells += [f"{step['dense_ms']:.0f} {step['precision']}", f"{step['sparse_ms']:.0f}", f"{step['gain']:.2f}x"]
+            cells += [
+                f"{step['dense_ms']:.0f} {step['precision']}",
+                f"{step['sparse_ms']:.0f}",
+                f"{step['gain']:.2f}x",
+            ]
             print("| " + " | ".join([*cells, f"{step['gain_float32']:.2f}x"]) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -37,23 +37,43 @@ def measure_convolution(
     x = torch.randn(images, conv.inputs, *conv.size).to(dtype)
     grad = torch.randn_like(F.conv2d(x, weight, None, *rest))
     bits = mask.flatten(1).view(torch.uint8)
-    matrix = MaskedMatrix(latent.flatten(1), bits, FORWARD_BIT, parsed, dtype, None, lambda: weight.flatten(1))
+    matrix = MaskedMatrix(
+        latent.flatten(1), bits, FORWARD_BIT, parsed, dtype, None, lambda: weight.flatten(1)
+    )
     layout = kernel.layout(matrix)
     packed = kernel.pack_masked(matrix, layout)
 
     def backward(wanted: list[bool]) -> object:
         return torch.ops.aten.convolution_backward(
-            grad, x, weight, None, conv.stride, conv.padding, conv.dilation, False, [0, 0], conv.groups, wanted
+            grad,
+            x,
+            weight,
+            None,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            False,
+            [0, 0],
+            conv.groups,
+            wanted,
         )
 
     calls = {
         "forward": (lambda: F.conv2d(x, weight, None, *rest), lambda: kernel.conv(packed, x, conv)),
-        "dgrad": (lambda: backward([True, False, False]), lambda: kernel.conv_input(packed, grad, conv)),
-        "wgrad": (lambda: backward([False, True, False]), lambda: kernel.conv_sampled(layout, grad, x, conv)),
+        "dgrad": (
+            lambda: backward([True, False, False]),
+            lambda: kernel.conv_input(packed, grad, conv),
+        ),
+        "wgrad": (
+            lambda: backward([False, True, False]),
+            lambda: kernel.conv_sampled(layout, grad, x, conv),
+        ),
     }
     seconds = interleaved([call for pair in calls.values() for call in pair], repeats)
     ms = [1e3 * statistics.median(times) for times in seconds]
     found: dict[str, Any] = {name: tuple(ms[2 * i : 2 * i + 2]) for i, name in enumerate(calls)}
     taps, size = "x".join(map(str, conv.kernel)), "x".join(map(str, conv.size))
-    shape = f"{conv.inputs} -> {conv.outputs}, {taps}, stride {conv.stride[0]}, {size}, {images} images"
+    shape = (
+        f"{conv.inputs} -> {conv.outputs}, {taps}, stride {conv.stride[0]}, {size}, {images} images"
+    )
     return {"shape": shape, "pattern": pattern, **found, "gain": sum(ms[::2]) / sum(ms[1::2])}

@@ -43,7 +43,9 @@ def routed_layer(weight: Tensor, pattern: str, router: Router) -> Callable[[Tens
     return call
 
 
-def measure_peers(out: int, width: int, tokens: int, pattern: str, repeats: int) -> dict[str, float]:
+def measure_peers(
+    out: int, width: int, tokens: int, pattern: str, repeats: int
+) -> dict[str, float]:
     """Median milliseconds of forward and backward: float32, the same N:M weight; a library that fails is left out."""
     torch.manual_seed(0)
     weight = nm_prune(torch.randn(out, width), pattern)
@@ -51,14 +53,21 @@ def measure_peers(out: int, width: int, tokens: int, pattern: str, repeats: int)
     with torch.no_grad():
         dense.weight.copy_(weight)
     router = Router("sparse", [CpuPermuteKernel(), CpuCsrKernel()])
-    layers: dict[str, Any] = {"dense torch": dense, "lightning_nm": routed_layer(weight, pattern, router)}
+    layers: dict[str, Any] = {
+        "dense torch": dense,
+        "lightning_nm": routed_layer(weight, pattern, router),
+    }
     try:
-        layers["sparseprop"] = import_module("sparseprop.modules.linear").SparseLinear.from_dense(dense)
+        layers["sparseprop"] = import_module("sparseprop.modules.linear").SparseLinear.from_dense(
+            dense
+        )
     except ImportError:
         print("sparseprop is not installed")
     try:
         sparselab = import_module("sparselab")
-        other = sparselab.SparseLinear(width, out, sparsity=1 - torch.count_nonzero(weight).item() / weight.numel())
+        other = sparselab.SparseLinear(
+            width, out, sparsity=1 - torch.count_nonzero(weight).item() / weight.numel()
+        )
         layers["sparselab"] = other
     except ImportError:
         print("sparselab is not installed")
@@ -72,4 +81,6 @@ def measure_peers(out: int, width: int, tokens: int, pattern: str, repeats: int)
             print(f"{name} fails: {error}")
             del steps[name]
     seconds = interleaved(list(steps.values()), repeats)
-    return {name: 1e3 * statistics.median(times) for name, times in zip(steps, seconds, strict=True)}
+    return {
+        name: 1e3 * statistics.median(times) for name, times in zip(steps, seconds, strict=True)
+    }

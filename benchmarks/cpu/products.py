@@ -65,7 +65,13 @@ def _sparse_csr(x: Tensor, weight: Tensor) -> Call:
 
 
 def ways(
-    product: str, out: int, width: int, tokens: int, dtype: torch.dtype, pattern: NMPattern, csr: bool = True
+    product: str,
+    out: int,
+    width: int,
+    tokens: int,
+    dtype: torch.dtype,
+    pattern: NMPattern,
+    csr: bool = True,
 ) -> dict[str, Call]:
     """The ways to make a product: ``forward``, ``dgrad`` of a row mask, ``wgrad`` at kept entries, or ``pack``.
 
@@ -125,7 +131,19 @@ def measure(
         for out, width in shapes:
             for product in products:
                 for text in patterns:
-                    calls = ways(product, out, width, tokens, dtype, NMPattern.parse(text), csr=tokens > 1)
+                    calls = ways(
+                        product, out, width, tokens, dtype, NMPattern.parse(text), csr=tokens > 1
+                    )
                     seconds = interleaved(list(calls.values()), repeats)
-                    ms = {name: 1e3 * statistics.median(times) for name, times in zip(calls, seconds, strict=True)}
-                    yield Row(product, f"{width} -> {out}", tokens, str(dtype).removeprefix("torch."), text, ms)
+                    ms = {
+                        name: 1e3 * statistics.median(times)
+                        for name, times in zip(calls, seconds, strict=True)
+                    }
+                    yield Row(
+                        product,
+                        f"{width} -> {out}",
+                        tokens,
+                        str(dtype).removeprefix("torch."),
+                        text,
+                        ms,
+                    )

@@ -40,7 +40,9 @@ def measure_step(case: Case, seconds: float, threads: int) -> dict[str, Any]:
 
     The dense side trains in the precision that a few steps of each showed to be the faster; so does the sparse one.
     """
-    setting = Setting(case.width, pattern=case.pattern, method=case.method, threads=threads, budget_s=120)
+    setting = Setting(
+        case.width, pattern=case.pattern, method=case.method, threads=threads, budget_s=120
+    )
     size = (case.width, threads)
     if size not in _dense:
         _dense[size] = pilot(setting, lambda what: None)
@@ -77,4 +79,8 @@ def _step_ms(side: Side) -> float:
     The first of them follows the measurement of kernels.
     """
     seconds = side.curve.seconds[1:] or side.curve.seconds
-    return 1e3 * median((one + two) / 2 for one, two in pairwise(seconds)) if len(seconds) > 1 else 1e3 * seconds[0]
+    return (
+        1e3 * median((one + two) / 2 for one, two in pairwise(seconds))
+        if len(seconds) > 1
+        else 1e3 * seconds[0]
+    )

@@ -74,7 +74,11 @@ def describe(setting: Setting) -> dict[str, object]:
 
 
 def run_part(
-    send: Callable[[tuple[str, Answer]], object], module: str, setting: Setting, seconds: float, only: Sequence[str]
+    send: Callable[[tuple[str, Answer]], object],
+    module: str,
+    setting: Setting,
+    seconds: float,
+    only: Sequence[str],
 ) -> None:
     """Run one part, and send each answer as it is known."""
     part: Any = importlib.import_module(module)
@@ -82,41 +86,68 @@ def run_part(
 
 
 def answers(
-    name: str, setting: Setting, seconds: float, only: Sequence[str], keep: Callable[[str, Answer], None]
+    name: str,
+    setting: Setting,
+    seconds: float,
+    only: Sequence[str],
+    keep: Callable[[str, Answer], None],
 ) -> None:
     """Run one part, and keep its answers; what it raises passes through."""
     module = PARTS[name].module
     if setting.dry_run:
         run_part(lambda pair: keep(*pair), module, setting, seconds, only)
         return
-    for question, answer in messages(run_part, module, setting, seconds, only, seconds=seconds + GRACE):
+    for question, answer in messages(
+        run_part, module, setting, seconds, only, seconds=seconds + GRACE
+    ):
         keep(question, answer)
 
 
 def file_name(environment: dict[str, object], setting: Setting, parts: Sequence[str]) -> str:
     """Name the file after what was measured: ``nvidia-h200-torch-2.11.0-cu130.json``, and its parts if not all."""
-    words = ["dry-run"] if setting.dry_run else [str(environment["device"]), "torch", str(environment["torch"])]
+    words = (
+        ["dry-run"]
+        if setting.dry_run
+        else [str(environment["device"]), "torch", str(environment["torch"])]
+    )
     words += [] if list(parts) == list(PARTS) else parts
     return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower()) + ".json"
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="QUESTION", help="for example V5")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder of the JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/gpu"), help="folder of the JSON"
+    )
     parser.add_argument("--seconds", type=float, default=470, help="of the whole run")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU; no figure has a meaning")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU; no figure has a meaning"
+    )
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"{', '.join(sorted(unknown))}: no such part; the parts are {', '.join(PARTS)}")
+        parser.error(
+            f"{', '.join(sorted(unknown))}: no such part; the parts are {', '.join(PARTS)}"
+        )
     setting = Setting(options.dry_run)
     if not (setting.dry_run or torch.cuda.is_available()):
-        parser.exit(1, "torch finds no CUDA device; --dry-run shows on a CPU that the scripts work.\n")
+        parser.exit(
+            1, "torch finds no CUDA device; --dry-run shows on a CPU that the scripts work.\n"
+        )
 
     parts = options.parts or list(PARTS)
     start, environment = time.monotonic(), describe(setting)
-    result: dict[str, Any] = {"schema": SCHEMA, "dry run": setting.dry_run, "environment": environment, "parts": {}}
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "dry run": setting.dry_run,
+        "environment": environment,
+        "parts": {},
+    }
     if setting.dry_run:
         result["meaning"] = DRY
     path: Path = options.out / file_name(environment, setting, parts)
@@ -132,7 +163,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         part: dict[str, Any] = {"answers": {}}
         result["parts"][name] = part
 
-        def keep(question: str, answer: Answer, name: str = name, part: dict[str, Any] = part) -> None:
+        def keep(
+            question: str, answer: Answer, name: str = name, part: dict[str, Any] = part
+        ) -> None:
             part["answers"][question] = answer
             print(f"{name}: {question}: {json.dumps(answer)[:400]}", flush=True)
             save()

@@ -57,7 +57,9 @@ def messages(function: Callable[..., object], *arguments: object, seconds: float
         receiver.close()
 
 
-def _call(sender: Connection, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+def _call(
+    sender: Connection, function: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
     try:
         function(sender.send, *arguments)
     except Exception as error:

@@ -32,7 +32,11 @@ def judge(product: Callable[[], Tensor], expected: Tensor) -> dict[str, object]:
     try:
         result = product()
         if result.shape != expected.shape:
-            return {"verdict": "wrong", "shape": tuple(result.shape), "expected": tuple(expected.shape)}
+            return {
+                "verdict": "wrong",
+                "shape": tuple(result.shape),
+                "expected": tuple(expected.shape),
+            }
         difference = relative(result, expected)
     except Exception as error:  # nvmath's error is no RuntimeError
         return {"verdict": "refused", "message": f"{type(error).__name__}: {error}"[:200]}
@@ -42,7 +46,8 @@ def judge(product: Callable[[], Tensor], expected: Tensor) -> dict[str, object]:
 def packed_sizes(setting: Setting) -> dict[str, object]:
     """V4: "packed shape == rows x cols 9/16 for %128 shapes; what happens at %16"."""
     shapes = setting.pick(
-        ((128, 128), (256, 512), (11008, 4096), (16, 16), (32, 64), (48, 80), (144, 176)), ((16, 16), (48, 80))
+        ((128, 128), (256, 512), (11008, 4096), (16, 16), (32, 64), (48, 80), (144, 176)),
+        ((16, 16), (48, 80)),
     )
     operators = setting.operators
     answer: dict[str, object] = {}
@@ -50,7 +55,9 @@ def packed_sizes(setting: Setting) -> dict[str, object]:
         matrix, x = setting.pruned(rows, depth), setting.random(64, depth)
         packed: list[Tensor] = []
 
-        def product(matrix: Tensor = matrix, x: Tensor = x, packed: list[Tensor] = packed) -> Tensor:
+        def product(
+            matrix: Tensor = matrix, x: Tensor = x, packed: list[Tensor] = packed
+        ) -> Tensor:
             packed.append(operators.pack(matrix))
             return operators.linear(packed[0], x)
 
@@ -75,11 +82,17 @@ def tile(setting: Setting) -> dict[str, object]:
     if packed.numel() != size:  # values alone
         packed = torch.cat((packed.flatten(), meta.flatten().view(packed.dtype)))
     return {
-        "packed by tile": judge(lambda: operators.linear(packed.view(len(weight), -1), x), expected),
-        "masked by tile, packed by compress": judge(lambda: operators.linear(operators.pack(dense), x), expected),
+        "packed by tile": judge(
+            lambda: operators.linear(packed.view(len(weight), -1), x), expected
+        ),
+        "masked by tile, packed by compress": judge(
+            lambda: operators.linear(operators.pack(dense), x), expected
+        ),
         "the mask is 2:4 along rows": bool((kept.unflatten(1, (-1, 4)).sum(2) <= 2).all()),
         "along columns": bool((kept.unflatten(0, (-1, 4)).sum(1) <= 2).all()),
-        "magnitude kept": float(dense.abs().sum(dtype=torch.float64) / weight.abs().sum(dtype=torch.float64)),
+        "magnitude kept": float(
+            dense.abs().sum(dtype=torch.float64) / weight.abs().sum(dtype=torch.float64)
+        ),
     }
 
 
@@ -107,7 +120,11 @@ def traps(setting: Setting) -> dict[str, object]:
 def layouts(setting: Setting) -> dict[str, object]:
     """V8: "TT->row (wgrad) correctness and speed vs TN"."""
     out, columns, tokens = setting.pick((11008, 4096, 16384), (64, 32, 128))
-    grad, x, operators = setting.pruned(out, tokens), setting.random(tokens, columns), setting.operators
+    grad, x, operators = (
+        setting.pruned(out, tokens),
+        setting.random(tokens, columns),
+        setting.operators,
+    )
     packed, turned, expected = operators.pack(grad), x.t().contiguous(), grad @ x
     return {
         "TT, B row-major": judge(lambda: operators.matmul(packed, x), expected),
@@ -176,7 +193,10 @@ def _swept(
     out, columns, tokens = setting.pick((4096, 4096, 8192), (64, 32, 128))
     operators: Operators = setting.operators
     if gemm == "linear":
-        matrix, other = setting.pruned(out, columns, dtype), setting.random(tokens, columns, dtype=dtype)
+        matrix, other = (
+            setting.pruned(out, columns, dtype),
+            setting.random(tokens, columns, dtype=dtype),
+        )
         packed, expected = operators.pack(matrix), other @ matrix.t()
         return (
             lambda algorithm: operators.linear(packed, other, algorithm),
@@ -202,6 +222,9 @@ def _each(
         try:
             setting.synchronize()
         except RuntimeError as error:
-            rows[str(algorithm)] = {"verdict": "the device failed, and no further id was tried", "message": str(error)}
+            rows[str(algorithm)] = {
+                "verdict": "the device failed, and no further id was tried",
+                "message": str(error),
+            }
             break
     return rows

@@ -47,7 +47,9 @@ def versions(setting: Setting) -> dict[str, object]:
         "torch was compiled with": torch.backends.cusparselt.version(),
         "refused": kernel.probe(setting.device),
         "remark": kernel.remark(setting.device),
-        "sizes are multiples of": None if kernel.probe(setting.device) else kernel.multiple(setting.device),
+        "sizes are multiples of": None
+        if kernel.probe(setting.device)
+        else kernel.multiple(setting.device),
     }
 
 
@@ -66,10 +68,15 @@ def gains(setting: Setting, dtype: torch.dtype) -> dict[str, object]:
     return answer
 
 
-def _gain(setting: Setting, out: int, columns: int, tokens: int, dtype: torch.dtype) -> dict[str, object]:
+def _gain(
+    setting: Setting, out: int, columns: int, tokens: int, dtype: torch.dtype
+) -> dict[str, object]:
     operators = setting.operators
     matrices = [setting.pruned(out, columns, dtype) for _ in range(_copies(setting, out * columns))]
-    inputs = [setting.random(tokens, columns, dtype=dtype) for _ in range(_copies(setting, tokens * columns))]
+    inputs = [
+        setting.random(tokens, columns, dtype=dtype)
+        for _ in range(_copies(setting, tokens * columns))
+    ]
     packs = [operators.pack(matrix) for matrix in matrices]
     full = [setting.random(out, columns, dtype=dtype) for _ in matrices]
     found = operators.search(packs[0], inputs[0].t(), True)[0]
@@ -90,7 +97,9 @@ def _gain(setting: Setting, out: int, columns: int, tokens: int, dtype: torch.dt
         row = answer[kind]
         answer[f"gain by {kind}"] = row["dense"] / min(row["algorithm 0"], row["searched"])
     expected = torch.nn.functional.linear(inputs[0], matrices[0])
-    return answer | {"searched": judge(lambda: operators.linear(packs[0], inputs[0], found), expected)}
+    return answer | {
+        "searched": judge(lambda: operators.linear(packs[0], inputs[0], found), expected)
+    }
 
 
 def _copies(setting: Setting, entries: int, itemsize: int = 2) -> int:
@@ -161,10 +170,13 @@ def packing(setting: Setting) -> dict[str, object]:
     answer: dict[str, object] = {}
     for rows, depth in shapes:
         matrices = [setting.pruned(rows, depth) for _ in range(_copies(setting, rows * depth))]
-        times = setting.medians({"pack": rotated(setting.operators.pack, matrices), "copy": rotated(_copy, matrices)})
+        times = setting.medians(
+            {"pack": rotated(setting.operators.pack, matrices), "copy": rotated(_copy, matrices)}
+        )
         rate = {"pack": 3.125, "copy": 4.0}
         answer[f"{rows}x{depth}"] = {
-            name: {"ms": ms, "GB/s": rate[name] * rows * depth / ms / 1e6} for name, ms in times.items()
+            name: {"ms": ms, "GB/s": rate[name] * rows * depth / ms / 1e6}
+            for name, ms in times.items()
         }
     return answer
 
@@ -185,7 +197,9 @@ def captured_packing(setting: Setting) -> dict[str, object]:
     setting.needs_gpu()
     matrix, x = setting.pruned(1024, 512), setting.random(256, 512)
     operators = setting.operators
-    return _replayed(lambda: operators.linear(operators.pack(matrix), x), matrix, setting.pruned(1024, 512))
+    return _replayed(
+        lambda: operators.linear(operators.pack(matrix), x), matrix, setting.pruned(1024, 512)
+    )
 
 
 def _replayed(function: Callable[[], Tensor], operand: Tensor, other: Tensor) -> dict[str, object]:
@@ -241,7 +255,11 @@ def growth(setting: Setting) -> dict[str, object]:
     host, free = _resident(), 0 if setting.dry_run else torch.cuda.mem_get_info(setting.device)[0]
     count = calls(setting.pick(100_000, 2), 10)
     left = 0 if setting.dry_run else torch.cuda.mem_get_info(setting.device)[0]
-    return {"calls": count, "host bytes a call": (_resident() - host) / count, "device bytes": free - left}
+    return {
+        "calls": count,
+        "host bytes a call": (_resident() - host) / count,
+        "device bytes": free - left,
+    }
 
 
 def _resident() -> int:
@@ -253,7 +271,11 @@ def power(setting: Setting) -> dict[str, object]:
     """V15: "clocks/power via nvidia-smi to test the power explanation", two seconds each of dense and of sparse."""
     setting.needs_gpu()
     size = setting.pick(8192, 64)
-    matrix, full, x = setting.pruned(size, size), setting.random(size, size), setting.random(size, size)
+    matrix, full, x = (
+        setting.pruned(size, size),
+        setting.random(size, size),
+        setting.random(size, size),
+    )
     operators = setting.operators
     packed = operators.pack(matrix)
     functions: dict[str, Callable[[], Tensor]] = {
@@ -269,8 +291,14 @@ WATCHED_S = 2.0
 
 def _watched(function: Callable[[], Tensor]) -> dict[str, object]:
     """Call a function for some time while nvidia-smi reads the power and the clock."""
-    query = ("nvidia-smi", "--query-gpu=power.draw,power.limit,clocks.sm", "--format=csv,noheader,nounits")
-    watcher = subprocess.Popen([*query, "-i", "0", "-lms", "100"], stdout=subprocess.PIPE, text=True)
+    query = (
+        "nvidia-smi",
+        "--query-gpu=power.draw,power.limit,clocks.sm",
+        "--format=csv,noheader,nounits",
+    )
+    watcher = subprocess.Popen(
+        [*query, "-i", "0", "-lms", "100"], stdout=subprocess.PIPE, text=True
+    )
     start, calls = time.monotonic(), 0
     try:
         while time.monotonic() - start < WATCHED_S:
@@ -307,7 +335,10 @@ def fp8(setting: Setting) -> dict[str, object]:
     """V16: "FP8 E4M3 sparse vs `_scaled_mm`", at 8192^3."""
     setting.needs_gpu()
     size = setting.pick(8192, 64)
-    matrix, x = (tensor.to(torch.float8_e4m3fn) for tensor in (setting.pruned(size, size), setting.random(size, size)))
+    matrix, x = (
+        tensor.to(torch.float8_e4m3fn)
+        for tensor in (setting.pruned(size, size), setting.random(size, size))
+    )
     one = torch.ones((), device=setting.device)
     packed = setting.operators.pack(matrix)
 

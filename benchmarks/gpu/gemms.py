@@ -64,7 +64,9 @@ class Table:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.registry = setting.registry()
-        self.tuner = Tuner("auto", self.registry, Decisions(environment_of(setting.device)), setting.timer)
+        self.tuner = Tuner(
+            "auto", self.registry, Decisions(environment_of(setting.device)), setting.timer
+        )
 
     def times(self, key: GemmKey, notes: list[str]) -> tuple[float, dict[str, tuple[float, float]]]:
         """Milliseconds of the dense product, and of each kernel's bare product and packing, measured in turn."""
@@ -102,7 +104,10 @@ class Table:
         """A row for each product, one for the two of a dense gradient, and one for all three."""
         rows = {key.gemm: self.row(key) for key in keys(layer, setting.device)}
         forward, dgrad, wgrad = rows.values()
-        return rows | {"forward and dgrad": _sum([forward, dgrad]), "all three": _sum([forward, dgrad, wgrad])}
+        return rows | {
+            "forward and dgrad": _sum([forward, dgrad]),
+            "all three": _sum([forward, dgrad, wgrad]),
+        }
 
     def row(self, key: GemmKey) -> dict[str, object]:
         """One product: times, gains, and what auto takes."""
@@ -112,12 +117,19 @@ class Table:
         begin = perf_counter()
         self.tuner.decide(key)
         recall = perf_counter() - begin
-        gains = {name: speedup(dense, *times, reuse=1) for name, times in sparse.items()} | {"reference": 1.0}
+        gains = {name: speedup(dense, *times, reuse=1) for name, times in sparse.items()} | {
+            "reference": 1.0
+        }
         row: dict[str, object] = {
             "key": str(key),
             "dense ms": dense,
             "kernels": {
-                name: {"product ms": product, "pack ms": pack, "bare x": dense / product, "packed x": gains[name]}
+                name: {
+                    "product ms": product,
+                    "pack ms": pack,
+                    "bare x": dense / product,
+                    "packed x": gains[name],
+                }
                 for name, (product, pack) in sparse.items()
             },
             "notes": notes,

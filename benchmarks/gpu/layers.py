@@ -98,7 +98,11 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """As it is recorded."""
-        words = [self.method + "+mvue" * self.mvue, self.mode, "packs kept" if self.reuse > 1 else ""]
+        words = [
+            self.method + "+mvue" * self.mvue,
+            self.mode,
+            "packs kept" if self.reuse > 1 else "",
+        ]
         return ", ".join(filter(None, words)) or "dense"
 
 
@@ -157,13 +161,20 @@ class Layer:
         batch: tuple[Tensor, Tensor],
         call: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.setting, self.variant, self.model, self.sparsifier = setting, variant, model, sparsifier
+        self.setting, self.variant, self.model, self.sparsifier = (
+            setting,
+            variant,
+            model,
+            sparsifier,
+        )
         self.call = model if call is None else call
         self.x, self.grad = batch[0].detach().requires_grad_(), batch[1]
         self.mixed = next(model.parameters()).dtype == torch.float32
         self.router = None
         if sparsifier is not None:
-            self.router = Router(variant.mode, kernels, decisions, variant.reuse, budget_s=10, timer=setting.timer)
+            self.router = Router(
+                variant.mode, kernels, decisions, variant.reuse, budget_s=10, timer=setting.timer
+            )
 
     def step(self) -> Tensor:
         """Forward and backward; gradients of the step before go first."""
@@ -187,7 +198,14 @@ class Layer:
             y = self.step().detach()
         finally:
             self.router = own
-        return [y, *(tensor.grad for tensor in (self.x, *self.model.parameters()) if tensor.grad is not None)]
+        return [
+            y,
+            *(
+                tensor.grad
+                for tensor in (self.x, *self.model.parameters())
+                if tensor.grad is not None
+            ),
+        ]
 
     def error(self) -> float | None:
         """The largest relative error against the reference; None where there is none."""
@@ -220,8 +238,13 @@ class Layer:
         """Bytes of the parameters and the masks."""
         tensors: list[Tensor] = list(self.model.parameters())
         if self.sparsifier is not None:
-            tensors += [tensor for layer in self.sparsifier.layers.values() for tensor in layer.tensors()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+            tensors += [
+                tensor for layer in self.sparsifier.layers.values() for tensor in layer.tensors()
+            ]
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in {id(t): t for t in tensors}.values()
+        )
 
     def step_bytes(self) -> int:
         """Bytes that a step takes at its most beyond what was there before."""
@@ -290,20 +313,34 @@ def compare(
                 of = variant if compiled else variant._replace(mode="", reuse=1)
                 if of not in models:
                     model = copy.deepcopy(origin)
-                    models[of] = (model, masked(model, variant, batch[0][:64]) if variant.method else None)
+                    models[of] = (
+                        model,
+                        masked(model, variant, batch[0][:64]) if variant.method else None,
+                    )
                 model, sparsifier = models[of]
                 call = None
                 if compiled:
-                    backend = setting.pick({"backend": "inductor", "mode": compiled}, {"backend": "aot_eager"})
+                    backend = setting.pick(
+                        {"backend": "inductor", "mode": compiled}, {"backend": "aot_eager"}
+                    )
                     call = torch.compile(model, dynamic=False, **backend)  # type: ignore[call-overload]
                 layer = Layer(
-                    setting, variant, model, sparsifier, kernels, Path(folder) / "decisions.json", batch, call
+                    setting,
+                    variant,
+                    model,
+                    sparsifier,
+                    kernels,
+                    Path(folder) / "decisions.json",
+                    batch,
+                    call,
                 )
                 start = perf_counter()
                 layer.step()
                 setting.synchronize()
                 first[variant.name] = perf_counter() - start
-                for _ in range(setting.pick(2, 1)):  # CUDA graphs are captured in the second, and replayed in the third
+                for _ in range(
+                    setting.pick(2, 1)
+                ):  # CUDA graphs are captured in the second, and replayed in the third
                     layer.step()
                 layers[variant.name] = layer
             except Exception as error:
@@ -313,7 +350,12 @@ def compare(
         dense = times[variants[0].name][0] if variants[0].name in times else None
         for name, layer in layers.items():
             ms, host = times[name]
-            row: dict[str, object] = {"ms": ms, "x": dense and dense / ms, "host ms": host, "first s": first[name]}
+            row: dict[str, object] = {
+                "ms": ms,
+                "x": dense and dense / ms,
+                "host ms": host,
+                "first s": first[name],
+            }
             row |= {"step MB": layer.step_bytes() / 1e6, "kept MB": layer.kept_bytes() / 1e6}
             if layer.router is not None:
                 row["sparse share"], row["share of"] = layer.router.sparse_share()
@@ -344,7 +386,9 @@ def turns(setting: Setting, layers: dict[str, Layer]) -> dict[str, tuple[float, 
     for _ in range(rounds):
         for name, layer in layers.items():
             setting.synchronize()
-            events = [] if setting.dry_run else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events = (
+                [] if setting.dry_run else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            )
             start = perf_counter()
             for event in events[:1]:
                 event.record()
@@ -356,7 +400,10 @@ def turns(setting: Setting, layers: dict[str, Layer]) -> dict[str, tuple[float, 
             setting.synchronize()
             total = events[0].elapsed_time(events[1]) if events else host
             found[name].append((total / steps, host / steps))
-    return {name: (median(ms for ms, _ in row), median(host for _, host in row)) for name, row in found.items()}
+    return {
+        name: (median(ms for ms, _ in row), median(host for _, host in row))
+        for name, row in found.items()
+    }
 
 
 def run(report: Report) -> None:
@@ -367,7 +414,10 @@ def run(report: Report) -> None:
     eager = partial(compare, variants=VARIANTS)
     for name, shape in (first, second):
         report.ask(f"V15 {name}", partial(eager, shape=shape))
-    report.ask(f"V15 {first[0]}, compiled", partial(compare, shape=first[1], variants=COMPILED, compiled="default"))
+    report.ask(
+        f"V15 {first[0]}, compiled",
+        partial(compare, shape=first[1], variants=COMPILED, compiled="default"),
+    )
     for name, shape in others:
         report.ask(f"V15 {name}", partial(eager, shape=shape))
     report.ask(f"V15 {first[0]}, bfloat16 parameters", partial(eager, shape=first[1], dtype=BF16))

@@ -32,20 +32,26 @@ class Plan:
         transposed: Whether what is packed is ``A^T [depth, rows]``.
     """
 
-    def __init__(self, library: Any, rows: int, depth: int, columns: int, transposed: bool = False) -> None:
+    def __init__(
+        self, library: Any, rows: int, depth: int, columns: int, transposed: bool = False
+    ) -> None:
         self.library, self.handle = library, library.init()
         self.operation = TRANSPOSE if transposed else KEEP
         stored = (depth, rows) if transposed else (rows, depth)
         form = (ALIGNMENT, BFLOAT16, ROW_MAJOR)
         half = int(library.Sparsity.SPARSITY_50_PERCENT)
-        self.sparse = library.structured_descriptor_init(self.handle, *stored, stored[1], *form, half)
+        self.sparse = library.structured_descriptor_init(
+            self.handle, *stored, stored[1], *form, half
+        )
         dense = library.dense_descriptor_init(self.handle, depth, columns, columns, *form)
         result = library.dense_descriptor_init(self.handle, rows, columns, columns, *form)
         compute = int(library.ComputeType.COMPUTE_32F)
         product = library.matmul_descriptor_init(
             self.handle, self.operation, KEEP, self.sparse, dense, result, result, compute
         )
-        choice = library.matmul_alg_selection_init(self.handle, product, int(library.MatmulAlg.DEFAULT))
+        choice = library.matmul_alg_selection_init(
+            self.handle, product, int(library.MatmulAlg.DEFAULT)
+        )
         self.plan = library.matmul_plan_init(self.handle, product, choice)
         self.workspace = _bytes(library.matmul_get_workspace(self.handle, self.plan))
         self.one = ctypes.c_float(1.0)
@@ -99,7 +105,11 @@ def plan_cache(setting: Setting) -> dict[str, object]:
     start = time.perf_counter()
     plan = Plan(library, rows, depth, columns)
     planned = time.perf_counter() - start
-    matrix, dense, result = setting.pruned(rows, depth), setting.random(depth, columns), setting.random(rows, columns)
+    matrix, dense, result = (
+        setting.pruned(rows, depth),
+        setting.random(depth, columns),
+        setting.random(rows, columns),
+    )
     packed, expected = plan.pack(matrix), matrix @ dense
 
     def packed_as_transpose() -> Tensor:

@@ -69,7 +69,9 @@ class Clock(pl.Callback):
         self.waited: list[float] = []
         self.ends: list[Any] = []
         on_gpu = device.type == "cuda"
-        self.profiler = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+        self.profiler = profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+        )
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Read the clock, or start the profiler."""
@@ -106,7 +108,9 @@ class Clock(pl.Callback):
     def unwatched(self) -> float:
         """Median milliseconds of a step that nobody waited for."""
         on_gpu = self.device.type == "cuda"
-        return median(a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(self.ends))
+        return median(
+            a.elapsed_time(b) if on_gpu else 1e3 * (b - a) for a, b in pairwise(self.ends)
+        )
 
     def busy(self) -> dict[str, object]:
         """Milliseconds of the profiled step in which the device worked, and by which kernels."""
@@ -115,7 +119,9 @@ class Clock(pl.Callback):
         for event in self.profiler.key_averages():
             # Spans that user code marks, as optimizers do, and what the host does hold others' time.
             if (event.device_type.name == "CUDA") == on_gpu and not event.is_user_annotation:
-                times[event.key[:120]] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
+                times[event.key[:120]] += (
+                    event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                ) / 1e3
         return {"ms": sum(times.values()), "longest": dict(times.most_common(LONGEST))}
 
 
@@ -132,7 +138,13 @@ class Training:
     """
 
     def __init__(
-        self, setting: Setting, variant: str, mode: str, kernels: list[GemmKernel], decisions: Path, text: Tensor
+        self,
+        setting: Setting,
+        variant: str,
+        mode: str,
+        kernels: list[GemmKernel],
+        decisions: Path,
+        text: Tensor,
     ) -> None:
         self.device, self.size = setting.device, setting.pick(SIZE, TINY)
         method, mvue, mode = parse(f"{variant}:{mode}")
@@ -140,10 +152,21 @@ class Training:
         torch.manual_seed(0)
         with self.device:
             size = self.size
-            self.model = GPT(context=size.context, dim=size.dim, depth=size.depth, heads=size.heads, lr=3e-4)
-        self.masks = NMSparsityCallback("2:4", method, MVUE("2:4") if mvue else None, show_tables=False)  # type: ignore[arg-type]
+            self.model = GPT(
+                context=size.context, dim=size.dim, depth=size.depth, heads=size.heads, lr=3e-4
+            )
+        self.masks = NMSparsityCallback(
+            "2:4",
+            method,  # type: ignore[arg-type]
+            MVUE("2:4") if mvue else None,
+            show_tables=False,
+        )
         self.plugin = NMMixedPrecision(
-            kernels=mode, backends=kernels, decisions=str(decisions), budget_s=10, device=self.device.type
+            kernels=mode,
+            backends=kernels,
+            decisions=str(decisions),
+            budget_s=10,
+            device=self.device.type,
         )
         self.plugin.router.timer = setting.timer
         data = DataLoader(Batches(text, self.size, self.device), batch_size=None)
@@ -165,16 +188,29 @@ class Training:
         return clock, self.plugin.router
 
 
-def compare(setting: Setting, variant: str, text: Tensor, kernels: list[GemmKernel]) -> dict[str, object]:
+def compare(
+    setting: Setting, variant: str, text: Tensor, kernels: list[GemmKernel]
+) -> dict[str, object]:
     """Predict a step, and measure it."""
     mode = setting.pick("auto", "sparse")
     with TemporaryDirectory() as folder:
-        begin = partial(Training, setting, variant, kernels=kernels, decisions=Path(folder) / "kernels.json", text=text)
+        begin = partial(
+            Training,
+            setting,
+            variant,
+            kernels=kernels,
+            decisions=Path(folder) / "kernels.json",
+            text=text,
+        )
         found = begin(mode=mode).judged()
         chosen, router = begin(mode=mode).clocked()
         dense, _ = begin(mode="reference").clocked()
     assert found.step_ms is not None
-    predicted, measured, before = found.predicted_step_ms, median(chosen.waited), median(dense.waited)
+    predicted, measured, before = (
+        found.predicted_step_ms,
+        median(chosen.waited),
+        median(dense.waited),
+    )
     ratio = measured / predicted if predicted else None
     first = [row for row in found.rows if row.product.layer.startswith("blocks.0.")]
     return {
@@ -193,7 +229,8 @@ def compare(setting: Setting, variant: str, text: Tensor, kernels: list[GemmKern
         "other kernels than predicted": others(found, router),
         "products": {
             f"{row.product.layer} {row.product.key.gemm}": {
-                key: row.to_dict()[key] for key in ("gemm", "kernel", "why", "dense_ms", "sparse_ms", "pack_ms")
+                key: row.to_dict()[key]
+                for key in ("gemm", "kernel", "why", "dense_ms", "sparse_ms", "pack_ms")
             }
             for row in first
         },

@@ -58,7 +58,9 @@ class Way(NamedTuple):
     twin: Callable[[], object]
 
 
-def milliseconds(functions: Sequence[Callable[[], object]], repeats: int, device: str) -> list[float]:
+def milliseconds(
+    functions: Sequence[Callable[[], object]], repeats: int, device: str
+) -> list[float]:
     """Median time of each function on the device, called in turn after two calls each to warm up."""
     if device == "cpu":
         return [1e3 * statistics.median(row) for row in interleaved(functions, repeats)]
@@ -93,7 +95,12 @@ def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) 
     forward_twin = partial(masked_reference, weight, marks, dtype, FORWARD_BIT, None, False)
     backward_twin = partial(masked_reference, weight, marks, dtype, BACKWARD_BIT, permutation, True)
     return [
-        Way("W_F, then W_B", 2 * (read + half), both(forward, backward), both(forward_twin, backward_twin)),
+        Way(
+            "W_F, then W_B",
+            2 * (read + half),
+            both(forward, backward),
+            both(forward_twin, backward_twin),
+        ),
         Way("W_F", read + half, forward, forward_twin),
         Way("W_B", read + half, backward, backward_twin),
     ]
@@ -111,7 +118,12 @@ def ways_of_a_gradient(grad: Tensor, permutation: Tensor) -> list[Way]:
         Way("estimate", read + padded, estimate, estimate_twin),
         Way("gather", 2 * read, gather, gather_twin),
         Way("gather and estimate", 2 * read + padded, fused, both(gather_twin, estimate_twin)),
-        Way("gather, then estimate", 2 * read + padded, both(gather, estimate), both(gather_twin, estimate_twin)),
+        Way(
+            "gather, then estimate",
+            2 * read + padded,
+            both(gather, estimate),
+            both(gather_twin, estimate_twin),
+        ),
     ]
 
 
@@ -127,14 +139,20 @@ def inputs(
             return ways_of_a_gradient(grad, torch.randperm(out, device=device))
 
         def weight(
-            dtype: torch.dtype, permuted: bool, transposed: bool, out: int = out, columns: int = columns
+            dtype: torch.dtype,
+            permuted: bool,
+            transposed: bool,
+            out: int = out,
+            columns: int = columns,
         ) -> list[Way]:
             shape = (columns, out) if transposed else (out, columns)
             weight = torch.randn(shape, device=device).to(dtype)
             marks = torch.randint(4, shape, dtype=torch.uint8, device=device)
             if transposed:
                 weight, marks = weight.t(), marks.t()
-            return ways_of_a_weight(weight, marks, torch.randperm(out, device=device) if permuted else None)
+            return ways_of_a_weight(
+                weight, marks, torch.randperm(out, device=device) if permuted else None
+            )
 
         yield "dY bfloat16", (tokens, out), gradient
         for transposed in (False, True):
@@ -145,7 +163,9 @@ def inputs(
                     yield name, (out, columns), partial(weight, dtype, permuted, transposed)
 
 
-def measure(name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int, device: str) -> list[dict]:
+def measure(
+    name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int, device: str
+) -> list[dict]:
     """Time all ways to use one input, interleaved with copies that move as many bytes, and their torch twins."""
     source = torch.empty(max(way.size for way in ways) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -153,7 +173,9 @@ def measure(name: str, shape: tuple[int, ...], ways: Sequence[Way], repeats: int
     def copy(size: int) -> None:
         target[: size // 2].copy_(source[: size // 2])
 
-    times = milliseconds([*(way.kernel for way in ways), *(partial(copy, way.size) for way in ways)], repeats, device)
+    times = milliseconds(
+        [*(way.kernel for way in ways), *(partial(copy, way.size) for way in ways)], repeats, device
+    )
     twins = milliseconds([way.twin for way in ways], min(repeats, TWIN_REPEATS), device)
     rows = []
     for way, own, plain, slow in zip(ways, times, times[len(ways) :], twins, strict=False):
@@ -181,9 +203,13 @@ def run(report: Report) -> None:
     shapes, tokens, repeats = report.setting.pick((SHAPES, 16384, 20), (["48x32"], 40, 1))
     device = report.setting.device.type
 
-    def rates(setting: Setting, name: str, shape: tuple[int, ...], make: Callable[[], list[Way]]) -> list[dict]:
+    def rates(
+        setting: Setting, name: str, shape: tuple[int, ...], make: Callable[[], list[Way]]
+    ) -> list[dict]:
         if triton_kernels() is None and not setting.dry_run:
-            raise NotAsked("Triton is not installed, and without its kernels there is nothing to compare")
+            raise NotAsked(
+                "Triton is not installed, and without its kernels there is nothing to compare"
+            )
         return measure(name, shape, make(), repeats, device)
 
     for name, shape, make in inputs(shapes, tokens, device):
@@ -192,7 +218,9 @@ def run(report: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="out x in")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
@@ -204,9 +232,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.shapes, options.tokens, options.repeats = ["48x32"], 40, 1
         device, name = "cpu", "dry run on a CPU, whose times mean nothing"
     elif not torch.cuda.is_available():
-        parser.exit(1, "No CUDA device: this measures the bandwidth of GPU kernels. See --dry-run.\n")
+        parser.exit(
+            1, "No CUDA device: this measures the bandwidth of GPU kernels. See --dry-run.\n"
+        )
     elif triton_kernels() is None:
-        parser.exit(1, "Triton is not installed, and without its kernels there is nothing to compare.\n")
+        parser.exit(
+            1, "Triton is not installed, and without its kernels there is nothing to compare.\n"
+        )
     else:
         device, name = "cuda", torch.cuda.get_device_name()
         sizes = [tuple(map(int, text.split("x"))) for text in options.shapes]
@@ -214,9 +246,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         cache = torch.cuda.get_device_properties("cuda").L2_cache_size
         if 2 * smallest <= cache:
             parser.exit(
-                1, f"An input has {2 * smallest} bytes, which the L2 cache ({cache}) holds: pass larger ones.\n"
+                1,
+                f"An input has {2 * smallest} bytes, which the L2 cache ({cache}) holds: pass larger ones.\n",
             )
-    print(f"{name}, torch {torch.__version__}, medians of {options.repeats}, bfloat16 results, {PATTERN}\n")
+    print(
+        f"{name}, torch {torch.__version__}, medians of {options.repeats}, bfloat16 results, {PATTERN}\n"
+    )
     print("| input | shape | makes | MB | ms | GB/s | copy GB/s | of copy | torch x |")
     print("|---|---|---|---|---|---|---|---|---|")
     begin, rows, left_out = time.perf_counter(), [], []
@@ -229,8 +264,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\nLeft out after {options.seconds:g} seconds: {'; '.join(left_out)}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        setup = {"device": name, "torch": torch.__version__, "repeats": options.repeats, "pattern": str(PATTERN)}
-        options.json.write_text(json.dumps({"setup": setup, "rows": rows, "left out": left_out}, indent=1))
+        setup = {
+            "device": name,
+            "torch": torch.__version__,
+            "repeats": options.repeats,
+            "pattern": str(PATTERN),
+        }
+        options.json.write_text(
+            json.dumps({"setup": setup, "rows": rows, "left out": left_out}, indent=1)
+        )
 
 
 if __name__ == "__main__":

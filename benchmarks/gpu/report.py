@@ -25,7 +25,11 @@ class Report:
     """
 
     def __init__(
-        self, setting: Setting, seconds: float, record: Callable[[str, Answer], object], only: Sequence[str] = ()
+        self,
+        setting: Setting,
+        seconds: float,
+        record: Callable[[str, Answer], object],
+        only: Sequence[str] = (),
     ) -> None:
         self.setting = setting
         self.record = record
@@ -37,7 +41,9 @@ class Report:
         """Seconds that are left."""
         return self._end - time.monotonic()
 
-    def ask(self, name: str, question: Question, *, apart: bool = False, seconds: float = 60) -> object:
+    def ask(
+        self, name: str, question: Question, *, apart: bool = False, seconds: float = 60
+    ) -> object:
         """Ask one question, and record the answer or why there is none.
 
         Args:

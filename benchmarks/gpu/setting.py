@@ -40,7 +40,9 @@ class Operators:
     def search(self, packed: Tensor, other: Tensor, transpose_result: bool) -> tuple[int, ...]:
         """Let the library search: its algorithm, split-k, the mode of that, and the largest id of an algorithm."""
         library: Any = torch._C
-        return tuple(library._cusparselt.mm_search(packed, other, None, None, None, transpose_result))
+        return tuple(
+            library._cusparselt.mm_search(packed, other, None, None, None, transpose_result)
+        )
 
 
 class SoftwareOperators(Operators):
@@ -123,7 +125,9 @@ class Setting:
         if not self.dry_run:
             torch.cuda.synchronize(self.device)
 
-    def medians(self, functions: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
+    def medians(
+        self, functions: Mapping[str, Callable[[], object]], rounds: int = 7
+    ) -> dict[str, float]:
         """Median milliseconds of a call of each function, measured in turn."""
         timer = DeviceTimer(warmup=1, samples=1, calls=self.pick(5, 1))
         times: dict[str, list[float]] = {name: [] for name in functions}

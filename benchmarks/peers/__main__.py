@@ -22,8 +22,12 @@ PACKAGES = {"modelopt": "nvidia-modelopt", "torchao": "torchao"}
 
 def answers(kind: type[Tool], questions: Container[str] = PROBES) -> dict[str, bool]:
     """The answers of a tool to questions, but not to those for an option that it does not have."""
-    asked = {name for name in PROBES if name != "calibrated" or kind.calibrate is not Tool.calibrate}
-    return {name: probe(kind) for name, probe in PROBES.items() if name in asked and name in questions}
+    asked = {
+        name for name in PROBES if name != "calibrated" or kind.calibrate is not Tool.calibrate
+    }
+    return {
+        name: probe(kind) for name, probe in PROBES.items() if name in asked and name in questions
+    }
 
 
 def ask() -> dict[str, dict[str, bool]]:
@@ -46,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.run:
         found = ask()
         packages = ["torch", "lightning", *(PACKAGES[tool] for tool in found if tool in PACKAGES)]
-        results["versions"] |= {package: importlib.metadata.version(package) for package in packages}
+        results["versions"] |= {
+            package: importlib.metadata.version(package) for package in packages
+        }
         results["ran"] |= found
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results["ran"], options.short))

@@ -45,7 +45,10 @@ class Net(pl.LightningModule):
 
 def pruning(**options: Any) -> ModelPruning:
     """Prune half of the weights once, at the end of the first epoch, without resetting the others."""
-    settings: dict[str, Any] = {"parameter_names": ["weight"], "use_lottery_ticket_hypothesis": False}
+    settings: dict[str, Any] = {
+        "parameter_names": ["weight"],
+        "use_lottery_ticket_hypothesis": False,
+    }
     settings["apply_pruning"] = lambda epoch: epoch == 0
     return ModelPruning("l1_unstructured", **settings | options)
 
@@ -80,10 +83,21 @@ def fit(
     """Train four epochs; the callback that saves comes after the one that prunes."""
     net = net or Net()
     shape = (16, 32) if isinstance(net.net[0], nn.Linear) else (16, 32, 4, 4)
-    data = DataLoader(TensorDataset(torch.randn(shape, generator=torch.Generator().manual_seed(0))), batch_size=8)
+    data = DataLoader(
+        TensorDataset(torch.randn(shape, generator=torch.Generator().manual_seed(0))), batch_size=8
+    )
     watch = _Watch(folder / "saved.ckpt")
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "default_root_dir": str(folder)}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    quiet |= {
+        "enable_checkpointing": False,
+        "accelerator": "cpu",
+        "devices": 1,
+        "default_root_dir": str(folder),
+    }
     trainer = pl.Trainer(max_epochs=EPOCHS, callbacks=[callback, watch], **quiet)
     trainer.fit(net, data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
     return net, watch

@@ -31,7 +31,9 @@ def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
 
 
-def train(model: nn.Module, tool: Tool, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+def train(
+    model: nn.Module, tool: Tool, optimizer: torch.optim.Optimizer, steps: range
+) -> list[Tensor]:
     """Train on batches that depend on the step alone; the first layer's nonzeros before it and after each step."""
     seen = [weight(model[0]) != 0]  # type: ignore[index]
     for step in steps:
@@ -46,7 +48,9 @@ def train(model: nn.Module, tool: Tool, optimizer: torch.optim.Optimizer, steps:
     return seen
 
 
-def _trained(kind: type[Tool], steps: int = STEPS) -> tuple[nn.Sequential, Tool, torch.optim.Optimizer, list[Tensor]]:
+def _trained(
+    kind: type[Tool], steps: int = STEPS
+) -> tuple[nn.Sequential, Tool, torch.optim.Optimizer, list[Tensor]]:
     model, tool = new_model(), kind()
     optimizer = new_optimizer(model)  # made before the tool sees the model
     tool.apply(model, optimizer, "2:4")
@@ -57,7 +61,14 @@ def _prunes(kind: type[Tool], model: nn.Module, pattern: str) -> bool:
     try:
         kind().apply(model, new_optimizer(model), pattern)
         return is_nm(weight(model[0]), pattern, dim=1)  # type: ignore[index]
-    except (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, ValueError):
+    except (
+        AssertionError,
+        AttributeError,
+        IndexError,
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):
         return False
 
 
@@ -131,7 +142,11 @@ def resumes(kind: type[Tool]) -> bool:
     """A run that was saved, and loaded into new objects, ends with the bits of the run that was not stopped."""
     expected, *_ = _trained(kind, 2 * STEPS)
     model, tool, optimizer, _ = _trained(kind)
-    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "tool": tool.state()}
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tool": tool.state(),
+    }
     saved = copy.deepcopy(state)
     model, tool = new_model(1), kind()
     optimizer = new_optimizer(model)
@@ -148,7 +163,11 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear):
-            sizes = {tuple(arg.shape) for arg in args if isinstance(arg, Tensor) and arg.layout == torch.strided}
+            sizes = {
+                tuple(arg.shape)
+                for arg in args
+                if isinstance(arg, Tensor) and arg.layout == torch.strided
+            }
             self.dense |= bool({self.shape, self.shape[::-1]} & sizes)
         return func(*args, **(kwargs or {}))
 

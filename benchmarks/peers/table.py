@@ -38,16 +38,36 @@ UNKNOWN = "not run"
 FACTS = (
     Fact("two-of-four", "prunes to 2:4", False, {"apex ASP": "yes"}),
     Fact("other-patterns", "prunes to other N:M, such as 1:8", True, {"apex ASP": "own function"}),
-    Fact("convolutions", "N:M along a convolution's input channels", True, {"apex ASP": "yes", "torchao": "no"}),
-    Fact("masks-move", "pruned weights can come back during training", True, {"apex ASP": "by hand", "torchao": "yes"}),
-    Fact("optimizer-before", "an optimizer made before works", False, {"apex ASP": "yes", "torchao": "yes"}),
+    Fact(
+        "convolutions",
+        "N:M along a convolution's input channels",
+        True,
+        {"apex ASP": "yes", "torchao": "no"},
+    ),
+    Fact(
+        "masks-move",
+        "pruned weights can come back during training",
+        True,
+        {"apex ASP": "by hand", "torchao": "yes"},
+    ),
+    Fact(
+        "optimizer-before",
+        "an optimizer made before works",
+        False,
+        {"apex ASP": "yes", "torchao": "yes"},
+    ),
     Fact(
         "loads-without",
         "a checkpoint of the training is the pruned model under the dense model's keys",
         True,
         {"apex ASP": "no", "torchao": "no"},
     ),
-    Fact("resumes", "a resumed run ends with the same bits", True, {"apex ASP": UNKNOWN, "torchao": UNKNOWN}),
+    Fact(
+        "resumes",
+        "a resumed run ends with the same bits",
+        True,
+        {"apex ASP": UNKNOWN, "torchao": UNKNOWN},
+    ),
     Fact(
         "both-directions",
         "the input gradient has an N:M operand, too",
@@ -55,15 +75,35 @@ FACTS = (
         {"apex ASP": "by option", "torchao": "yes"},
     ),
     Fact("gradients", "N:M gradients for the weight gradient", True, {"lightning_nm": "yes"}),
-    Fact("sparse-products", "sparse kernels in training, CPU", True, {"apex ASP": "no", "torchao": "no"}),
-    Fact("tensor-cores", "sparse kernels in training, GPU", False, {"lightning_nm": "not run yet", "torchao": "yes"}),
-    Fact("calibrated", "one-shot pruning with calibration data", True, {"apex ASP": NO, "torchao": "yes"}),
+    Fact(
+        "sparse-products",
+        "sparse kernels in training, CPU",
+        True,
+        {"apex ASP": "no", "torchao": "no"},
+    ),
+    Fact(
+        "tensor-cores",
+        "sparse kernels in training, GPU",
+        False,
+        {"lightning_nm": "not run yet", "torchao": "yes"},
+    ),
+    Fact(
+        "calibrated",
+        "one-shot pruning with calibration data",
+        True,
+        {"apex ASP": NO, "torchao": "yes"},
+    ),
     Fact("permutation", "permutes channels before it prunes", True, {"apex ASP": "yes"}),
     Fact(
         "unstructured",
         "unstructured or channel pruning",
         True,
-        {"ModelPruning": "yes", "torch.nn.utils.prune": "yes", "torch.ao.pruning": "yes", "modelopt": "yes"}
+        {
+            "ModelPruning": "yes",
+            "torch.nn.utils.prune": "yes",
+            "torch.ao.pruning": "yes",
+            "modelopt": "yes",
+        }
         | {"torchao": "yes"},
     ),
     Fact("quantisation", "quantises the pruned model", True, {"modelopt": "yes", "torchao": "yes"}),
@@ -81,6 +121,10 @@ def cell(fact: Fact, tool: str, ran: Mapping[str, Mapping[str, bool]]) -> str:
 def table(ran: Mapping[str, Mapping[str, bool]], short: bool = False) -> str:
     """The facts as a Markdown table."""
     tools: Sequence[str] = SHORT_TOOLS if short else TOOLS
-    rows = [[fact.text, *(cell(fact, tool, ran) for tool in tools)] for fact in FACTS if fact.short or not short]
+    rows = [
+        [fact.text, *(cell(fact, tool, ran) for tool in tools)]
+        for fact in FACTS
+        if fact.short or not short
+    ]
     head = f"| | {' | '.join(tools)} |\n|{'---|' * (len(tools) + 1)}"
     return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -45,7 +45,13 @@ class Tool:
         """What must be saved beside the model's and the optimizer's state dicts."""
         return None
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str, saved: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
         """Load a training into a new model, before the optimizer's state."""
         raise NotImplementedError
 
@@ -89,7 +95,13 @@ class Ours(Tool):
         """The sparsifier's state."""
         return self.sparsifier.state_dict()
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str, saved: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
         """Load the weights, attach, load the state."""
         model.load_state_dict(saved["model"])
         self.apply(model, optimizer, pattern)
@@ -121,7 +133,13 @@ class TorchPrune(Tool):
         for module in layers(self.model):
             prune.l1_unstructured(module, "weight", 1)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str, saved: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
         """Register masks of ones, which the state dict replaces."""
         self.model = model
         for module in layers(model):
@@ -139,7 +157,9 @@ class TorchAO(Tool):
         n, m = (getattr(NMPattern.parse(pattern), name) for name in "nm")
         sparsifier = torch.ao.pruning.WeightNormSparsifier(1.0, (1, m), m - n)  # type: ignore[attr-defined]
         names = {module: name for name, module in model.named_modules()}
-        sparsifier.prepare(model, [{"tensor_fqn": f"{names[module]}.weight"} for module in layers(model)])
+        sparsifier.prepare(
+            model, [{"tensor_fqn": f"{names[module]}.weight"} for module in layers(model)]
+        )
         self.sparsifier = sparsifier
 
     def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str) -> None:
@@ -155,7 +175,13 @@ class TorchAO(Tool):
         """The masks, which the model's state dict leaves out."""
         return self.sparsifier.state_dict()
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str, saved: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
         """Prepare, load the weights without the masks, then the masks."""
         self.prepare(model, pattern)
         model.load_state_dict(saved["model"], strict=False)
@@ -173,7 +199,9 @@ class ModelOpt(Tool):
         import modelopt.torch.sparsity as mts
 
         self.model = model
-        config = {"verbose": False} | ({} if pattern == "2:4" else {"pattern": f"{pattern} sparsity"})
+        config = {"verbose": False} | (
+            {} if pattern == "2:4" else {"pattern": f"{pattern} sparsity"}
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mts.sparsify(model, "sparse_magnitude", config=config)
@@ -184,7 +212,13 @@ class ModelOpt(Tool):
 
         return mto.modelopt_state(self.model)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str, saved: Mapping[str, Any]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
         """Change the new model in the same way, then load weights and masks."""
         import modelopt.torch.opt as mto
 

@@ -25,9 +25,13 @@ PICTURES: dict[str, Picture] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw or check; 1 if a check fails."""
-    parser = argparse.ArgumentParser("python -m benchmarks.pictures", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.pictures", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
-    parser.add_argument("--check", action="store_true", help="draw nothing; exit with 1 if a picture has other data")
+    parser.add_argument(
+        "--check", action="store_true", help="draw nothing; exit with 1 if a picture has other data"
+    )
     options = parser.parse_args(argv)
     for name in options.names:
         if name not in PICTURES:
@@ -36,14 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.names or PICTURES:
         path, picture = ROOT / "docs" / f"{name}.png", PICTURES[name]
         if not picture.can_be_drawn():
-            print(f"skipped: docs/{name}.png, because benchmarks/results/{picture.results} is not there")
+            print(
+                f"skipped: docs/{name}.png, because benchmarks/results/{picture.results} is not there"
+            )
         elif not options.check:
             picture.save(path)
             print(f"drawn: docs/{name}.png")
         elif not path.exists() or stamp_of(path) != picture.stamp():
             stale.append(name)
     if stale:
-        print(f"Drawn from other data: {', '.join(stale)}. Run `python -m benchmarks.pictures`", file=sys.stderr)
+        print(
+            f"Drawn from other data: {', '.join(stale)}. Run `python -m benchmarks.pictures`",
+            file=sys.stderr,
+        )
     return int(bool(stale))
 
 

@@ -25,11 +25,20 @@ def data() -> Any:
     """The evidence of one block of 1:4 after every gradient, and the paired gains of the studies."""
     gains = {}
     for title, (name, pattern, metric, scale) in STUDIES.items():
-        rows = [row for row in read_csv(f"study-{name}.csv") if row["pattern"] == pattern and metric in row]
+        rows = [
+            row
+            for row in read_csv(f"study-{name}.csv")
+            if row["pattern"] == pattern and metric in row
+        ]
         of = {(row["variant"], row["seed"]): scale * row[metric] for row in rows}
         pairs = [of["bame", seed] - of["sr-ste", seed] for variant, seed in of if variant == "bame"]
         interval = Interval.of(pairs)
-        gains[title] = {"pairs": pairs, "mean": interval.mean, "low": interval.low, "high": interval.high}
+        gains[title] = {
+            "pairs": pairs,
+            "mean": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
+        }
     return {"block": _block(), "gains": gains}
 
 
@@ -58,7 +67,9 @@ def draw(figure: Figure, found: Any) -> None:
         left.plot(curve, color=colour, linewidth=2.2 if steady else 1.3)
     crossing = next(step for step, value in enumerate(curves[1]) if value > KEPT_WEIGHT)
     left.axhline(KEPT_WEIGHT, color=KEPT, linewidth=2)
-    left.text(STEPS, KEPT_WEIGHT - 0.022, "|W| of the kept entry", fontsize=FONT, color=KEPT, ha="right")
+    left.text(
+        STEPS, KEPT_WEIGHT - 0.022, "|W| of the kept entry", fontsize=FONT, color=KEPT, ha="right"
+    )
     left.text(2, 0.41, "|U|: gradients with a mean", fontsize=FONT, color=SERIES[0])
     left.text(STEPS, 0.165, "|U|: gradients that cancel", fontsize=FONT, color=QUIET, ha="right")
     left.plot([crossing], [curves[1][crossing]], "o", color=LOST, markersize=8)
@@ -74,7 +85,9 @@ def draw(figure: Figure, found: Any) -> None:
     left.set_ylabel("size", fontsize=FONT, color=INK)
     plain(right, "bame against sr-ste (measured)")
     for row, (_, gain) in enumerate(found["gains"].items()):
-        right.scatter(gain["pairs"], [row + 0.18] * len(gain["pairs"]), s=14, color=SERIES[4], alpha=0.7)
+        right.scatter(
+            gain["pairs"], [row + 0.18] * len(gain["pairs"]), s=14, color=SERIES[4], alpha=0.7
+        )
         right.plot([gain["low"], gain["high"]], [row, row], color=SERIES[0], linewidth=3)
         right.plot([gain["mean"]], [row], "o", color=SERIES[0], markersize=7)
     right.axvline(0, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)))

@@ -24,9 +24,21 @@ class Product(NamedTuple):
 
 
 PRODUCTS = (
-    Product("forward", "Y = X Wᵀ", "X\ntokens × in", "Wᵀ\nin × out", "Y\ntokens × out", "in", "right"),
-    Product("dgrad", "dX = dY W", "dY\ntokens × out", "W\nout × in", "dX\ntokens × in", "out", "right"),
-    Product("wgrad", "dW = dYᵀ X", "dYᵀ\nout × tokens", "X\ntokens × in", "dW\nout × in", "tokens", "left"),
+    Product(
+        "forward", "Y = X Wᵀ", "X\ntokens × in", "Wᵀ\nin × out", "Y\ntokens × out", "in", "right"
+    ),
+    Product(
+        "dgrad", "dX = dY W", "dY\ntokens × out", "W\nout × in", "dX\ntokens × in", "out", "right"
+    ),
+    Product(
+        "wgrad",
+        "dW = dYᵀ X",
+        "dYᵀ\nout × tokens",
+        "X\ntokens × in",
+        "dW\nout × in",
+        "tokens",
+        "left",
+    ),
 )
 # Which products a method makes sparse on N:M hardware.
 METHODS = {
@@ -36,7 +48,11 @@ METHODS = {
     "dense + mvue": (False, False, True),
     "transposable + mvue": (True, True, True),
 }
-HOW = {"transposable": (1, "one mask"), "bi-mask": (1, "rows permuted"), "dense + mvue": (2, "sampled dY")}
+HOW = {
+    "transposable": (1, "one mask"),
+    "bi-mask": (1, "rows permuted"),
+    "dense + mvue": (2, "sampled dY"),
+}
 HOW |= {"transposable + mvue": (2, "sampled dY")}
 
 
@@ -58,7 +74,15 @@ def draw(figure: Figure, found: Any) -> None:
     bottom.set_ylim(len(METHODS) + 0.2, -1.1)
     bottom.text(0.4, -0.5, "method and estimator", fontsize=FONT, color=QUIET, va="center")
     for column, product in enumerate(PRODUCTS):
-        bottom.text(13 + 6.2 * column, -0.5, product.title, fontsize=FONT, color=QUIET, ha="center", va="center")
+        bottom.text(
+            13 + 6.2 * column,
+            -0.5,
+            product.title,
+            fontsize=FONT,
+            color=QUIET,
+            ha="center",
+            va="center",
+        )
     for row, (name, sparse) in enumerate(METHODS.items()):
         bottom.plot([0.4, 29.6], [row, row], color=LINE, linewidth=0.8)
         bottom.text(0.4, row + 0.5, name, fontsize=FONT, color=INK, va="center")
@@ -68,17 +92,41 @@ def draw(figure: Figure, found: Any) -> None:
             weight = "bold" if is_sparse else "normal"
             colour = KEPT if is_sparse else QUIET
             x = 13 + 6.2 * column
-            bottom.text(x, row + 0.5, text, fontsize=FONT, color=colour, weight=weight, ha="center", va="center")
+            bottom.text(
+                x,
+                row + 0.5,
+                text,
+                fontsize=FONT,
+                color=colour,
+                weight=weight,
+                ha="center",
+                va="center",
+            )
 
 
 def _product(axes: Axes, x: float, product: Product) -> None:
     """Two operands, the sparse one with its blocks, and the axis that is summed over."""
-    axes.text(x, -1, f"{product.title}:  {product.formula}", fontsize=FONT + 1, color=INK, weight="bold", va="center")
+    axes.text(
+        x,
+        -1,
+        f"{product.title}:  {product.formula}",
+        fontsize=FONT + 1,
+        color=INK,
+        weight="bold",
+        va="center",
+    )
     _matrix(axes, x, product.left, along="x" if product.sparse == "left" else "")
     axes.text(x + 4.27, 2, "×", fontsize=FONT + 3, color=INK, ha="center", va="center")
     _matrix(axes, x + 4.65, product.right, along="y" if product.sparse == "right" else "")
     where = "in each row" if product.sparse == "left" else "in each column"
-    axes.text(x, 7.1, f"sums over {product.summed}: N of M {where}", fontsize=FONT, color=KEPT, va="center")
+    axes.text(
+        x,
+        7.1,
+        f"sums over {product.summed}: N of M {where}",
+        fontsize=FONT,
+        color=KEPT,
+        va="center",
+    )
 
 
 def _matrix(axes: Axes, x: float, text: str, along: str) -> None:

@@ -46,29 +46,46 @@ def draw(figure: Figure, found: Any) -> None:
             dense = [(x, y) for name, x, y in own if not name.startswith("packed")]
             colour = SERIES[2 * number]
             axes.plot(
-                [x for x, *_ in packed], [y for _, y, _ in packed], color=colour, marker="o", label=f"packed {dtype}"
+                [x for x, *_ in packed],
+                [y for _, y, _ in packed],
+                color=colour,
+                marker="o",
+                label=f"packed {dtype}",
             )
-            axes.scatter(*zip(*dense, strict=True), color=colour, marker="x", s=45, label=f"dense {dtype}")
+            axes.scatter(
+                *zip(*dense, strict=True), color=colour, marker="x", s=45, label=f"dense {dtype}"
+            )
             for x, y, name in packed:
                 at, side = ((-6, 3), "right") if dtype == "bf16" else ((6, -9), "left")
                 style: Any = {"fontsize": FONT - 1, "color": colour, "ha": side}
                 axes.annotate(name.split()[1], (x, y), at, textcoords="offset points", **style)
         fastest = min(point[2] for point in points if not point[0].startswith("packed"))
-        axes.axhline(fastest, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), label="fastest dense")
+        axes.axhline(
+            fastest, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), label="fastest dense"
+        )
         ticks = [10, 30, 100, 300]
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         low, high = min(point[2] for point in points), max(point[2] for point in points)
-        steps = [k * 10**e for e in range(-1, 5) for k in (1, 2, 5) if low / 1.6 < k * 10**e < high * 1.6]
+        steps = [
+            k * 10**e for e in range(-1, 5) for k in (1, 2, 5) if low / 1.6 < k * 10**e < high * 1.6
+        ]
         axes.set_yticks(steps, [f"{step:g}" for step in steps])
         axes.set_ylim(low / 1.5, high * 1.3)
-        axes.set_xlim(min(point[1] for point in points) / 2.2, max(point[1] for point in points) * 1.3)
+        axes.set_xlim(
+            min(point[1] for point in points) / 2.2, max(point[1] for point in points) * 1.3
+        )
         axes.minorticks_off()
         axes.set_xlabel("file, MB", fontsize=FONT, color=INK)
     panels[0].set_ylabel("latency, ms", fontsize=FONT, color=INK)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=FONT, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=5, fontsize=FONT, frameon=False
+    )
 
 
 def pictures() -> dict[str, Picture]:
     """A picture for each model."""
-    return {f"inference-{model}": Picture(partial(data, file), draw, (9, 4), file) for model, file in MODELS.items()}
+    return {
+        f"inference-{model}": Picture(partial(data, file), draw, (9, 4), file)
+        for model, file in MODELS.items()
+    }

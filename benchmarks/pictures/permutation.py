@@ -44,11 +44,21 @@ def draw(figure: Figure, found: Any) -> None:
     for axes, (title, order) in zip(panels, found.items(), strict=True):
         lost = total - sum(map(sum, order["kept"]))
         blank(axes)
-        axes.text(-0.6, -1.25, f"{title}: {lost} of {total} kept entries lost", fontsize=FONT + 1, color=INK)
+        axes.text(
+            -0.6,
+            -1.25,
+            f"{title}: {lost} of {total} kept entries lost",
+            fontsize=FONT + 1,
+            color=INK,
+        )
         _matrix(axes, forward, order)
     kinds = {"kept by both masks": KEPT, "kept by the forward mask alone": LOST, "pruned": PRUNED}
-    handles = [Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="white") for colour in kinds.values()]
-    figure.legend(handles, list(kinds), loc="outside lower center", ncols=3, fontsize=FONT, frameon=False)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="white") for colour in kinds.values()
+    ]
+    figure.legend(
+        handles, list(kinds), loc="outside lower center", ncols=3, fontsize=FONT, frameon=False
+    )
 
 
 def _matrix(axes: Axes, forward: list[list[int]], order: dict[str, Any]) -> None:

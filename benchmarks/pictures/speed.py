@@ -18,7 +18,10 @@ def data() -> Any:
     """Each side's seconds, losses and their means, and what the picture says of the run."""
     found = read_json(FILE)
     setting, machine = found["setting"], found["machine"]
-    curves = [Curve(**{key: side[key] for key in Curve.__dataclass_fields__}) for side in found["sides"].values()]
+    curves = [
+        Curve(**{key: side[key] for key in Curve.__dataclass_fields__})
+        for side in found["sides"].values()
+    ]
     over_seconds, over_steps = means(curves)
     names = {"sparse": f"sparse, {setting['pattern']} {setting['method']}", "dense": "dense"}
     return {
@@ -49,13 +52,22 @@ def draw(figure: Figure, found: Any) -> None:
             axes.plot(x, side["losses"], color=COLOURS[name], alpha=0.25, linewidth=1)
             axes.plot(x, side[smooth], color=COLOURS[name], linewidth=2, label=side["label"])
             if side["validation"] is not None:
-                axes.plot(x[-1:], [side["validation"]], "x", color=COLOURS[name], markersize=8, markeredgewidth=2)
+                axes.plot(
+                    x[-1:],
+                    [side["validation"]],
+                    "x",
+                    color=COLOURS[name],
+                    markersize=8,
+                    markeredgewidth=2,
+                )
     left.set_xlabel("seconds of training", fontsize=FONT, color=INK)
     right.set_xlabel("steps; crosses: loss on held-out text at the end", fontsize=FONT, color=INK)
     left.set_ylabel("training loss, nats per byte", fontsize=FONT, color=INK)
     figure.suptitle(found["title"], fontsize=FONT + 1, color=INK)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=FONT, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=2, fontsize=FONT, frameon=False
+    )
 
 
 PICTURE = Picture(data, draw, (9, 4.4), FILE)

@@ -41,7 +41,9 @@ class Picture(NamedTuple):
 
     def stamp(self) -> str:
         """A hash of the data."""
-        return hashlib.sha256(json.dumps(_rounded(self.data()), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps(_rounded(self.data()), sort_keys=True).encode()
+        ).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Draw it into a PNG that names the hash of its data."""

@@ -24,8 +24,12 @@ TABLES: Tables = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the pages; 1 if a check fails."""
-    parser = argparse.ArgumentParser("python -m benchmarks.tables", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.tables", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page differs"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the tables")
     options = parser.parse_args(argv)
     if options.list:
@@ -44,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.check:
                 page.write_text(made, encoding="utf-8")
     if options.check and stale:
-        print(f"Differ from their data: {', '.join(stale)}. Run `python -m benchmarks.tables`", file=sys.stderr)
+        print(
+            f"Differ from their data: {', '.join(stale)}. Run `python -m benchmarks.tables`",
+            file=sys.stderr,
+        )
         return 1
     print("\n".join(f"written: {name}" for name in stale) or "every table agrees with its data")
     return 0

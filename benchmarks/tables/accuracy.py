@@ -22,7 +22,9 @@ def runs(file: str) -> tuple[dict[str, list[float]], int]:
     """The metric of every seed by variant, in per cent or bits per byte, and its decimals."""
     data: dict[str, Any] = read_json(file)
     if "accuracy" in data:
-        return {name: [100 * value for value in values] for name, values in data["accuracy"].items()}, 2
+        return {
+            name: [100 * value for value in values] for name, values in data["accuracy"].items()
+        }, 2
     return data["figures"], 2 if "fashion" in file else 3
 
 
@@ -47,19 +49,34 @@ def difference(found: dict[str, list[float]], variant: str, baseline: str, digit
 def differences(file: str, *baselines: str) -> str:
     """Every variant against some baselines."""
     found, digits = runs(file)
-    pairs = [(variant, baseline) for baseline in baselines for variant in found if variant != baseline]
-    rows = [[f"{variant} - {baseline}", difference(found, variant, baseline, digits)] for variant, baseline in pairs]
+    pairs = [
+        (variant, baseline) for baseline in baselines for variant in found if variant != baseline
+    ]
+    rows = [
+        [f"{variant} - {baseline}", difference(found, variant, baseline, digits)]
+        for variant, baseline in pairs
+    ]
     return table(["variant - baseline", "mean difference [95 % interval]"], rows)
 
 
 def flops(file: str, to: str) -> str:
     """Training FLOPs relative to dense training, and to a variant."""
     counted = read_json(file)["flops"]
-    header = ["training FLOPs", *(title for kind in COUNTS for title in (f"{kind}, to dense", f"to {to}"))]
+    header = [
+        "training FLOPs",
+        *(title for kind in COUNTS for title in (f"{kind}, to dense", f"to {to}")),
+    ]
     rows = []
     for name, own in counted.items():
         rows.append(
-            [name, *(f"{value:.3f}" for kind in COUNTS for value in (own[kind], own[kind] / counted[to][kind]))]
+            [
+                name,
+                *(
+                    f"{value:.3f}"
+                    for kind in COUNTS
+                    for value in (own[kind], own[kind] / counted[to][kind])
+                ),
+            ]
         )
     return table(header, rows)
 
@@ -69,7 +86,8 @@ def gradients() -> str:
     columns = [runs(file) for file in GRADIENTS.values()]
     names = list(dict.fromkeys(name for found, _ in columns for name in found))
     return table(
-        ["", *GRADIENTS], [[name, *(_cell(found, name, digits) for found, digits in columns)] for name in names]
+        ["", *GRADIENTS],
+        [[name, *(_cell(found, name, digits) for found, digits in columns)] for name in names],
     )
 
 
@@ -84,7 +102,9 @@ def _cell(found: dict[str, list[float]], name: str, digits: int) -> str:
 _IMAGES, _TEXT = "accuracy-fashion-mnist-1-16.json", "accuracy-help-topics-1-16.json"
 TABLES: Tables = {
     "accuracy-fashion-mnist-seeds": partial(seeds, "accuracy-fashion-mnist.json"),
-    "accuracy-fashion-mnist-differences": partial(differences, "accuracy-fashion-mnist.json", "dense"),
+    "accuracy-fashion-mnist-differences": partial(
+        differences, "accuracy-fashion-mnist.json", "dense"
+    ),
     "accuracy-fashion-mnist-1-16-seeds": partial(seeds, _IMAGES),
     "accuracy-fashion-mnist-1-16-differences": partial(differences, _IMAGES, "sr-ste", "fixed"),
     "accuracy-fashion-mnist-1-16-flops": partial(flops, _IMAGES, "sr-ste"),

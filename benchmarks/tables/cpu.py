@@ -48,8 +48,13 @@ def steps_summary() -> str:
     gains: dict[tuple[str, str, int], list[str]] = {}
     for file in (XEON, EPYC):
         for row in read_json(file)["steps 2 threads"]["steps"]:
-            gains.setdefault((row["method"], row["pattern"], row["width"]), []).append(f"{row['gain']:.2f}x")
-    rows = [[f"`{method}`", pattern, str(width), *found] for (method, pattern, width), found in gains.items()]
+            gains.setdefault((row["method"], row["pattern"], row["width"]), []).append(
+                f"{row['gain']:.2f}x"
+            )
+    rows = [
+        [f"`{method}`", pattern, str(width), *found]
+        for (method, pattern, width), found in gains.items()
+    ]
     return table(["method", "N:M", "width", "Intel Xeon, AVX-512", "AMD EPYC, AVX512_BF16"], rows)
 
 
@@ -80,7 +85,10 @@ def products(file: str, part: str, dtype: str, key: str = "products") -> str:
     cells = []
     for product, pattern in names:
         pairs = [found[product, pattern, shape] for shape in shapes]
-        texts = [f"{time_text(dense)} / {time_text(sparse)}: {dense / sparse:.1f}x" for dense, sparse in pairs]
+        texts = [
+            f"{time_text(dense)} / {time_text(sparse)}: {dense / sparse:.1f}x"
+            for dense, sparse in pairs
+        ]
         cells.append([product, pattern, *texts])
     return table(["product", "N:M", *shapes], cells)
 
@@ -88,10 +96,16 @@ def products(file: str, part: str, dtype: str, key: str = "products") -> str:
 def threads(file: str, one: str, two: str, pattern: str) -> str:
     """The products with one thread and with two, in two processes."""
     data = read_json(file)
-    before = {(row["product"], row["shape"]): row for row in data[one]["products"] if row["pattern"] == pattern}
+    before = {
+        (row["product"], row["shape"]): row
+        for row in data[one]["products"]
+        if row["pattern"] == pattern
+    }
     cells = []
     for row in data[two]["products"]:
-        pairs = zip(fastest(before[row["product"], row["shape"]]["ms"]), fastest(row["ms"]), strict=True)
+        pairs = zip(
+            fastest(before[row["product"], row["shape"]]["ms"]), fastest(row["ms"]), strict=True
+        )
         texts = [f"{time_text(a)} / {time_text(b)}: {a / b:.2f}x" for a, b in pairs]
         cells.append([row["product"], row["shape"], *texts])
     sides = [f"{side}, 1 thread / 2 threads, ms" for side in ("dense", "sparse")]
@@ -103,10 +117,20 @@ def convolutions(file: str, part: str) -> str:
     rows = read_json(file)[part]["convolutions"]
     cells = []
     for number, row in enumerate(rows):
-        times = ", ".join("{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad"))
-        dtype = "float32" if number < 4 else "bfloat16"  # the benchmark's order; its rows do not name the dtype
+        times = ", ".join(
+            "{:.1f} / {:.1f}".format(*row[name]) for name in ("forward", "dgrad", "wgrad")
+        )
+        dtype = (
+            "float32" if number < 4 else "bfloat16"
+        )  # the benchmark's order; its rows do not name the dtype
         cells.append([row["shape"], dtype, row["pattern"], times, f"{row['gain']:.2f}x"])
-    header = ["convolution", "dtype", "N:M", "forward, dgrad, wgrad: dense / sparse ms", "gain of the three"]
+    header = [
+        "convolution",
+        "dtype",
+        "N:M",
+        "forward, dgrad, wgrad: dense / sparse ms",
+        "gain of the three",
+    ]
     return table(header, cells)
 
 
@@ -114,9 +138,16 @@ def auto(file: str, part: str) -> str:
     """What `kernels: auto` makes of a layer."""
     cells = []
     for row in read_json(file)[part]["auto"]:
-        chosen = {gemm: f"`{kernel}`" if kernel in SPARSE else "dense" for gemm, kernel in row["kernels"].items()}
+        chosen = {
+            gemm: f"`{kernel}`" if kernel in SPARSE else "dense"
+            for gemm, kernel in row["kernels"].items()
+        }
         dense = set(chosen.values()) == {"dense"}
-        kernels = "all dense" if dense else ", ".join(f"{gemm} {kernel}" for gemm, kernel in chosen.items())
+        kernels = (
+            "all dense"
+            if dense
+            else ", ".join(f"{gemm} {kernel}" for gemm, kernel in chosen.items())
+        )
         times = [f"{row['dense_ms']:.0f}", f"{row['auto_ms']:.0f}", f"{row['gain']:.2f}x"]
         cells.append([row["shape"], row["pattern"], *times, kernels])
     return table(["in -> out", "N:M", "dense layer, ms", "auto, ms", "gain", "kernels"], cells)
@@ -126,12 +157,21 @@ def few(file: str, part: str) -> str:
     """One token."""
     rows = read_json(file)[part]["few"]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    found: dict[tuple[str, str], Any] = {(row["pattern"], row["dtype"]): fastest(row["ms"]) for row in rows}
-    header = ["N:M", *(title for dtype in dtypes for title in (f"{dtype}, dense / sparse ms", "gain"))]
+    found: dict[tuple[str, str], Any] = {
+        (row["pattern"], row["dtype"]): fastest(row["ms"]) for row in rows
+    }
+    header = [
+        "N:M",
+        *(title for dtype in dtypes for title in (f"{dtype}, dense / sparse ms", "gain")),
+    ]
     cells = []
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         pairs = [found[pattern, dtype] for dtype in dtypes]
-        texts = [text for dense, own in pairs for text in (f"{dense:.2f} / {own:.2f}", f"{dense / own:.1f}x")]
+        texts = [
+            text
+            for dense, own in pairs
+            for text in (f"{dense:.2f} / {own:.2f}", f"{dense / own:.1f}x")
+        ]
         cells.append([pattern, *texts])
     return table(header, cells)
 
@@ -142,7 +182,9 @@ def pack(file: str, part: str) -> str:
     cells = []
     for row in read_json(file)[part]["pack"]:
         dense = dense_ms(row["ms"])
-        costs = [f"{row['ms'][name]:.1f} ms, {100 * row['ms'][name] / dense:.0f} %" for name in columns]
+        costs = [
+            f"{row['ms'][name]:.1f} ms, {100 * row['ms'][name] / dense:.0f} %" for name in columns
+        ]
         cells.append([row["pattern"], f"{dense:.1f}", *costs])
     header = [
         "N:M",
@@ -165,7 +207,9 @@ TABLES: Tables = {
     "cpu-products-summary": products_summary,
     "xeon-steps": partial(steps, XEON, "steps 2 threads"),
     "xeon-products": partial(products, XEON, "products 1 thread", _FLOAT),
-    "xeon-products-bfloat16": partial(products, XEON, "products 1 thread", "bfloat16", "products bfloat16"),
+    "xeon-products-bfloat16": partial(
+        products, XEON, "products 1 thread", "bfloat16", "products bfloat16"
+    ),
     "xeon-products-avx2": partial(products, XEON, "products avx2 1 thread", _FLOAT),
     "xeon-threads": partial(threads, XEON, "products 1 thread", "products 2 threads", "1:16"),
     "xeon-convolutions": partial(convolutions, XEON, "products 1 thread"),

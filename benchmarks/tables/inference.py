@@ -27,7 +27,10 @@ def precision(variant: str) -> str:
 def fastest_dense(ms: dict[str, float], dtype: str | None = None) -> tuple[str, float]:
     """The fastest dense variant of any precision, or of one."""
     dense = {name: time for name, time in ms.items() if not name.startswith("packed")}
-    return min(((name, time) for name, time in dense.items() if dtype in (None, precision(name))), key=lambda i: i[1])
+    return min(
+        ((name, time) for name, time in dense.items() if dtype in (None, precision(name))),
+        key=lambda i: i[1],
+    )
 
 
 def latency(file: str) -> str:
@@ -65,7 +68,11 @@ def summary(file: str) -> str:
 def sizes(file: str) -> str:
     """Bytes of the files, and resident bytes of a process that answers once."""
     weighed: dict[str, Any] = read_json(file)["bytes"]
-    dense = {precision(name): size for name, (size, _) in weighed.items() if not name.startswith("packed")}
+    dense = {
+        precision(name): size
+        for name, (size, _) in weighed.items()
+        if not name.startswith("packed")
+    }
     rows = []
     for name, (size, memory) in weighed.items():
         resident = "-" if memory is None else f"{memory / 1e6:.1f}"
@@ -76,7 +83,9 @@ def sizes(file: str) -> str:
 def cold(file: str) -> str:
     """Seconds and largest memory of a process's first requests, when nothing has been measured yet."""
     answered: dict[str, tuple[float, int]] = read_json(file)["cold"]
-    rows = [[name, f"{seconds:.2f}", f"{most / 1e6:.1f}"] for name, (seconds, most) in answered.items()]
+    rows = [
+        [name, f"{seconds:.2f}", f"{most / 1e6:.1f}"] for name, (seconds, most) in answered.items()
+    ]
     return table(["variant, kernels", "24 requests, s", "largest resident, MB"], rows)
 
 

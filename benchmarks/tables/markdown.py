@@ -26,7 +26,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [line(header), "|" + "---|" * len(header)]
     for row in rows:
         if len(row) != len(header):
-            raise ValueError(f"a row has {len(row)} cells and the header {len(header)}: {list(row)}")
+            raise ValueError(
+                f"a row has {len(row)} cells and the header {len(header)}: {list(row)}"
+            )
         lines.append(line(row))
     return "\n".join(lines)
 
@@ -44,7 +46,10 @@ def read_json(name: str) -> Any:
 def read_csv(name: str) -> list[dict[str, Any]]:
     """The trainings of a study: numbers as numbers; an empty cell is left out, as it was when the study wrote it."""
     with (RESULTS / name).open(newline="", encoding="utf-8") as file:
-        return [{key: _value(key, text) for key, text in row.items() if text != ""} for row in csv.DictReader(file)]
+        return [
+            {key: _value(key, text) for key, text in row.items() if text != ""}
+            for row in csv.DictReader(file)
+        ]
 
 
 def _value(key: str, text: str) -> Any:

@@ -8,8 +8,21 @@ from typing import Any
 
 from benchmarks.tables.markdown import Tables, read_json, table
 
-MASKS = ["pattern", "topk ms", "nm_mask ms", "magnitude_mask ms", "nm_mask / topk", "magnitude_mask / topk"]
-TRANSPOSABLE = ["pattern", "nm_mask s", "transposable_mask s", "kept / rows alone", "kept / optimum, mean (min)"]
+MASKS = [
+    "pattern",
+    "topk ms",
+    "nm_mask ms",
+    "magnitude_mask ms",
+    "nm_mask / topk",
+    "magnitude_mask / topk",
+]
+TRANSPOSABLE = [
+    "pattern",
+    "nm_mask s",
+    "transposable_mask s",
+    "kept / rows alone",
+    "kept / optimum, mean (min)",
+]
 ESTIMATORS = ["pattern", "estimator", "dim", "ms", "copy ms", "times the copy", "random numbers ms"]
 
 
@@ -39,7 +52,10 @@ def _table(name: str, header: list[str], cells: Callable[[dict[str, Any]], list[
 
 
 TABLES: Tables = {
-    **{name: partial(_table, name, MASKS, masks) for name in ("masks", "masks-columns", "masks-bfloat16")},
+    **{
+        name: partial(_table, name, MASKS, masks)
+        for name in ("masks", "masks-columns", "masks-bfloat16")
+    },
     "transposable": partial(_table, "transposable", TRANSPOSABLE, transposable),
     "estimators": partial(_table, "estimators", ESTIMATORS, estimators),
 }

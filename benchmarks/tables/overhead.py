@@ -20,16 +20,26 @@ def permutation(part: str) -> str:
     """The search for permutations, by case; of trained weights also the median."""
     found: list[dict[str, Any]] = read_json("permutation.json")[part]
     if part == "trained":
-        middle = {name: statistics.median(row[name] for row in found) for name in PERMUTATION if name != "case"}
+        middle = {
+            name: statistics.median(row[name] for row in found)
+            for name in PERMUTATION
+            if name != "case"
+        }
         found = [*found, {"case": f"median of {len(found)}", **middle}]
-    return table(list(PERMUTATION), [[form.format(row[name]) for name, form in PERMUTATION.items()] for row in found])
+    return table(
+        list(PERMUTATION),
+        [[form.format(row[name]) for name, form in PERMUTATION.items()] for row in found],
+    )
 
 
 def steps() -> str:
     """A training step under every method, over the step without masks."""
     data = read_json("step-overhead.json")
     over = data["over the plain step"]
-    medians = {name: f"{1e3 * statistics.median(seconds):.0f}" for name, seconds in data["step seconds"].items()}
+    medians = {
+        name: f"{1e3 * statistics.median(seconds):.0f}"
+        for name, seconds in data["step seconds"].items()
+    }
     rows = [[name, ms, f"{100 * over[name]:+.1f} %"] for name, ms in medians.items()]
     return table(["method", "step, ms", "over the plain step"], rows)
 
@@ -42,7 +52,10 @@ def convolutions() -> str:
     for name in next(iter(over.values())):
         row = [name]
         for width, seconds in data["step seconds"].items():
-            row += [f"{1e3 * statistics.median(seconds[name]):.1f}", f"{100 * over[width][name]:+.1f} %"]
+            row += [
+                f"{1e3 * statistics.median(seconds[name]):.1f}",
+                f"{100 * over[width][name]:+.1f} %",
+            ]
         rows.append(row)
     header = ["method"]
     for width in over:
@@ -54,14 +67,25 @@ def adaptations() -> str:
     """What an adaptation of BAME costs."""
     data = read_json("step-overhead.json")
     costs = data["adaptation seconds"].items()
-    rows = [[*name.split(), f"{seconds:.2f}", f"{without:.2f}"] for name, (seconds, without) in costs]
+    rows = [
+        [*name.split(), f"{seconds:.2f}", f"{without:.2f}"] for name, (seconds, without) in costs
+    ]
     size = data["settings"]["size"]
-    return table([f"an adaptation, {size} x {size}", "optimizer", "evidence", "seconds", "without"], rows)
+    return table(
+        [f"an adaptation, {size} x {size}", "optimizer", "evidence", "seconds", "without"], rows
+    )
 
 
 def monitor() -> str:
     """What MaskMonitor costs."""
-    header = ["method", "step, ms", "batch without a log, ms", "log, ms", "histogram and pictures, ms", "share"]
+    header = [
+        "method",
+        "step, ms",
+        "batch without a log, ms",
+        "log, ms",
+        "histogram and pictures, ms",
+        "share",
+    ]
     rows = []
     for name, part in read_json("monitor-overhead.json")["seconds"].items():
         ms = {kind: 1e3 * part[kind] for kind in ("step", "quiet", "log", "draw")}

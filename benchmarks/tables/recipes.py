@@ -11,7 +11,10 @@ from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, table
 from lightning_nm.commands.study.analysis import Interval, compare
 from lightning_nm.commands.study.config import read_yaml
 
-TASKS = {"help-topics": ("test_bits_per_byte", 1.0, 3, "bits"), "fashion-mnist": ("test_acc", 100.0, 2, "points")}
+TASKS = {
+    "help-topics": ("test_bits_per_byte", 1.0, 3, "bits"),
+    "fashion-mnist": ("test_acc", 100.0, 2, "points"),
+}
 """For each task: its metric, the factor and the digits of its figures, the unit of a difference."""
 AIMS = {"bi-mask": (0.02, 0.3), "transposable": (0.05, 0.5), "three-gemms": (0.08, 1.0)}
 """The loss to dense training that was aimed at: bits, points."""
@@ -60,8 +63,12 @@ def verdict(task: str, variant: str) -> str:
         return ""
     text = task == "help-topics"
     aim = AIMS[base][0 if text else 1]
-    loss, worst = (difference.mean, difference.high) if text else (-difference.mean, -difference.low)
-    return f"{aim:g}: " + ("missed" if loss > aim else "met" if worst <= aim else "met by the mean alone")
+    loss, worst = (
+        (difference.mean, difference.high) if text else (-difference.mean, -difference.low)
+    )
+    return f"{aim:g}: " + (
+        "missed" if loss > aim else "met" if worst <= aim else "met by the mean alone"
+    )
 
 
 def compared(task: str) -> str:
@@ -75,10 +82,17 @@ def compared(task: str) -> str:
             values = Interval.of([scale * row[metric] for row in rows])
             difference = "" if name == dense else gain_text(task, name)
             flops = f"{rows[0]['flops_arithmetic']:.3f}"
-            cells = [f"`{name}`", f"{settings[LR]:g}", str(values.count), f"{values.mean:.{digits}f}"]
+            cells = [
+                f"`{name}`",
+                f"{settings[LR]:g}",
+                str(values.count),
+                f"{values.mean:.{digits}f}",
+            ]
             lines.append([*cells, difference, verdict(task, name), flops])
     what = "bits per byte" if task == "help-topics" else "accuracy, %"
-    return table(["variant", "learning rate", "seeds", what, f"minus `{dense}`", "aim", "FLOPs"], lines)
+    return table(
+        ["variant", "learning rate", "seeds", what, f"minus `{dense}`", "aim", "FLOPs"], lines
+    )
 
 
 def settings(task: str) -> str:
@@ -91,7 +105,10 @@ def settings(task: str) -> str:
             config = read_yaml(path)
             method = config["trainer"]["callbacks"][0]["init_args"]["method"]
             chosen = {"lr": config["model"]["init_args"]["lr"], **(method.get("init_args") or {})}
-            flops = next((f"{row['flops_arithmetic']:.2f}" for row in _rows(task) if row["variant"] == name), "")
+            flops = next(
+                (f"{row['flops_arithmetic']:.2f}" for row in _rows(task) if row["variant"] == name),
+                "",
+            )
             written = ", ".join(f"`{key}={value:g}`" for key, value in chosen.items())
             ends = "dense" if name.endswith("-ends-dense") else "2:4"
             link = f"[{path.stem}](../configs/recipes/{path.name})"
@@ -109,12 +126,15 @@ def search(task: str) -> str:
         rows = [row for file in files if (RESULTS / file).exists() for row in read_csv(str(file))]
         rows.sort(key=lambda row: row[metric], reverse=task != "help-topics")
         found = [
-            f"{scale * row[metric]:.{digits}f} at " + ", ".join(f"{row[key]:.3g}" for key in (LR, DECAY) if key in row)
+            f"{scale * row[metric]:.{digits}f} at "
+            + ", ".join(f"{row[key]:.3g}" for key in (LR, DECAY) if key in row)
             for row in rows[:3]
         ]
         worst = f"{scale * rows[-1][metric]:.{digits}f}"
         lines.append([f"`{method}`", str(len(rows)), *found, worst])
-    return table(["method", "trials", "best, at learning rate, decay", "second", "third", "worst"], lines)
+    return table(
+        ["method", "trials", "best, at learning rate, decay", "second", "third", "worst"], lines
+    )
 
 
 TABLES: Tables = {

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from benchmarks.tables.markdown import ROOT, Tables
 
-REGION = re.compile(r"^<!-- table: ([\w.:-]+) -->\n(.*?)^<!-- /table -->$", re.MULTILINE | re.DOTALL)
+REGION = re.compile(
+    r"^<!-- table: ([\w.:-]+) -->\n(.*?)^<!-- /table -->$", re.MULTILINE | re.DOTALL
+)
 MARKER = re.compile(r"^\s*<!-- /?table\b.*$", re.MULTILINE)
 
 
@@ -42,14 +44,18 @@ def filled(text: str, tables: Mapping[str, str] | Tables) -> str:
     """
     markers, found = len(MARKER.findall(text)), len(names(text))
     if markers != 2 * found:
-        raise ValueError(f"{markers} markers of tables make {found} regions: one has no partner, or is misspelt")
+        raise ValueError(
+            f"{markers} markers of tables make {found} regions: one has no partner, or is misspelt"
+        )
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         if name not in tables:
             close = get_close_matches(name, list(tables), 1)
             meant = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"there is no table {name!r}{meant} `python -m benchmarks.tables --list` lists them")
+            raise ValueError(
+                f"there is no table {name!r}{meant} `python -m benchmarks.tables --list` lists them"
+            )
         made = tables[name]
         content = made if isinstance(made, str) else made()
         return f"<!-- table: {name} -->\n\n{content.strip()}\n\n<!-- /table -->"

@@ -34,7 +34,9 @@ def differences(name: str, *baselines: str, only: Sequence[str] = ()) -> str:
     shown = []
     for section in found:
         table = list(study_tables(spec, section))[1]
-        kept = [row for row in table.cells if not baselines or row[0].rpartition(" - ")[2] in baselines]
+        kept = [
+            row for row in table.cells if not baselines or row[0].rpartition(" - ")[2] in baselines
+        ]
         kept = [row for row in kept if not only or row[0] in only]
         shown.append(StudyTable(table.title, table.header, kept))
     return _joined(found, shown)
@@ -44,9 +46,15 @@ def _joined(found: Sequence[Section], shown: Sequence[StudyTable]) -> str:
     """The tables of all grid points as one, with the point in the first column if there are several."""
     header, points = shown[0].header, len(found) > 1
     missing = any(
-        "missing" in each.header and row[each.header.index("missing")] != "0" for each in shown for row in each.cells
+        "missing" in each.header and row[each.header.index("missing")] != "0"
+        for each in shown
+        for row in each.cells
     )
-    kept = [i for i, name in enumerate(header) if name not in LEFT_OUT or (name == "missing" and missing)]
+    kept = [
+        i
+        for i, name in enumerate(header)
+        if name not in LEFT_OUT or (name == "missing" and missing)
+    ]
     rows = []
     for section, each in zip(found, shown, strict=True):
         title = [section.title.removeprefix("pattern ")] * points
@@ -54,12 +62,21 @@ def _joined(found: Sequence[Section], shown: Sequence[StudyTable]) -> str:
     return markdown_table(["N:M"] * points + [header[i] for i in kept], rows)
 
 
-def gain_over(name: str, variant: str, baseline: str, unit: str, scale: float = 1.0, pattern: str | None = None) -> str:
+def gain_over(
+    name: str,
+    variant: str,
+    baseline: str,
+    unit: str,
+    scale: float = 1.0,
+    pattern: str | None = None,
+) -> str:
     """One paired difference with its interval, as text."""
     _, found = study(name)
     section = next(each for each in found if pattern is None or pattern in each.title)
     difference = next(
-        each.difference for each in section.comparisons if (each.variant, each.baseline) == (variant, baseline)
+        each.difference
+        for each in section.comparisons
+        if (each.variant, each.baseline) == (variant, baseline)
     )
     assert difference is not None
     digits = 1 if unit == "points" else 3
@@ -69,7 +86,11 @@ def gain_over(name: str, variant: str, baseline: str, unit: str, scale: float = 
 
 def flops_ratio(name: str, variant: str, baseline: str, pattern: str | None = None) -> str:
     """Training FLOPs of a variant over those of another, as the papers count."""
-    rows = [row for row in read_csv(f"study-{name}.csv") if pattern is None or row.get("pattern") == pattern]
+    rows = [
+        row
+        for row in read_csv(f"study-{name}.csv")
+        if pattern is None or row.get("pattern") == pattern
+    ]
     of = {row["variant"]: row["flops_paper"] for row in rows if "flops_paper" in row}
     ratio = of[variant] / of[baseline]
     return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
@@ -91,7 +112,9 @@ def summary() -> str:
         unit, scale = ("points", 100.0) if name == images else ("bits", 1.0)
         who = f"`{variant}` - {'a fixed mask' if baseline == 'fixed' else f'`{baseline}`'}"
         found = gain_over(name, variant, baseline, unit, scale, pattern)
-        rows.append([task, pattern, who, found, flops_ratio(name, variant, baseline, pattern), f"`{name}`"])
+        rows.append(
+            [task, pattern, who, found, flops_ratio(name, variant, baseline, pattern), f"`{name}`"]
+        )
     for variant, baseline, pattern, who in (
         ("asp-1:8-384", "dense-384", "1:8", "`asp` - dense of the same width"),
         ("asp-1:4-256", "dense-128", "1:4", "best sparse - best dense of any width"),
@@ -101,12 +124,22 @@ def summary() -> str:
     return markdown_table(["task", "N:M", "comparison", "difference", "FLOPs", "study"], rows)
 
 
-_SECONDS = ("asp-1:4-256 - dense-128", "asp-1:4-256 - dense-256", "asp-1:8-384 - dense-384", "bame-1:8-384 - dense-384")
+_SECONDS = (
+    "asp-1:4-256 - dense-128",
+    "asp-1:4-256 - dense-256",
+    "asp-1:8-384 - dense-384",
+    "bame-1:8-384 - dense-384",
+)
 TABLES: Tables = {
     "studies-summary": summary,
     **{
         f"{name}-means": partial(means, name)
-        for name in ("bame-help-topics", "bame-fashion-mnist", "bame-help-topics-denser", "seconds-help-topics")
+        for name in (
+            "bame-help-topics",
+            "bame-fashion-mnist",
+            "bame-help-topics-denser",
+            "seconds-help-topics",
+        )
     },
     "bame-help-topics-differences": partial(differences, "bame-help-topics"),
     "bame-fashion-mnist-differences": partial(differences, "bame-fashion-mnist"),

@@ -22,8 +22,12 @@ def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
     own_place = callbacks.index(callback)
     for other in callbacks[own_place + 1 :]:
         if isinstance(other, WeightAveraging):
-            fault = f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks"
-            raise ValueError(f"{fault}, so its checkpoints would hold dense weights: put it before NMSparsityCallback")
+            fault = (
+                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks"
+            )
+            raise ValueError(
+                f"{fault}, so its checkpoints would hold dense weights: put it before NMSparsityCallback"
+            )
 
 
 @torch.no_grad()
@@ -65,7 +69,10 @@ def _layer_names(model: nn.Module, layers: Mapping[str, NMLayer]) -> dict[str, s
 
 
 def restore_average(
-    checkpoint: dict[str, Any], state: Mapping[str, Any], trainer: pl.Trainer, pl_module: pl.LightningModule
+    checkpoint: dict[str, Any],
+    state: Mapping[str, Any],
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
 ) -> None:
     """Restore the dropped entries of a checkpoint's averaged weights, and let the averaging callbacks load it again.
 

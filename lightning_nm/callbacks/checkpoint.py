@@ -39,7 +39,12 @@ class SavedSparsity(pl.Callback):
             ValueError: Naming the file, and what is wrong with it; only if the checkpoint was not read.
         """
         path = trainer.ckpt_path
-        if isinstance(exception, Exception) and not self._read_checkpoint and path and Path(path).is_file():
+        if (
+            isinstance(exception, Exception)
+            and not self._read_checkpoint
+            and path
+            and Path(path).is_file()
+        ):
             fault = file_fault(Path(path))
             if fault:
                 raise ValueError(f"cannot read '{path}': {fault}") from exception
@@ -61,7 +66,9 @@ class SavedSparsity(pl.Callback):
     ) -> None:
         """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
         layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
-        is_averaged = "current_model_state" in checkpoint  # the key under which WeightAveraging saves the model itself
+        is_averaged = (
+            "current_model_state" in checkpoint
+        )  # the key under which WeightAveraging saves the model itself
         if is_averaged and layers:
             averages = mask_average(checkpoint["state_dict"], pl_module, layers)
             states = checkpoint["callbacks"]
@@ -76,7 +83,9 @@ class SavedSparsity(pl.Callback):
         if trainer.is_global_zero and path and Path(path).is_file():
             check_archive(path)
         resumes = trainer.state.fn == "fit"
-        self._lifecycle.read_checkpoint(resumes=resumes, global_step=checkpoint.get("global_step", 0))
+        self._lifecycle.read_checkpoint(
+            resumes=resumes, global_step=checkpoint.get("global_step", 0)
+        )
         if resumes:
             states = checkpoint.get("callbacks", {})
             restore_average(checkpoint, states.get(self.state_key, {}), trainer, pl_module)

@@ -19,7 +19,9 @@ class ProcessConsistency:
     because its communication hook depends on the masks.
     """
 
-    def __init__(self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int) -> None:
+    def __init__(
+        self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int
+    ) -> None:
         self.sparsifier = sparsifier
         self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
         self.every = 1 if self.comm_hook is not None else every
@@ -29,7 +31,9 @@ class ProcessConsistency:
         self._add_layers()
 
     @classmethod
-    def create(cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int) -> ProcessConsistency | None:
+    def create(
+        cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int
+    ) -> ProcessConsistency | None:
         """Create one for a fit; ``None`` unless the strategy is a ``DDPStrategy`` or a ``ModelParallelStrategy``.
 
         Raises:
@@ -42,7 +46,9 @@ class ProcessConsistency:
         if owners and isinstance(strategy, ModelParallelStrategy):
             owner = f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}'"
             fault = "distributed checkpoints save no optimizer state of parameters that are not the model's"
-            raise ValueError(f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method")
+            raise ValueError(
+                f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method"
+            )
         return cls(strategy, sparsifier, every)
 
     def _add_layers(self) -> None:

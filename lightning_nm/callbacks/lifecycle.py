@@ -21,7 +21,8 @@ class Origin(Enum):
 
     NEW = "new"  # masks and clocks start from scratch
     CARRIED_OVER = "carried over"  # an earlier fit or an evaluated checkpoint; dropped if it does not fit the model
-    CHECKPOINT = "checkpoint"  # the checkpoint that the fit resumes; an error if it does not fit the model
+    # The checkpoint that the fit resumes; an error if it does not fit the model.
+    CHECKPOINT = "checkpoint"
 
 
 @dataclass
@@ -43,7 +44,8 @@ class Lifecycle:
     batch_open: bool = False
     """Whether a backward pass has run since the last batch ended: its random numbers are used, and the optimizer may
     have stepped, but the masks are not updated yet. Checkpoints save it as ``open``."""
-    state: dict[str, Any] | None = None  # that the next fit continues; None if there is none, or once it is restored
+    # That the next fit continues; None if there is none, or once it is restored.
+    state: dict[str, Any] | None = None
     steps_before: int = 0  # optimizer steps of the resumed run before this callback joined it
     _origin_of_loaded: Origin = Origin.CHECKPOINT
 

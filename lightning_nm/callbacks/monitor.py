@@ -32,7 +32,9 @@ from lightning_nm.kernels import Router
 from lightning_nm.nn.selection.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
-NOT_THE_DEFAULT = "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
+NOT_THE_DEFAULT = (
+    "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
+)
 MAPS_GROWTH = 1.25
 """Heat maps show the run from its start, so they are drawn again only once it is longer by this factor."""
 
@@ -118,7 +120,9 @@ class MaskMonitor(pl.Callback):
         _check_interval("histograms_every", histograms_every)
         _check_interval("images_every", images_every)
         if isinstance(statistics, str):
-            raise TypeError(f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]")
+            raise TypeError(
+                f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]"
+            )
         self.statistics = statistics
         self.log_layers = log_layers
         self.histograms_every = histograms_every
@@ -133,7 +137,9 @@ class MaskMonitor(pl.Callback):
         self._missed_maps = False  # whether the warning was given that matplotlib is missing
 
     @classmethod
-    def chosen(cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool) -> MaskMonitor | None:
+    def chosen(
+        cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool
+    ) -> MaskMonitor | None:
         """Return the monitor that a callback uses in a fit.
 
         ``True`` stands for the one among the Trainer's callbacks, or else a default one with ``log_layers``.
@@ -145,9 +151,15 @@ class MaskMonitor(pl.Callback):
             return monitor
         if not monitor:
             return None
-        monitors = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, MaskMonitor)]
+        monitors = [
+            callback
+            for callback in getattr(trainer, "callbacks", [])
+            if isinstance(callback, MaskMonitor)
+        ]
         if len(monitors) > 1:
-            raise ValueError(f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them")
+            raise ValueError(
+                f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them"
+            )
         if not monitors:
             return cls(log_layers=log_layers)
         if log_layers:
@@ -185,18 +197,24 @@ class MaskMonitor(pl.Callback):
         self._watched[sparsifier] = watched
 
     def _check_statistics(self, names: Sequence[str], sparsifier: NMSparsifier) -> None:
-        if self.statistics is None or sparsifier.selection.waiting:  # the methods of frozen layers may have it
+        if (
+            self.statistics is None or sparsifier.selection.waiting
+        ):  # the methods of frozen layers may have it
             return
         for name in self.statistics:
             if name not in names:
-                raise ValueError(f"MaskMonitor: there is no statistic '{name}' in this training, only {names}")
+                raise ValueError(
+                    f"MaskMonitor: there is no statistic '{name}' in this training, only {names}"
+                )
 
     def _check_image_layers(self, sparsifier: NMSparsifier) -> None:
         frozen = [layer.name for layer in sparsifier.selection.waiting]
         there = [*sparsifier.layers, *frozen]
         for glob in self.image_layers or ():
             if not any(fnmatchcase(name, glob) for name in there):
-                raise ValueError(f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}")
+                raise ValueError(
+                    f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}"
+                )
 
     def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
         """Return the heat maps' columns for a checkpoint; empty if there are none."""
@@ -229,12 +247,19 @@ class MaskMonitor(pl.Callback):
         if stepped:
             self._note_step(trainer, sparsifier, step)
 
-        every: int = getattr(trainer, "log_every_n_steps", 0)  # set by the Trainer, missing in its annotations
+        every: int = getattr(
+            trainer, "log_every_n_steps", 0
+        )  # set by the Trainer, missing in its annotations
         due = every > 0 and (count % every == 0 or trainer.should_stop)
         within_step = automatic and not stepped
         if not due or within_step:
             return
-        self._log(trainer, pl_module, sparsifier, {**sparsifier.stats(), **also, **_kernel_statistics(trainer)})
+        self._log(
+            trainer,
+            pl_module,
+            sparsifier,
+            {**sparsifier.stats(), **also, **_kernel_statistics(trainer)},
+        )
         # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
@@ -278,7 +303,9 @@ class MaskMonitor(pl.Callback):
                 parts = markdown_table(("part", "value"), environment(trainer).items())
                 writer.add_text("nm/environment", parts, step)
             if self.custom_scalars:
-                writer.add_custom_scalars(custom_scalars_layout(self._watched[sparsifier].names, self.log_layers))
+                writer.add_custom_scalars(
+                    custom_scalars_layout(self._watched[sparsifier].names, self.log_layers)
+                )
 
         self._tensorboard.write(trainer, draw)
 
@@ -298,7 +325,11 @@ class MaskMonitor(pl.Callback):
         self._tensorboard.write(trainer, draw)
 
     def _log(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, sparsifier: NMSparsifier, stats: dict[str, float]
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        sparsifier: NMSparsifier,
+        stats: dict[str, float],
     ) -> None:
         """Log scalars, and show some in the progress bar by short names that do not collide with the model's."""
         scalars = {f"nm/{name}": value for name, value in stats.items() if self._wanted(name)}
@@ -319,7 +350,14 @@ class MaskMonitor(pl.Callback):
             shown[headline] = headline
         for short, name in shown.items():
             if name in stats:
-                pl_module.log(PREFIX + short, stats[name], on_step=True, on_epoch=False, prog_bar=True, logger=False)
+                pl_module.log(
+                    PREFIX + short,
+                    stats[name],
+                    on_step=True,
+                    on_epoch=False,
+                    prog_bar=True,
+                    logger=False,
+                )
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         histograms = {}
@@ -364,7 +402,9 @@ class MaskMonitor(pl.Callback):
         if not self.heat_maps or not watched.history.steps:
             return
         if can_draw():
-            self._tensorboard.write(trainer, lambda writer: draw_maps(writer, watched.history, step, watched.suffix))
+            self._tensorboard.write(
+                trainer, lambda writer: draw_maps(writer, watched.history, step, watched.suffix)
+            )
         elif not self._missed_maps:
             self._missed_maps = True
             rank_zero_warn(

@@ -55,7 +55,12 @@ class RNGState(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the process group."""
         self._loaded = []
-        if stage == "fit" and trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
+        if (
+            stage == "fit"
+            and trainer.world_size > 1
+            and dist.is_available()
+            and dist.is_initialized()
+        ):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def on_save_checkpoint(
@@ -105,7 +110,9 @@ class RNGState(pl.Callback):
             return
         self._loaded = checkpoint.get(_KEY, [])
         if not self._loaded:
-            rank_zero_warn("the checkpoint was saved without RNGState: random numbers do not continue where they were")
+            rank_zero_warn(
+                "the checkpoint was saved without RNGState: random numbers do not continue where they were"
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore this process's states, after the sanity check and before the first batch."""
@@ -198,4 +205,6 @@ def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
     numpy = state["numpy"]
     if numpy is not None:
         words = np.array(numpy["words"].tolist(), np.uint32)
-        np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+        np.random.set_state(
+            ("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        )

@@ -19,7 +19,11 @@ from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
 from lightning_nm.callbacks.report.kernel_table import print_kernels
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers, print_summary
-from lightning_nm.callbacks.report.warnings import warn_after_first_batch, warn_at_start, warn_of_replaced
+from lightning_nm.callbacks.report.warnings import (
+    warn_after_first_batch,
+    warn_at_start,
+    warn_of_replaced,
+)
 from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
@@ -85,10 +89,14 @@ class NMSparsityCallback(SavedSparsity):
         **options: Any,
     ) -> None:
         refuse_unknown(options, NMSparsityCallback)
-        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        given = SparsityConfig(
+            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        )
         self.config = chosen_config(config, given)
         if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
-            raise ValueError(f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never")
+            raise ValueError(
+                f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never"
+            )
         if log_layers and monitor is not True:
             raise ValueError(NOT_THE_DEFAULT)
         self.log_layers = log_layers
@@ -116,7 +124,10 @@ class NMSparsityCallback(SavedSparsity):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
         if self.sparsifier is not None:
-            if self.sparsifier.model is pl_module and self._lifecycle.phase is not Phase.INTERRUPTED:
+            if (
+                self.sparsifier.model is pl_module
+                and self._lifecycle.phase is not Phase.INTERRUPTED
+            ):
                 return
             self._finish()  # an exception kept the last fit from ending
         check_averaging_order(self, trainer)
@@ -133,11 +144,15 @@ class NMSparsityCallback(SavedSparsity):
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
-            self._consistency = ProcessConsistency.create(trainer, sparsifier, self.compare_ranks_every)
+            self._consistency = ProcessConsistency.create(
+                trainer, sparsifier, self.compare_ranks_every
+            )
             if self._monitor is not None:
                 sends = self._consistency is not None and self._consistency.comm_hook is not None
                 history = None if self._lifecycle.is_new else saved.get("history")
-                self._monitor.start(sparsifier, ["grad_bytes_ratio"] if sends else [], self.name, history)
+                self._monitor.start(
+                    sparsifier, ["grad_bytes_ratio"] if sends else [], self.name, history
+                )
         except BaseException:
             sparsifier.detach()
             raise
@@ -148,14 +163,22 @@ class NMSparsityCallback(SavedSparsity):
         data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
         sparsifier.called_by_callback()
-        if any(has_schedule(part) for rule in sparsifier.rules for part in (rule.method, rule.estimator)):
+        if any(
+            has_schedule(part)
+            for rule in sparsifier.rules
+            for part in (rule.method, rule.estimator)
+        ):
             planned = planned_steps(trainer, pl_module)
-            if planned is not None and self._lifecycle.is_new:  # the clock starts where this callback joins the run
+            if (
+                planned is not None and self._lifecycle.is_new
+            ):  # the clock starts where this callback joins the run
                 planned -= self._lifecycle.steps_before
             sparsifier.planned_steps = planned
         return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
 
-    def _restore(self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
+    def _restore(
+        self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> NMSparsifier:
         if self._lifecycle.state is None:
             return sparsifier
         try:
@@ -163,7 +186,9 @@ class NMSparsityCallback(SavedSparsity):
         except ValueError as error:
             if self._lifecycle.origin is Origin.CHECKPOINT:
                 raise
-            rank_zero_warn(f"NMSparsityCallback starts anew instead of continuing its last fit: {error}")
+            rank_zero_warn(
+                f"NMSparsityCallback starts anew instead of continuing its last fit: {error}"
+            )
             self._lifecycle.start_anew()
             sparsifier.detach()
             return self._attach(trainer, pl_module)
@@ -174,7 +199,9 @@ class NMSparsityCallback(SavedSparsity):
         """Restore ordinary modules, which hold the sparse weights."""
         self._finish()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Remove the masks as after a fit, so that the model can be saved and training can continue.
 
         Sharded weights keep them until the next fit, because removing them takes all processes.
@@ -250,11 +277,15 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier.register(optimizer)  # it may have been replaced during training
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            sparsifier.before_step(optimizer, scaler.get_scale())  # fused optimizers unscale within their step
+            sparsifier.before_step(
+                optimizer, scaler.get_scale()
+            )  # fused optimizers unscale within their step
         else:
             sparsifier.before_step(optimizer)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
+    ) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
         self._lifecycle.batch_open = True
         if self._consistency is not None:
@@ -266,7 +297,12 @@ class NMSparsityCallback(SavedSparsity):
             self._consistency.after_backward(trainer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""
         sparsifier = self._installed()
@@ -298,5 +334,7 @@ class NMSparsityCallback(SavedSparsity):
 
     def _installed(self) -> NMSparsifier:
         if self.sparsifier is None:
-            raise RuntimeError("NMSparsityCallback is not installed: its on_fit_start was not called for this fit")
+            raise RuntimeError(
+                "NMSparsityCallback is not installed: its on_fit_start was not called for this fit"
+            )
         return self.sparsifier

@@ -23,7 +23,9 @@ def turn_off_mfu(trainer: pl.Trainer) -> None:
     router = getattr(trainer.precision_plugin, "router", None)
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     # Where Lightning knows no peak of the device, available_flops is None and there is no mfu.
-    monitors = [c for c in callbacks if isinstance(c, ThroughputMonitor) and c.available_flops is not None]
+    monitors = [
+        c for c in callbacks if isinstance(c, ThroughputMonitor) and c.available_flops is not None
+    ]
     if not monitors or not isinstance(router, Router) or router.active_or_none() is None:
         return
     device: Any = trainer.strategy.root_device

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 # The Trainer's training length is not among them: schedules depend on it.
 _FORCED: dict[str, Any] = {
-    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    ),
     **dict.fromkeys(("fast_dev_run", "barebones"), False),
     **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), 0),
     **dict.fromkeys(("profiler", "max_time"), None),
@@ -33,7 +35,12 @@ _FORCED: dict[str, Any] = {
 
 # Callbacks that do not change the training and need a logger or a validation, write files or print.
 _WATCHERS = (
-    *(callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.EarlyStopping, callbacks.LearningRateMonitor),
+    *(
+        callbacks.Checkpoint,
+        callbacks.DeviceStatsMonitor,
+        callbacks.EarlyStopping,
+        callbacks.LearningRateMonitor,
+    ),
     *(callbacks.ModelSummary, callbacks.ProgressBar, callbacks.Timer),
 )
 
@@ -52,8 +59,12 @@ class Classes(NamedTuple):
         """
         model, data = self.model, self.data
         return {
-            "model_class": None if model is None else import_class(model, "--model", pl.LightningModule),
-            "datamodule_class": None if data is None else import_class(data, "--data", pl.LightningDataModule),
+            "model_class": None
+            if model is None
+            else import_class(model, "--model", pl.LightningModule),
+            "datamodule_class": None
+            if data is None
+            else import_class(data, "--data", pl.LightningDataModule),
         }
 
 
@@ -64,8 +75,14 @@ def require_classes(configs: Sequence[Any], classes: Classes) -> None:
         ValueError: With the option.
     """
     for option, name, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
-        sections = [config[option] for config in configs if isinstance(config, Mapping) and config.get(option)]
-        named = name is not None or any(isinstance(each, str) or "class_path" in each for each in sections)
+        sections = [
+            config[option]
+            for config in configs
+            if isinstance(config, Mapping) and config.get(option)
+        ]
+        named = name is not None or any(
+            isinstance(each, str) or "class_path" in each for each in sections
+        )
         if sections and not named:
             raise ValueError(
                 f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
@@ -111,7 +128,10 @@ def build(
 
     class CLI(NMLightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            for name in ("ckpt_path", "weights_only"):  # arguments of fit, in the configs that it prints and saves
+            for name in (
+                "ckpt_path",
+                "weights_only",
+            ):  # arguments of fit, in the configs that it prints and saves
                 parser.add_argument(f"--{name}", default=None, type=Any)
 
         def before_instantiate_classes(self) -> None:
@@ -124,7 +144,9 @@ def build(
             if not torch.cuda.is_available():
                 forced |= {"accelerator": "cpu", "strategy": "auto"}
             if not kernels or not torch.cuda.is_available():
-                forced["plugins"] = _without(given.plugins, NMFSDPPrecision if kernels else KernelRouting)
+                forced["plugins"] = _without(
+                    given.plugins, NMFSDPPrecision if kernels else KernelRouting
+                )
             if not masks:
                 plugins = forced.get("plugins", _without(given.plugins, ()))
                 forced["plugins"] = [_without_routing(plugin) for plugin in plugins]
@@ -133,8 +155,12 @@ def build(
     classes = Classes(model, data).imported()
     require_classes([_content(path) for path in configs], Classes(model, data))
     arguments = [word for path in configs for word in ("--config", str(path))]
-    with warnings.catch_warnings():  # LightningCLI warns of `args` while the process has arguments, too
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
+    with (
+        warnings.catch_warnings()
+    ):  # LightningCLI warns of `args` while the process has arguments, too
+        warnings.filterwarnings(
+            "ignore", message="LightningCLI's args parameter is intended to run from within Python"
+        )
         options = {"save_config_callback": None, "parser_kwargs": {"prog": prog}, "args": arguments}
         return CLI(**classes, run=False, **options)
 

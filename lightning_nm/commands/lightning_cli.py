@@ -50,10 +50,14 @@ class NMLightningCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Lightning 2.6 calls a name that torch 2.13 deprecates; users can do nothing about it.
         warnings.filterwarnings(
-            "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
+            "ignore",
+            message=r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+            category=FutureWarning,
         )
         require_extra()
-        importlib.import_module("lightning_nm.demo")  # makes its classes available by their short names
+        importlib.import_module(
+            "lightning_nm.demo"
+        )  # makes its classes available by their short names
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -76,7 +80,9 @@ class NMLightningCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except RuntimeError as error:
-            found = re.search(r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error))
+            found = re.search(
+                r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error)
+            )
             if found is None:
                 raise
             self.parser.error(
@@ -107,7 +113,10 @@ def hint(message: str) -> str:
     for find in (_unknown_key, _unknown_class, _own_words, _none_of):
         for number, line in enumerate(lines):
             if said := find(line, lines[number:], _places(lines[: number + 1])):
-                places = [place.rpartition(".")[2] if "class:" in place else place for place in _places(lines[:number])]
+                places = [
+                    place.rpartition(".")[2] if "class:" in place else place
+                    for place in _places(lines[:number])
+                ]
                 return ": ".join(filter(None, (", ".join(places), said)))
     return ""
 
@@ -156,7 +165,15 @@ def _own_words(line: str, after: Sequence[str], places: Sequence[str]) -> str:
     words = line.strip()
     if words.startswith("Not of type "):
         return words.partition(": ")[2]
-    others = ("Expected ", "Problem with ", "Not a valid ", "Does not ", "Unexpected ", "a class path", "a dict ")
+    others = (
+        "Expected ",
+        "Problem with ",
+        "Not a valid ",
+        "Does not ",
+        "Unexpected ",
+        "a class path",
+        "a dict ",
+    )
     return words[2:] if words.startswith("- ") and not words[2:].startswith(others) else ""
 
 
@@ -186,4 +203,6 @@ def _parameters(path: str) -> list[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    return did_you_mean(word, known) or (f"; there are {', '.join(known)}" if 0 < len(known) < 12 else "")
+    return did_you_mean(word, known) or (
+        f"; there are {', '.join(known)}" if 0 < len(known) < 12 else ""
+    )

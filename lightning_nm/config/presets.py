@@ -106,7 +106,9 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
         ValueError: If there is none.
     """
     if preset not in _PRESETS:
-        raise ValueError(f"preset={preset!r} is unknown: use {' or '.join(map(repr, get_args(PresetName)))}")
+        raise ValueError(
+            f"preset={preset!r} is unknown: use {' or '.join(map(repr, get_args(PresetName)))}"
+        )
     known = _PRESETS[preset]
     if isinstance(method, str):
         found = known.get(method)
@@ -115,7 +117,9 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
     if found is None:
         name = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
         names = ", ".join(repr(each) for each in known if each != "dense")
-        raise ValueError(f"preset={preset!r} has no settings for method {name}: it has them for {names}")
+        raise ValueError(
+            f"preset={preset!r} has no settings for method {name}: it has them for {names}"
+        )
     return found
 
 

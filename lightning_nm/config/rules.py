@@ -17,8 +17,14 @@ from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
 from lightning_nm.nn.selection.selection import Rule, Selection, as_globs, select
 
-SHORT_NAMES: dict[str, str] = {type(resolve_method(name)).__name__: name for name in get_args(MethodName)}
-SHORT_NAMES |= {type(resolve_estimator(name)).__name__: name for name in get_args(EstimatorName) if name != "dense"}
+SHORT_NAMES: dict[str, str] = {
+    type(resolve_method(name)).__name__: name for name in get_args(MethodName)
+}
+SHORT_NAMES |= {
+    type(resolve_estimator(name)).__name__: name
+    for name in get_args(EstimatorName)
+    if name != "dense"
+}
 """The short names of methods and estimators by the names of their classes, which saved states hold."""
 
 
@@ -90,10 +96,14 @@ def resolve_rules(
         as_globs(include, "include"),
         NMPattern.parse(pattern),
         _method(chosen, method),
-        resolve_estimator(chosen.grad_estimator if chosen and grad_estimator is None else grad_estimator),
+        resolve_estimator(
+            chosen.grad_estimator if chosen and grad_estimator is None else grad_estimator
+        ),
         conv_layout or (chosen.conv_layout if chosen else "channels"),
     )
-    masks = chosen is None or bool(chosen.source)  # a general method that is dense has no preset: those of rules count
+    masks = chosen is None or bool(
+        chosen.source
+    )  # a general method that is dense has no preset: those of rules count
     own_estimator = not masks and grad_estimator is None
     found = [_parse_rule(rule, general, preset, conv_layout, own_estimator) for rule in rules or ()]
     used = [chosen, *(_preset(preset, rule["method"]) for rule in rules or () if "method" in rule)]
@@ -106,7 +116,9 @@ def resolve_rules(
         skip_last = any(each.skip_last for each in deciding)
     else:
         skip_first, skip_last = True, True
-    return ResolvedRules([*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets)
+    return ResolvedRules(
+        [*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets
+    )
 
 
 def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
@@ -115,7 +127,9 @@ def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | 
 
 
 def _method(preset: Preset | None, method: MethodName | Method) -> Method:
-    return preset.made() if preset is not None and isinstance(method, str) else resolve_method(method)
+    return (
+        preset.made() if preset is not None and isinstance(method, str) else resolve_method(method)
+    )
 
 
 def _check_layout(conv_layout: Any) -> None:
@@ -125,7 +139,9 @@ def _check_layout(conv_layout: Any) -> None:
 
 def _check_list(rules: Any) -> None:
     """Refuse what is no list of mappings, such as one mapping alone, by a ``TypeError``."""
-    if rules is None or (isinstance(rules, (list, tuple)) and all(isinstance(rule, Mapping) for rule in rules)):
+    if rules is None or (
+        isinstance(rules, (list, tuple)) and all(isinstance(rule, Mapping) for rule in rules)
+    ):
         return
     example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
     raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
@@ -151,7 +167,9 @@ def _parse_rule(
         )
     own = _preset(preset, rule["method"]) if "method" in rule else None
     _check_layout(rule.get("conv_layout"))
-    estimator = resolve_estimator(own.grad_estimator) if own and own_estimator else general.estimator
+    estimator = (
+        resolve_estimator(own.grad_estimator) if own and own_estimator else general.estimator
+    )
     return Rule(
         as_globs(rule["include"], "include"),
         NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,

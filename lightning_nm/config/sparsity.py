@@ -94,7 +94,9 @@ class SparsityConfig:
             raise ValueError(f"frozen={self.frozen!r} is unknown: use 'dense' or 'mask'")
         every = self.grad_snr_every
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise ValueError(f"grad_snr_every={every} must be a number of training steps, or 0 for never")
+            raise ValueError(
+                f"grad_snr_every={every} must be a number of training steps, or 0 for never"
+            )
         check_scale(self.scale, self.base_density)
         self.resolve()
 
@@ -147,7 +149,9 @@ def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> Spars
         return given
     arguments = given.to_dict()
     if arguments:
-        raise ValueError(f"both config and {', '.join(arguments)} are given: put them into the SparsityConfig")
+        raise ValueError(
+            f"both config and {', '.join(arguments)} are given: put them into the SparsityConfig"
+        )
     return config
 
 
@@ -171,7 +175,11 @@ def arguments_of(owner: type) -> list[str]:
         ['pattern', 'method', 'grad_estimator']
     """
     parameters = inspect.signature(owner).parameters
-    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     if "config" in names:
         names += [field.name for field in fields(SparsityConfig) if field.name not in names]
     return names
@@ -182,8 +190,13 @@ def _as_primitive(value: Any) -> Any:
         return str(value)
     if isinstance(value, (Method, GradientEstimator)):
         names = inspect.signature(type(value)).parameters
-        kept = {name: _as_primitive(setting) for name, setting in vars(value).items() if name in names}
-        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": kept}
+        kept = {
+            name: _as_primitive(setting) for name, setting in vars(value).items() if name in names
+        }
+        return {
+            "class_path": f"{type(value).__module__}.{type(value).__qualname__}",
+            "init_args": kept,
+        }
     if isinstance(value, Mapping):
         return {key: _as_primitive(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -35,9 +35,13 @@ class Classifier(LightningModule):
         """Log `test_loss` and `test_acc`."""
         self._evaluate(batch, "test", self.test_acc)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+    def _evaluate(
+        self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy
+    ) -> None:
         images, labels = batch
         logits = self(images)
         accuracy.update(logits, labels)
-        self.log(f"{stage}_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
+        self.log(
+            f"{stage}_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True
+        )
         self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))

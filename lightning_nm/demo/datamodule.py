@@ -78,7 +78,9 @@ class ResumableDataModule(LightningDataModule):
             getattr(self, name),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            generator=keyed_generator(self.seed, "workers"),  # validation must not change the global random state
+            generator=keyed_generator(
+                self.seed, "workers"
+            ),  # validation must not change the global random state
             collate_fn=_as_is,
         )
 

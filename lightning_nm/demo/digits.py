@@ -23,7 +23,9 @@ class Digits(ResumableDataModule):
         ValueError: If an argument is out of range.
     """
 
-    def __init__(self, batch_size: int = 64, val_fraction: float = 0.2, seed: int = 0, num_workers: int = 0) -> None:
+    def __init__(
+        self, batch_size: int = 64, val_fraction: float = 0.2, seed: int = 0, num_workers: int = 0
+    ) -> None:
         super().__init__(batch_size, seed, num_workers)
         check_fraction("val_fraction", val_fraction)
         self.val_fraction = val_fraction

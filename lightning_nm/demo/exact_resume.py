@@ -28,25 +28,37 @@ class ExactResume(RNGState):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse gradient accumulation in several processes."""
         if stage == "fit" and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
-            raise ValueError("ExactResume keeps gradients of one process: use RNGState, and save where windows end")
+            raise ValueError(
+                "ExactResume keeps gradients of one process: use RNGState, and save where windows end"
+            )
         self._gradients = {}
         super().setup(trainer, pl_module, stage)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Add the random states and, inside a window, the gradients."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         done = trainer.fit_loop.batch_idx + 1
-        if trainer.state.fn == "fit" and done % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        if (
+            trainer.state.fn == "fit"
+            and done % trainer.accumulate_grad_batches
+            and not trainer.is_last_batch
+        ):
             checkpoint["exact_resume_gradients"] = {
                 name: parameter.grad.detach().clone()
                 for name, parameter in pl_module.named_parameters()
                 if parameter.grad is not None
             }
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Keep the saved gradients until training starts."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._gradients = checkpoint.get("exact_resume_gradients", {}) if trainer.state.fn == "fit" else {}
+        self._gradients = (
+            checkpoint.get("exact_resume_gradients", {}) if trainer.state.fn == "fit" else {}
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore gradients and random states, after the sanity check and before the first batch."""

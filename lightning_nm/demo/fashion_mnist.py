@@ -62,21 +62,27 @@ class FashionMNIST(ResumableDataModule):
         if (stage in ("fit", "validate") or self.tuning) and self.val_set is None:
             images, labels = self._read("train")
             train_size = self._resolve_train_size(len(images))
-            self.train_set = self._dataset(images[:train_size], labels[:train_size], augment=self.augment)
+            self.train_set = self._dataset(
+                images[:train_size], labels[:train_size], augment=self.augment
+            )
             self.val_set = self._dataset(images[-self.val_size :], labels[-self.val_size :])
         if stage == "test" and self.test_set is None:
             self.test_set = self.val_set if self.tuning else self._dataset(*self._read("t10k"))
 
     def _resolve_train_size(self, available: int) -> int:
         check_positive(train_size=self.train_size, val_size=self.val_size)
-        train_size = max(1, available - self.val_size) if self.train_size is None else self.train_size
+        train_size = (
+            max(1, available - self.val_size) if self.train_size is None else self.train_size
+        )
         if train_size + self.val_size > available:
             wanted = f"train_size={train_size} and val_size={self.val_size} need {train_size + self.val_size} images"
             raise ValueError(f"{wanted}, but the training file has {available}")
         return train_size
 
     def _read(self, part: str) -> tuple[Tensor, Tensor]:
-        images, labels = (read_idx(self._find(f"{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (
+            read_idx(self._find(f"{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1")
+        )
         return images.unsqueeze(1), labels
 
     def _find(self, name: str) -> Path:
@@ -90,7 +96,9 @@ class FashionMNIST(ResumableDataModule):
         )
 
     def _dataset(self, images: Tensor, labels: Tensor, augment: bool = False) -> ImageArrays:
-        return ImageArrays(images, labels, scale=255, mean=0.2860, std=0.3530, augment=augment, seed=self.seed)
+        return ImageArrays(
+            images, labels, scale=255, mean=0.2860, std=0.3530, augment=augment, seed=self.seed
+        )
 
 
 def read_idx(path: str | Path) -> Tensor:
@@ -110,5 +118,7 @@ def read_idx(path: str | Path) -> Tensor:
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
     values = torch.tensor(shape).prod().item()
     if len(raw) != header + values:
-        raise ValueError(f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}")
+        raise ValueError(
+            f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}"
+        )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)

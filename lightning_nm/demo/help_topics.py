@@ -78,7 +78,9 @@ class HelpTopics(ResumableDataModule):
             text, cut = text[:cut], round(cut * (1 - self.val_fraction))
         train = Windows(text[:cut], self.context)
         if self.train_size is not None and self.train_size > len(train):
-            raise ValueError(f"train_size={self.train_size}, but the text has {len(train)} training windows")
+            raise ValueError(
+                f"train_size={self.train_size}, but the text has {len(train)} training windows"
+            )
         train.windows = train.windows[: self.train_size]
         self.train_set = train
         self.val_set = self.test_set = Windows(text[cut:], self.context)

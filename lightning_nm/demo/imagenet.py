@@ -75,8 +75,13 @@ class ImageNet(ResumableDataModule):
             for folder in folders:
                 if not folder.is_dir():
                     found = f"there is no folder {folder}: pass the folder of ImageNet's train and val as data_dir"
-                    raise FileNotFoundError(f"{found}, or synthetic=N to try a training on N random images")
-            self.train_set, self.val_set = self._files(folders[0], train=True), self._files(folders[1], train=False)
+                    raise FileNotFoundError(
+                        f"{found}, or synthetic=N to try a training on N random images"
+                    )
+            self.train_set, self.val_set = (
+                self._files(folders[0], train=True),
+                self._files(folders[1], train=False),
+            )
         self.test_set = self.val_set
 
     def _random(self, part: str) -> ImageArrays:
@@ -92,12 +97,22 @@ class ImageNet(ResumableDataModule):
         except ImportError as error:
             read = f"ImageNet reads the images of {folder} with torchvision, which cannot be imported ({error})"
             install = "install the torchvision that belongs to this torch"
-            raise ImportError(f"{read}: {install}, or pass synthetic=N to try a training on N random images") from error
+            raise ImportError(
+                f"{read}: {install}, or pass synthetic=N to try a training on N random images"
+            ) from error
         size = self.image_size
         if train:
-            steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+            steps = [
+                transforms.RandomResizedCrop(size),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+            ]
         else:
-            steps = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size), transforms.ToTensor()]
+            steps = [
+                transforms.Resize(size * 8 // 7),
+                transforms.CenterCrop(size),
+                transforms.ToTensor(),
+            ]
         transform = transforms.Compose([*steps, transforms.Normalize(MEAN, STD)])
         lighting = self.lighting if train else 0.0
         return ImageFiles(datasets.ImageFolder(str(folder)), transform, lighting, seed=self.seed)
@@ -114,9 +129,18 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self, pictures: Any, transform: "Callable[[Any], Tensor]", lighting: float = 0.0, seed: int = 0
+        self,
+        pictures: Any,
+        transform: "Callable[[Any], Tensor]",
+        lighting: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        self.pictures, self.transform, self.lighting, self.seed = pictures, transform, lighting, seed
+        self.pictures, self.transform, self.lighting, self.seed = (
+            pictures,
+            transform,
+            lighting,
+            seed,
+        )
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

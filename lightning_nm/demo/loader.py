@@ -40,12 +40,23 @@ class ResumableSampler(DistributedSampler[int]):
     """
 
     def __init__(
-        self, data: Sized | int, seed: int = 0, shuffle: bool = True, num_replicas: int = 1, rank: int = 0
+        self,
+        data: Sized | int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_replicas: int = 1,
+        rank: int = 0,
     ) -> None:
         size = data if isinstance(data, int) else len(data)
         if size < 1:
             raise ValueError(f"a sampler needs at least one sample, got {size}")
-        super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        super().__init__(
+            range(size),  # type: ignore[arg-type]  # only its length is asked for
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+        )
         self.size = size
         self.position = 0
         self._start = 0
@@ -55,7 +66,9 @@ class ResumableSampler(DistributedSampler[int]):
         wanted = torch.arange(self.rank, self.total_size, self.num_replicas) % self.size
         if not self.shuffle:
             return wanted
-        return torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))[wanted]
+        return torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))[
+            wanted
+        ]
 
     def __iter__(self) -> Iterator[int]:
         self.position, self._start = self._start, 0
@@ -115,7 +128,9 @@ class ResumableLoader(DataLoader[T]):
         return cls(
             cast("Dataset[Any]", dataset),
             batch_size=batch_size,
-            sampler=ResumableSampler(dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank),
+            sampler=ResumableSampler(
+                dataset, seed=seed, shuffle=shuffle, num_replicas=num_replicas, rank=rank
+            ),
             num_workers=num_workers,
             generator=keyed_generator(seed, "workers"),
             **kwargs,
@@ -123,7 +138,9 @@ class ResumableLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         sampler, batch_size = self.sampler, self.batch_size or 1
-        if not isinstance(sampler, ResumableSampler):  # replaced, for example by Trainer(overfit_batches=...)
+        if not isinstance(
+            sampler, ResumableSampler
+        ):  # replaced, for example by Trainer(overfit_batches=...)
             yield from super().__iter__()
             return
         set_epoch = getattr(self.dataset, "set_epoch", None)
@@ -156,5 +173,7 @@ class ResumableLoader(DataLoader[T]):
         if state["position"] and not ended and changed:
             what = ", ".join(f"{k} was {state[k]} and is {now[k]}" for k in changed)
             middle = f"cannot resume in the middle of epoch {state['epoch']}: {what}"
-            raise ValueError(f"{middle}. Use the same data settings, or a checkpoint made at the end of an epoch.")
+            raise ValueError(
+                f"{middle}. Use the same data settings, or a checkpoint made at the end of an epoch."
+            )
         sampler.load_state_dict({**state, "position": len(sampler)} if ended else state)

@@ -92,7 +92,9 @@ def _sources(package: str) -> list[bytes]:
     try:
         installed = files(package) or []
     except PackageNotFoundError:
-        raise ValueError(f"package {package!r} is not installed: run `pip install {package}`") from None
+        raise ValueError(
+            f"package {package!r} is not installed: run `pip install {package}`"
+        ) from None
     paths = [path for path in installed if path.suffix == ".py"]
     if not paths:
         raise ValueError(f"package {package!r} has no Python files")
@@ -113,4 +115,6 @@ def _split(sources: list[bytes], val_fraction: float) -> tuple[list[bytes], list
 def _text(sources: list[bytes]) -> Tensor:
     """uint8 `[L]`."""
     joined = bytearray(b"".join(sources))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    )

@@ -22,7 +22,9 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, inputs, H, W]` to `[B, outputs, H/stride, W/stride]`."""
@@ -76,23 +78,33 @@ class ResidualCNN(Classifier):
         self.warmup = warmup
         self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
         self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+            nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
         )
         self.stages = nn.Sequential()
         inputs = width
         for outputs in (width, 2 * width, 4 * width):
             first = ResidualBlock(inputs, outputs, stride=1 if outputs == width else 2)
-            self.stages.append(nn.Sequential(first, *(ResidualBlock(outputs, outputs, 1) for _ in range(depth - 1))))
+            self.stages.append(
+                nn.Sequential(
+                    first, *(ResidualBlock(outputs, outputs, 1) for _ in range(depth - 1))
+                )
+            )
             inputs = outputs
         self.head = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images `[B, in_channels, H, W]` to logits `[B, num_classes]`."""
-        x = self.stem(x).contiguous(memory_format=torch.channels_last)  # measured: 10 to 15 % faster steps on a CPU
+        x = self.stem(x).contiguous(
+            memory_format=torch.channels_last
+        )  # measured: 10 to 15 % faster steps on a CPU
         return self.head(self.stages(x).mean(dim=(2, 3)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD with momentum under a warm-up and a half cosine."""
-        optimizer = torch.optim.SGD(self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
+        optimizer = torch.optim.SGD(
+            self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay
+        )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

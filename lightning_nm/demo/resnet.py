@@ -32,7 +32,9 @@ class Bottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample: nn.Module | None = None
         if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, inputs, H, W]` to `[B, 4 width, H / stride, W / stride]`."""
@@ -86,7 +88,9 @@ class ResNet50(Classifier):
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must lie within [0, 1], got {label_smoothing}")
         if not 0 <= warmup_epochs < math.inf:
-            raise ValueError(f"warmup_epochs must be a number of epochs, 0 or more, got {warmup_epochs}")
+            raise ValueError(
+                f"warmup_epochs must be a number of epochs, 0 or more, got {warmup_epochs}"
+            )
         self.save_hyperparameters()
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.no_decay, self.warmup_epochs = no_decay or [], warmup_epochs
@@ -131,16 +135,22 @@ class ResNet50(Classifier):
     def _warmup_steps(self) -> int:
         batches = self.trainer.num_training_batches
         if self.warmup_epochs and not math.isfinite(batches):
-            raise ValueError(f"warmup_epochs={self.warmup_epochs} needs training data with a length: set it to 0")
+            raise ValueError(
+                f"warmup_epochs={self.warmup_epochs} needs training data with a length: set it to 0"
+            )
         if not self.warmup_epochs:
             return 0
         return round(self.warmup_epochs * math.ceil(batches / self.trainer.accumulate_grad_batches))
 
     def _without_decay(self) -> set[str]:
         names = [name for name, _ in self.named_parameters()]
-        found = {glob: {name for name in names if fnmatchcase(name, glob)} for glob in self.no_decay}
+        found = {
+            glob: {name for name in names if fnmatchcase(name, glob)} for glob in self.no_decay
+        }
         for glob, matches in found.items():
             if not matches:
                 close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
-                raise ValueError(f"no_decay: '{glob}' matches no parameter; they are named like {', '.join(close)}")
+                raise ValueError(
+                    f"no_decay: '{glob}' matches no parameter; they are named like {', '.join(close)}"
+                )
         return set().union(*found.values())

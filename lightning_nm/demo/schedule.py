@@ -9,7 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 def check_warmup(warmup: float) -> None:
     """Raise a `ValueError` for a share of the steps that leaves none after the warm-up."""
     if not 0 <= warmup < 1:
-        raise ValueError(f"warmup={warmup} must be a share of the steps, from 0 to below 1; 0 is no warm-up")
+        raise ValueError(
+            f"warmup={warmup} must be a share of the steps, from 0 to below 1; 0 is no warm-up"
+        )
 
 
 def warmup_cosine(

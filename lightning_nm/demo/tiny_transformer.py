@@ -28,7 +28,11 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, dim]` to `[B, T, dim]`."""
         batch, length, dim = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, self.heads, dim // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.proj(attended.transpose(1, 2).reshape(batch, length, dim)))
         return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
@@ -74,7 +78,9 @@ class TinyTransformer(LightningModule):
     ) -> None:
         super().__init__()
         if dim < 16 or dim % 16 or dim % heads:
-            raise ValueError(f"dim must be a multiple of 16 (so that N:M blocks fit) and of heads={heads}, got {dim}")
+            raise ValueError(
+                f"dim must be a multiple of 16 (so that N:M blocks fit) and of heads={heads}, got {dim}"
+            )
         check_warmup(warmup)
         self.save_hyperparameters()
         self.warmup = warmup
@@ -118,10 +124,18 @@ class TinyTransformer(LightningModule):
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
         loss, size = self._loss(batch), len(batch[0])
         self.log(f"{stage}_loss", loss, batch_size=size, sync_dist=True)
-        self.log(f"{stage}_bits_per_byte", loss / math.log(2), prog_bar=True, batch_size=size, sync_dist=True)
+        self.log(
+            f"{stage}_bits_per_byte",
+            loss / math.log(2),
+            prog_bar=True,
+            batch_size=size,
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW under a warm-up and a half cosine."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, betas=(0.9, 0.95)
+        )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -26,7 +26,9 @@ class GradientEstimator:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if callable(vars(cls).get("gemm")):
-            raise TypeError(f"{cls.__name__} defines gemm(), which is not a hook any more: define pattern_of()")
+            raise TypeError(
+                f"{cls.__name__} defines gemm(), which is not a hook any more: define pattern_of()"
+            )
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
         """``E(dY)``; the identity unless overridden. Traced by ``torch.compile``, so it must be plain tensor code.
@@ -72,5 +74,7 @@ class GradientEstimator:
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        settings = ", ".join(
+            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
+        )
         return f"{type(self).__name__}({settings})"

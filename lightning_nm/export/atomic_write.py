@@ -54,6 +54,8 @@ def replacing(path: Path) -> Iterator[Path]:
         # torch.save reports a full disk in these words, and by no class of its own.
         if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
             raise
-        raise OSError(f"'{path}' was not written: torch could not write the whole file, as on a full disk") from error
+        raise OSError(
+            f"'{path}' was not written: torch could not write the whole file, as on a full disk"
+        ) from error
     finally:
         new.unlink(missing_ok=True)

@@ -41,7 +41,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str,
     return _find_weights_and_states(read_file(path), path)
 
 
-def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _find_weights_and_states(
+    content: Any, path: Path
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     if not isinstance(content, Mapping):
         content = {}
     state_dict = content
@@ -52,7 +54,9 @@ def _find_weights_and_states(content: Any, path: Path) -> tuple[dict[str, Tensor
             break
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     if not weights:
-        raise ValueError(f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'")
+        raise ValueError(
+            f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"
+        )
     states = []
     for name, state in content.get("callbacks", {}).items():
         if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state:

@@ -29,7 +29,9 @@ def import_class(path: str, option: str, kind: type) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{option} {path}: {error}; give a class as module.Class, from this folder") from error
+        raise ValueError(
+            f"{option} {path}: {error}; give a class as module.Class, from this folder"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ValueError(f"{option} {path}: is no {kind.__name__}")
     return found

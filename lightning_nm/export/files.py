@@ -15,7 +15,10 @@ from torch import Tensor
 
 _ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _ONNX = b"\x08"  # the first byte of an ONNX file: its first field is the version of the format
-_OF_PROGRAMS = ("archive_format", "serialized_exported_program.json")  # records of torch.export, new and old
+_OF_PROGRAMS = (
+    "archive_format",
+    "serialized_exported_program.json",
+)  # records of torch.export, new and old
 _SHOWN = 40  # characters of a text file
 
 
@@ -116,7 +119,9 @@ def _graph(path: Path, start: bytes) -> str:
 def _text(start: bytes) -> str:
     """The first line, if a file begins with printable text."""
     with suppress(UnicodeDecodeError):
-        text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut off
+        text = codecs.getincrementaldecoder("utf-8")().decode(
+            start
+        )  # the last character may be cut off
         if all(character.isprintable() or character.isspace() for character in text):
             return text.strip().split("\n")[0]
     return ""
@@ -130,6 +135,10 @@ def _safetensors_size(path: Path, size: int) -> int:
             return 8 + length
         with suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
             entries = json.loads(file.read(length))
-            ends = (entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+            ends = (
+                entry["data_offsets"][1]
+                for name, entry in entries.items()
+                if name != "__metadata__"
+            )
             return 8 + length + max(ends, default=0)
     return 0

@@ -46,7 +46,9 @@ def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.Path
         new.write_bytes(content.getbuffer())
 
 
-def export_onnx(model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]) -> float:
+def export_onnx(
+    model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]
+) -> float:
     """Write a model as ONNX, by ``torch.onnx.export(dynamo=True)``, and compare it with torch in onnxruntime.
 
     Weights are dense, with zeros.
@@ -73,7 +75,9 @@ def export_onnx(model: nn.Module, example: tuple[Any, ...], output: str | os.Pat
     shapes = _first_axis_varies(example)
     inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
     with _evaluation(model):
-        program: Any = torch.onnx.export(model, example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        program: Any = torch.onnx.export(
+            model, example, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
         outputs = model(*inputs)
     expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     with replacing(Path(output)) as new:
@@ -125,7 +129,9 @@ def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
     if not texts:
         own_example = getattr(model, "example_input_array", None)
         if own_example is None:
-            raise ValueError("give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64")
+            raise ValueError(
+                "give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64"
+            )
         return (own_example,) if isinstance(own_example, Tensor) else tuple(own_example)
     return tuple(_example_input(text) for text in texts)
 

@@ -101,12 +101,18 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
             return _read_parts(folder, index)
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     if found:
-        raise ValueError(f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}")
+        raise ValueError(
+            f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}"
+        )
     if any((folder / name).is_file() for name in _ADAPTERS):
         advice = "merge it into its base model and save that"
-        raise ValueError(f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}")
+        raise ValueError(
+            f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
+        )
     names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
-    raise ValueError(f"the folder '{folder}' holds neither a sharded checkpoint nor a model: expected one of {names}")
+    raise ValueError(
+        f"the folder '{folder}' holds neither a sharded checkpoint nor a model: expected one of {names}"
+    )
 
 
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
@@ -115,16 +121,22 @@ def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         places = {key: str(name) for key, name in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"cannot read '{index}': it is no index with a `weight_map` of file names") from error
+        raise ValueError(
+            f"cannot read '{index}': it is no index with a `weight_map` of file names"
+        ) from error
     files = sorted(set(places.values()))
     strange = [name for name in files if Path(name).name != name]
     if strange:
         raise ValueError(f"'{index}' names '{strange[0]}', which is not a file in its folder")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"'{folder}' is incomplete: {len(missing)} of {len(files)} files are missing: {missing}")
+        raise ValueError(
+            f"'{folder}' is incomplete: {len(missing)} of {len(files)} files are missing: {missing}"
+        )
     parts = {name: read_file(folder / name) for name in files}
     lost = [key for key, name in places.items() if key not in parts[name]]
     if lost:
-        raise ValueError(f"'{folder / places[lost[0]]}' lacks the weight '{lost[0]}' that the index names")
+        raise ValueError(
+            f"'{folder / places[lost[0]]}' lacks the weight '{lost[0]}' that the index names"
+        )
     return {key: parts[name][key] for key, name in places.items()}

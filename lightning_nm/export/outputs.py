@@ -42,7 +42,9 @@ class Written(NamedTuple):
     reason: str = ""
 
 
-def export_packed(source: Source, output: str | os.PathLike[str], pattern: PatternLike | None = None) -> list[Written]:
+def export_packed(
+    source: Source, output: str | os.PathLike[str], pattern: PatternLike | None = None
+) -> list[Written]:
     """Write a packed model, which :func:`lightning_nm.load_packed` reads.
 
     The weights to pack are the masked layers of the sparsifier state in the checkpoint. Without one, or with `pattern`,

@@ -75,10 +75,14 @@ class PackedFile:
         self.file = SafetensorsFile(path)
         metadata = self.file.metadata
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`")
+            raise ValueError(
+                f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
+            )
         if metadata.get("version") != VERSION:
             given = metadata.get("version")
-            raise ValueError(f"'{path}' is of version {given!r}, and this lightning_nm reads {VERSION!r}: update it")
+            raise ValueError(
+                f"'{path}' is of version {given!r}, and this lightning_nm reads {VERSION!r}: update it"
+            )
         packed = read_json(metadata.get("packed", "null"), self._refuse)
         aliases = read_json(metadata.get("aliases", "null"), self._refuse)
         if not isinstance(packed, dict) or not isinstance(aliases, dict):
@@ -104,7 +108,9 @@ class PackedFile:
         if not isinstance(fields, dict) or set(fields) != {"pattern", "layout", "shape", "dtype"}:
             self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
         if fields["layout"] not in LAYOUTS:
-            self._refuse(f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}")
+            self._refuse(
+                f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}"
+            )
         if not is_shape(fields["shape"]) or 0 in fields["shape"]:
             self._refuse(f"'{key}' is of shape {fields['shape']!r}")
         try:
@@ -192,7 +198,9 @@ def parts_of(key: str) -> tuple[str, str]:
     return f"{key}.values", f"{key}.positions"
 
 
-def write_packed(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> None:
+def write_packed(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor | ToPack]
+) -> None:
     """Write a packed model: a temporary file, which takes the place of `path` when it is complete.
 
     Tensors on the same memory are written once.
@@ -229,7 +237,12 @@ def write_packed(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Pa
     if len(entries) < len(own) + len(header) or not set(entries).isdisjoint({*header, *aliases}):
         names = [name for key in header for name in parts_of(key) if name in tensors]
         raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
-    metadata = {"format": FORMAT, "version": VERSION, "packed": json.dumps(header), "aliases": json.dumps(aliases)}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "packed": json.dumps(header),
+        "aliases": json.dumps(aliases),
+    }
     write_safetensors(path, entries, _parts(own), metadata)
 
 

@@ -26,7 +26,11 @@ _SHOWN = 8
 
 
 def load_packed(
-    model: Model, path: str | os.PathLike[str], *, kernels: Kernels = "auto", budget_s: float = BUDGET_S
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    kernels: Kernels = "auto",
+    budget_s: float = BUDGET_S,
 ) -> Model:
     """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
 
@@ -73,7 +77,9 @@ def load_packed(
                 name, place = name_and_place
                 device = _device(owner.tensor)
                 del owner
-                found = found._replace(values=found.values.to(device), positions=found.positions.to(device))
+                found = found._replace(
+                    values=found.values.to(device), positions=found.positions.to(device)
+                )
                 put(place, packed_weight(found, name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)

@@ -98,8 +98,12 @@ def pack(
             reasons[key] = "in `exclude`"
             continue
         if place.weight.is_meta:
-            raise ValueError(f"'{key}' has no values, it is on the meta device: use load_packed(model, file)")
-        layouts: list[Layout] = [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+            raise ValueError(
+                f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
+            )
+        layouts: list[Layout] = (
+            [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+        )
         each = pattern_of(place.weight, given, layouts)
         if each.pattern is None:
             reasons[key] = each.reason
@@ -126,7 +130,9 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
     if not packed:
-        raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
+        raise ValueError(
+            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
+        )
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}
     parts = {part for key in packed for part in parts_of(key)}

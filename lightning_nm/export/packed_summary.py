@@ -69,9 +69,15 @@ class PackedSummary:
     def __str__(self) -> str:
         total = HeldWeight(f"{len(self.weights)} weights", "", "", self.bytes, self.dense_bytes)
         head = ("weight", "pattern", "held as", "bytes", "of dense")
-        rows = [head, *((*each[:3], f"{each.bytes}", _share(each)) for each in (*self.weights, total))]
+        rows = [
+            head,
+            *((*each[:3], f"{each.bytes}", _share(each)) for each in (*self.weights, total)),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts = ([f"{cell:{'>' if i > 2 else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
+        texts = (
+            [f"{cell:{'>' if i > 2 else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+            for row in rows
+        )
         lines = ["  ".join(text).rstrip() for text in texts]
         lines += [f"{name}  not packed: {reason}" for name, reason in self.not_packed]
         return "\n".join(lines)
@@ -98,11 +104,15 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         1 weights                      576     0.070
     """
     found = tuple(
-        HeldWeight(plain_name(name), str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
+        HeldWeight(
+            plain_name(name), str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes
+        )
         for name, weight in packed_weights(model)
     )
     if not found:
-        raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
+        raise ValueError(
+            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
+        )
     return PackedSummary(found, tuple(_not_packed(model)))
 
 
@@ -118,14 +128,18 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
         if parent not in packed:
             yield NotPacked(name, reason)
         elif name in modules:
-            partly[name] = modules[name]  # `out_proj` of an attention whose other projections are packed
+            partly[name] = modules[
+                name
+            ]  # `out_proj` of an attention whose other projections are packed
     for name, module in partly.items():
         for parameter, tensor in module._parameters.items():
             # bias_k and bias_v of attention have three axes, and are no matrices.
             if tensor is not None and tensor.dim() > 1 and not parameter.startswith("bias_"):
                 yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, ["plain"]))
     for name, place in places.items():
-        layouts: list[Layout] = [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+        layouts: list[Layout] = (
+            [place.layout, "flat"] if place.role == "convolution" else [place.layout]
+        )
         yield NotPacked(name, _why_dense(place.weight, layouts))
 
 

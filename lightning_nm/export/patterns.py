@@ -45,7 +45,9 @@ def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
 
 
 @torch.no_grad()
-def pattern_of(weight: Tensor, pattern: NMPattern | None = None, layouts: Sequence[Layout] | None = None) -> Found:
+def pattern_of(
+    weight: Tensor, pattern: NMPattern | None = None, layouts: Sequence[Layout] | None = None
+) -> Found:
     """The pattern in which a weight takes the least memory.
 
     Args:
@@ -57,7 +59,9 @@ def pattern_of(weight: Tensor, pattern: NMPattern | None = None, layouts: Sequen
     if not packable:
         dtype = str(weight.dtype).removeprefix("torch.")
         return Found(None, reason=f"{dtype} of shape {list(weight.shape)}")
-    blocked = [(layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)]
+    blocked = [
+        (layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)
+    ]
     if pattern is not None:
         return _checked(blocked, pattern)
     best = None
@@ -89,7 +93,9 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
     if not counts:
         return Found(None, reason=f"no axis is a multiple of {pattern.m}")
     blocks = blocked[0][1].numel() // pattern.m  # of every layout
-    return Found(None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}")
+    return Found(
+        None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}"
+    )
 
 
 def _sparsest(rows: Tensor) -> Iterator[NMPattern]:
@@ -134,5 +140,7 @@ def patterns_in(
             layout = SAME_BLOCKS.get(layer["layout"], layer["layout"])
             found[key] = pattern_of(weights[key], own_pattern, [layout])
     # Tied weights have several keys, and a state names one of them.
-    masked = {memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None}
+    masked = {
+        memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None
+    }
     return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}

@@ -68,7 +68,9 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if sys.byteorder != "little":
-            raise ValueError("safetensors files are little-endian, and this machine is not: they cannot be read here")
+            raise ValueError(
+                "safetensors files are little-endian, and this machine is not: they cannot be read here"
+            )
         self.path = Path(path)
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -94,7 +96,9 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             self._refuse("its header is no object")
         metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        if not isinstance(metadata, dict) or not all(
+            isinstance(value, str) for value in metadata.values()
+        ):
             self._refuse("its metadata do not map names to texts")
         unordered = {name: self._entry(name, fields, size) for name, fields in header.items()}
         entries = dict(sorted(unordered.items(), key=lambda item: (item[1].begin, item[1].end)))
@@ -102,7 +106,9 @@ class SafetensorsFile:
         place = 0
         for name, entry in entries.items():
             if entry.begin != place:
-                self._refuse(f"'{name}' begins at {entry.begin}, and the tensors before it end at {place}")
+                self._refuse(
+                    f"'{name}' begins at {entry.begin}, and the tensors before it end at {place}"
+                )
             place = entry.end
         if place != size:
             self._refuse(f"its tensors take {place} bytes, and it has {size} for them")
@@ -123,7 +129,9 @@ class SafetensorsFile:
         begin, end = offsets
         needed = math.prod(shape) * DTYPES[dtype].itemsize
         if needed != end - begin:
-            self._refuse(f"'{name}' of shape {shape} in {dtype} takes {needed} bytes, not {end - begin}")
+            self._refuse(
+                f"'{name}' of shape {shape} in {dtype} takes {needed} bytes, not {end - begin}"
+            )
         return Entry(DTYPES[dtype], tuple(shape), begin, end)
 
     def read(self, name: str) -> Tensor:
@@ -213,7 +221,9 @@ def write_safetensors(
         written = set()
         for name, tensor in tensors:
             if (tensor.dtype, tuple(tensor.shape)) != entries[name]:
-                raise ValueError(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {entries[name]}")
+                raise ValueError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {entries[name]}"
+                )
             file.seek(8 + len(header) + begins[name])
             content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for piece in content.split(_PIECE):

@@ -71,7 +71,9 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name in _METADATA.get(module, ()):
             return self.kinds.setdefault(name, type(name, (_Record,), {}))
-        raise ValueError(f"its file .metadata names {module}.{name}, which no checkpoint needs: it may be an attack")
+        raise ValueError(
+            f"its file .metadata names {module}.{name}, which no checkpoint needs: it may be an attack"
+        )
 
 
 def read_shards(folder: Path) -> dict[str, Any]:
@@ -127,7 +129,10 @@ def _tensor(folder: Path, name: str, found: _Record, places: Mapping[Any, _Recor
         chunks.append(_Chunk(tuple(box.get("offsets")), tuple(box.get("sizes"))))
     # Nothing of this shape is allocated before the chunks are known to fill it.
     _check_cover(name, shape, chunks)
-    parts = [_read_chunk(folder, name, chunk.sizes, dtype, places[name, chunk.offsets]) for chunk in chunks]
+    parts = [
+        _read_chunk(folder, name, chunk.sizes, dtype, places[name, chunk.offsets])
+        for chunk in chunks
+    ]
     if len(chunks) == 1 and chunks[0].sizes == shape:
         return parts[0]
     tensor = torch.empty(shape, dtype=dtype)
@@ -173,21 +178,29 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> Non
         raise ValueError(f"the chunks of '{name}' do not make up a tensor of shape {shape}")
 
 
-def _read_chunk(folder: Path, name: str, sizes: tuple[int, ...], dtype: torch.dtype, place: _Record) -> Tensor:
+def _read_chunk(
+    folder: Path, name: str, sizes: tuple[int, ...], dtype: torch.dtype, place: _Record
+) -> Tensor:
     """A chunk, from its place in a file of the folder."""
     path = place.get("relative_path")
     offset = place.get("offset")
     length = place.get("length")
     in_folder = isinstance(path, str) and Path(path).name == path
     if not in_folder or place.state.get("transform_descriptors"):
-        raise ValueError(f"'{name}' is in a file {path!r} that is not read: outside the folder, or transformed")
+        raise ValueError(
+            f"'{name}' is in a file {path!r} that is not read: outside the folder, or transformed"
+        )
     with (folder / path).open("rb") as file:
         file.seek(offset)
         data = file.read(max(length, 0))
     if len(data) != length or length < math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"'{path}' ends before '{name}' does, or holds too little for its shape {sizes}")
+        raise ValueError(
+            f"'{path}' ends before '{name}' does, or holds too little for its shape {sizes}"
+        )
     part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     fits = isinstance(part, Tensor) and part.shape == sizes and part.dtype == dtype
     if not fits:
-        raise ValueError(f"'{path}' holds another tensor than '{name}' of shape {sizes} and {dtype}")
+        raise ValueError(
+            f"'{path}' holds another tensor than '{name}' of shape {sizes} and {dtype}"
+        )
     return part

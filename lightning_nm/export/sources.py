@@ -104,4 +104,8 @@ def hyperparameters(path: Path) -> dict[str, Any]:
 
 def other_files(folder: Path) -> list[Path]:
     """The files of a folder of ``transformers`` that hold no weights: its configuration, its tokenizer."""
-    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.endswith(_WEIGHTS)]
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.endswith(_WEIGHTS)
+    ]

@@ -59,7 +59,9 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         if rows.shape[dim] % pattern.m == 0:
             verdicts.append(judge(key, rows, pattern, dim, note, masked=False))
     if not verdicts:
-        return Verdict(key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks")
+        return Verdict(
+            key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"
+        )
     # All have as many blocks.
     return min(verdicts, key=lambda verdict: verdict.violations)
 

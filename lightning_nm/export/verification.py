@@ -108,7 +108,9 @@ def verify(
     if min_share is not None and not 0 <= min_share <= 1:
         raise ValueError(f"min_share={min_share} must be a share from 0 to 1")
     if base is not None and parsed is None:
-        raise ValueError(f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4")
+        raise ValueError(
+            f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4"
+        )
     verdicts, sizes = _verify_file(checkpoint, parsed)
     globs = [include] if isinstance(include, str) else include
     problems = _problems(verdicts, globs)
@@ -119,11 +121,15 @@ def verify(
         problems += _dense(verdicts)
     share = _share(verdicts, sizes)
     if min_share is not None and share < min_share:
-        problems.append(f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}")
+        problems.append(
+            f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
+        )
     return Verification(verdicts, problems, sizes)
 
 
-def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+def _verify_file(
+    checkpoint: str | Path, pattern: NMPattern | None
+) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a file, and the number of entries of every matrix."""
     if is_packed(checkpoint):
         return _verify_packed(PackedFile(checkpoint), pattern)
@@ -167,7 +173,9 @@ def _dense(verdicts: Sequence[Verdict]) -> list[str]:
     return [f"{len(dense)} of {len(verdicts)} matrices are dense: {shown}; {advice}"]
 
 
-def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+def _verify_dense(
+    checkpoint: Path, pattern: NMPattern | None
+) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
     weights, states = read_checkpoint(checkpoint)
     if pattern is None and states:
@@ -192,7 +200,9 @@ def _verify_dense(checkpoint: Path, pattern: NMPattern | None) -> tuple[list[Ver
     return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
 
 
-def _verify_packed(file: PackedFile, pattern: NMPattern | None) -> tuple[list[Verdict], dict[str, int]]:
+def _verify_packed(
+    file: PackedFile, pattern: NMPattern | None
+) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
@@ -235,7 +245,9 @@ def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str
     """The verdict for a packed weight against another pattern than its own, along its own axis."""
     rows = blocks_last(packed.unpack(), packed.layout)
     if rows.shape[-1] % pattern.m:
-        return Verdict(name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks")
+        return Verdict(
+            name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks"
+        )
     return judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
 
 
@@ -292,7 +304,11 @@ def _grouped_keys(keys: Sequence[str]) -> list[str]:
 
 
 def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
-    broken = [(v.key, v.pattern, f"{v.violations} of {v.blocks}") for v in verdicts if v.verdict == "broken"]
+    broken = [
+        (v.key, v.pattern, f"{v.violations} of {v.blocks}")
+        for v in verdicts
+        if v.verdict == "broken"
+    ]
     problems = []
     for key, pattern, count in grouped(broken):
         problems.append(f"{quoted(key)} is not {pattern}: {count} blocks hold more")
@@ -301,7 +317,9 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     elif not any(map(_is_sparse, verdicts)):
         problems.append("every weight that is N:M is all zero")
     for glob in include:
-        matched: list[set[str]] = [{v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)]
+        matched: list[set[str]] = [
+            {v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)
+        ]
         # Each alternative of a glob in braces must match a weight.
         if not all(matched):
             problems.append(f"`include` '{glob}' matches no weight")

@@ -51,18 +51,24 @@ def warm_up(
     """
     weights = dict(packed_weights(model))
     if not weights:
-        raise ValueError(f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first")
+        raise ValueError(
+            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
+        )
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
     inputs = (example,) if isinstance(example, Tensor) else example or ()
     for each in inputs:
         if each.dim() == 0 or len(each) != 1:
-            raise ValueError(f"an example has the shape {list(each.shape)}: it must be one input, [1, ...]")
+            raise ValueError(
+                f"an example has the shape {list(each.shape)}: it must be one input, [1, ...]"
+            )
     chosen = {name: weight for name, weight in weights.items() if weight.kernels == "auto"}
     for name, weight in chosen.items():
         if weight.role == "convolution" and weight.operand is not None and not inputs:
-            raise ValueError(f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]")
+            raise ValueError(
+                f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
+            )
     with ExitStack() as stack, torch.inference_mode():
         for budget in {id(weight.budget): weight.budget for weight in chosen.values()}.values():
             stack.enter_context(budget.unlimited())

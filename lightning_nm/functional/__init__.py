@@ -2,7 +2,14 @@
 
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
-from lightning_nm.functional.masks import backward_mask, count_violations, is_nm, magnitude_mask, nm_mask, nm_prune
+from lightning_nm.functional.masks import (
+    backward_mask,
+    count_violations,
+    is_nm,
+    magnitude_mask,
+    nm_mask,
+    nm_prune,
+)
 from lightning_nm.functional.nm_format import pack_nm, unpack_nm
 from lightning_nm.functional.permutation import permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed

@@ -33,14 +33,18 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Ten
         [[False, True]]
     """
     if weight.dim() != 2 or input_norms.shape != weight.shape[1:]:
-        raise ValueError(f"input norms {tuple(input_norms.shape)} do not belong to a weight {tuple(weight.shape)}")
+        raise ValueError(
+            f"input norms {tuple(input_norms.shape)} do not belong to a weight {tuple(weight.shape)}"
+        )
     dtype = torch.promote_types(torch.promote_types(weight.dtype, input_norms.dtype), torch.float32)
     scores = weight.to(dtype).abs() * input_norms.to(dtype)
     return nm_mask(scores, pattern, dim=1)
 
 
 @torch.no_grad()
-def sparsegpt(weight: Tensor, moment: Tensor, pattern: PatternLike, damping: float = 0.01) -> Tensor:
+def sparsegpt(
+    weight: Tensor, moment: Tensor, pattern: PatternLike, damping: float = 0.01
+) -> Tensor:
     r"""Prune a weight column by column, and correct the later columns for each error.
 
     The output error of a row w is :math:`(w - \hat w) H (w - \hat w)^T` with :math:`H = X^T X`. With
@@ -65,7 +69,9 @@ def sparsegpt(weight: Tensor, moment: Tensor, pattern: PatternLike, damping: flo
     """
     pattern = NMPattern.parse(pattern)
     if weight.dim() != 2 or moment.shape != (weight.shape[1], weight.shape[1]):
-        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}")
+        raise ValueError(
+            f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
+        )
     if weight.shape[1] % pattern.m:
         raise ValueError(f"in = {weight.shape[1]} is not a multiple of M = {pattern.m}")
     if not bool(moment.isfinite().all()):
@@ -80,7 +86,9 @@ def sparsegpt(weight: Tensor, moment: Tensor, pattern: PatternLike, damping: flo
         # Row j of the upper factor of the inverse is (C_j)_0 / sqrt((C_j)_00).
         factor, fault = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
     if int(fault):
-        raise ValueError(f"the second moments are not positive definite with damping={damping}: raise it")
+        raise ValueError(
+            f"the second moments are not positive definite with damping={damping}: raise it"
+        )
     step = pattern.m * max(1, _BLOCK // pattern.m)
     columns = weight.shape[1]
     for start in range(0, columns, step):

@@ -43,7 +43,9 @@ def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     return blocks.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def block_index(shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
+def block_index(
+    shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor
+) -> tuple[Tensor, ...]:
     """The index, one int64 tensor per axis, of entries of blocks in what :func:`as_blocks` cut, ``[out, in, *taps]``.
 
     ``blocks`` are numbers of blocks, ``entries`` the entry within each of them, both int64 of one shape.
@@ -81,7 +83,9 @@ def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
     return Swaps(low.indices.to(torch.int16), high.indices.to(torch.int16), gain)
 
 
-def expected_loss_change(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, swaps: Swaps) -> Tensor:
+def expected_loss_change(
+    weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, swaps: Swaps
+) -> Tensor:
     r"""The first-order change of the loss that each block's exchange causes, after one step of size :math:`\eta`.
 
     .. math:: \Delta L = -G_p W_p + \eta_p G_p^2 - \eta_r G_r^2
@@ -134,7 +138,9 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
     elif int(candidates.sum()) > budget:
         damping = 1 + oscillation.to(value.dtype)
         joint = torch.where(candidates, value / damping, -torch.inf)
-        last = joint.topk(budget, sorted=False).values.min()  # the least that is chosen; a sort would take more memory
+        last = joint.topk(
+            budget, sorted=False
+        ).values.min()  # the least that is chosen; a sort would take more memory
         candidates = joint > last
         ties = (joint == last).nonzero().squeeze(1)
         missing = budget - int(candidates.sum())

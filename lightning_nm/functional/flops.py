@@ -40,7 +40,9 @@ class GemmDensity:
         for field in fields(self):
             share = getattr(self, field.name)
             if not 0 <= share <= 1:
-                raise ValueError(f"{field.name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1")
+                raise ValueError(
+                    f"{field.name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1"
+                )
 
 
 def train_flops(dense_forward: float, density: GemmDensity) -> float:
@@ -59,7 +61,9 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
         2000.0
     """
     if not 0 <= dense_forward < float("inf"):
-        raise ValueError(f"dense_forward={dense_forward!r} does not count multiply-adds: pass a finite number from 0")
+        raise ValueError(
+            f"dense_forward={dense_forward!r} does not count multiply-adds: pass a finite number from 0"
+        )
     return dense_forward * (density.forward + density.dgrad + density.wgrad)
 
 
@@ -87,5 +91,7 @@ def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
         sparse += train_flops(dense_forward, density)
         dense += 3 * dense_forward
     if dense == 0:
-        raise ValueError("no multiply-adds to compare: pass at least one layer whose dense forward GEMM is not empty")
+        raise ValueError(
+            "no multiply-adds to compare: pass at least one layer whose dense forward GEMM is not empty"
+        )
     return sparse / dense

@@ -28,7 +28,9 @@ def pack_mask(mask: Tensor) -> Tensor:
         [25, 1]
     """
     if mask.dtype != torch.bool:
-        raise TypeError(f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept")
+        raise TypeError(
+            f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept"
+        )
     entries = torch.zeros((mask.numel() + 7) // 8 * 8, dtype=torch.uint8, device=mask.device)
     entries[: mask.numel()] = mask.reshape(-1)
     # Eight bytes as one little-endian number: the product brings bit 8 j to bit 56 + j, and no two terms share a bit.
@@ -67,7 +69,9 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _check_packed(packed: Tensor) -> None:
     if packed.dtype != torch.uint8:
-        raise TypeError(f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned")
+        raise TypeError(
+            f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned"
+        )
 
 
 def count_bits(packed: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 
-_MAX_STRIDED_M = 8  # up to this M, comparing each pair where it lies in memory beats gathering the entries first
+# Up to this M, comparing each pair where it lies in memory beats gathering the entries first.
+_MAX_STRIDED_M = 8
 _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 
 # Up to so many pairs on a CPU, ranks by a matrix product take a third of the calls of comparing distance by distance.
@@ -165,19 +166,29 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
     return (nonzeros > pattern.n).sum()
 
 
-def check_output_blocks(weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int) -> None:
+def check_output_blocks(
+    weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int
+) -> None:
     """Refuse a weight along whose output axis no blocks lie, and a forward mask of another shape or dtype."""
     if weight.ndim < 2:
-        raise ValueError(f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]")
+        raise ValueError(
+            f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]"
+        )
     out = weight.shape[0]
     if groups < 1 or out % groups:
-        raise ValueError(f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups")
+        raise ValueError(
+            f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups"
+        )
     if out // groups % pattern.m:
         rows = f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}"
         raise ValueError(f"{rows}: keep this layer's input gradient dense, or choose another M")
-    if forward_mask is not None and (forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool):
+    if forward_mask is not None and (
+        forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool
+    ):
         given = f"{forward_mask.dtype} {tuple(forward_mask.shape)}"
-        raise ValueError(f"forward_mask is {given}: pass booleans of the shape of the weight, {tuple(weight.shape)}")
+        raise ValueError(
+            f"forward_mask is {given}: pass booleans of the shape of the weight, {tuple(weight.shape)}"
+        )
 
 
 def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
@@ -188,13 +199,17 @@ def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int)
     held = permutation.to(weight.device, torch.int64, copy=True)
     if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
         named = f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once"
-        raise ValueError(f"{named}: pass integers such as torch.randperm({len(rows)}), or None for the identity")
+        raise ValueError(
+            f"{named}: pass integers such as torch.randperm({len(rows)}), or None for the identity"
+        )
     size = len(rows) // groups
     crossing = (held // size != rows // size).nonzero()
     if len(crossing):
         at = int(crossing[0])
         moved = f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows"
-        raise ValueError(f"{moved}: permute within groups, or pass groups=1 if the layer is not grouped")
+        raise ValueError(
+            f"{moved}: permute within groups, or pass groups=1 if the layer is not grouped"
+        )
     return held
 
 
@@ -202,10 +217,14 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
     """Return ``dim`` counted from the front, or explain why no blocks lie along it."""
     shape = tuple(tensor.shape)
     if not shape:
-        raise ValueError(f"a tensor without axes has no blocks of {pattern}: pass a tensor of at least one axis")
+        raise ValueError(
+            f"a tensor without axes has no blocks of {pattern}: pass a tensor of at least one axis"
+        )
     last = len(shape) - 1
     if not ~last <= dim <= last:
-        raise IndexError(f"dim={dim} is not an axis of a tensor of shape {shape}: pass {~last} to {last}")
+        raise IndexError(
+            f"dim={dim} is not an axis of a tensor of shape {shape}: pass {~last} to {last}"
+        )
     if shape[dim] % pattern.m:
         raise ValueError(
             f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide size {shape[dim]} of "
@@ -216,7 +235,9 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
 
 def _comparable(scores: Tensor) -> Tensor:
     """Widen the floating dtypes under two bytes, which have no comparisons; the cast keeps order and ties."""
-    dtype = scores.dtype  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
+    dtype = (
+        scores.dtype
+    )  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
     if dtype.is_floating_point and dtype.itemsize < 2:
         return scores.float()
     return scores
@@ -249,7 +270,9 @@ def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool)
     if _are_few(blocks, pattern):
         found = _ranked_at_once(blocks.abs() if magnitude else blocks, pattern)
         if found is not None:
-            return found.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
+            return found.view(dense.shape).permute(
+                [order.index(axis) for axis in range(scores.dim())]
+            )
     mask = torch.empty(blocks.shape, dtype=torch.bool, device=scores.device)
     strided = inner == 1 and pattern.m <= _MAX_STRIDED_M
     per_thread = _STRIDED_CHUNK if strided else _GATHERED_CHUNK
@@ -308,7 +331,13 @@ def _are_few(blocks: Tensor, pattern: NMPattern) -> bool:
     limit = _FEW_CONSECUTIVE_PAIRS if consecutive else _FEW_PAIRS
     pairs = blocks.numel() * (pattern.m - 1) // 2
     plain = type(blocks) is Tensor and blocks.device.type == "cpu"
-    return plain and blocks.is_floating_point() and blocks.itemsize <= 4 and 1 < pattern.m <= 8 and pairs <= limit
+    return (
+        plain
+        and blocks.is_floating_point()
+        and blocks.itemsize <= 4
+        and 1 < pattern.m <= 8
+        and pairs <= limit
+    )
 
 
 def _ranked_at_once(blocks: Tensor, pattern: NMPattern) -> Tensor | None:
@@ -382,7 +411,14 @@ class _Gathered:
         self.won = torch.empty_like(self.ranks)
         # Many views of small tensors: making them once for all chunks is worth it.
         self.steps = [
-            (self.scores[:-d], self.scores[d:], self.verdict[d:], self.won[d:], self.ranks[:-d], self.ranks[d:])
+            (
+                self.scores[:-d],
+                self.scores[d:],
+                self.verdict[d:],
+                self.won[d:],
+                self.ranks[:-d],
+                self.ranks[d:],
+            )
             for d in range(1, pattern.m)
         ]
 
@@ -393,7 +429,9 @@ class _Gathered:
         if self.pattern.n == 1 and nan is None:
             return _first_largest(self.scores)
         self.ranks.copy_(self.start)
-        for d, (first, second, verdict, won, first_rank, second_rank) in enumerate(self.steps, start=1):
+        for d, (first, second, verdict, won, first_rank, second_rank) in enumerate(
+            self.steps, start=1
+        ):
             won.copy_(torch.ge(first, second, out=verdict))
             if nan is not None:
                 won |= nan[d:]

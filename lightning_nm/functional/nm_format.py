@@ -72,7 +72,9 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         raise TypeError(f"a matrix to pack is {_names(PACKED_DTYPES)}, not {matrix.dtype}")
     _check_pattern(pattern)
     if not matrix.dim() or matrix.shape[-1] % pattern.m:
-        raise ValueError(f"the last axis of a matrix of shape {tuple(matrix.shape)} is no multiple of M = {pattern.m}")
+        raise ValueError(
+            f"the last axis of a matrix of shape {tuple(matrix.shape)} is no multiple of M = {pattern.m}"
+        )
     blocks = matrix.detach().reshape(-1, pattern.m)
     values, positions = [], []
     for chunk in blocks.split(_chunk(pattern)):
@@ -80,7 +82,9 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         too_many = nonzero.sum(1) > pattern.n
         crowded = int(too_many.sum())
         if crowded:
-            raise ValueError(f"{crowded} or more of {len(blocks)} blocks hold more than {pattern.n} nonzeros")
+            raise ValueError(
+                f"{crowded} or more of {len(blocks)} blocks hold more than {pattern.n} nonzeros"
+            )
         # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
         bits = chunk.contiguous().view(_INTEGERS[chunk.itemsize])
         scores = nonzero.byte() + bits.ne(0).byte()
@@ -93,7 +97,9 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     return torch.cat(values).view(size), torch.cat(positions)
 
 
-def unpack_nm(values: Tensor, positions: Tensor, pattern: PatternLike, shape: Sequence[int]) -> Tensor:
+def unpack_nm(
+    values: Tensor, positions: Tensor, pattern: PatternLike, shape: Sequence[int]
+) -> Tensor:
     """Undo :func:`pack_nm`.
 
     Args:
@@ -118,7 +124,9 @@ def unpack_nm(values: Tensor, positions: Tensor, pattern: PatternLike, shape: Se
     return expand(values, positions, pattern, shape)
 
 
-def check_packed(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> None:
+def check_packed(
+    values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]
+) -> None:
     """Refuse what :func:`pack_nm` did not make of a matrix of this shape; nothing of its size is allocated.
 
     Raises:
@@ -156,13 +164,20 @@ def check_packed_sizes(
 ) -> None:
     """Refuse shapes of values and positions that are not those of a matrix of a shape, by a ``ValueError``."""
     if not shape or shape[-1] % pattern.m:
-        raise ValueError(f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis")
+        raise ValueError(
+            f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
+        )
     blocks = math.prod(shape) // pattern.m
     of_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
     of_positions = (position_bytes(pattern, blocks),)
-    for what, found, right in (("values", values, of_values), ("positions", positions, of_positions)):
+    for what, found, right in (
+        ("values", values, of_values),
+        ("positions", positions, of_positions),
+    ):
         if found != right:
-            raise ValueError(f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}")
+            raise ValueError(
+                f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
+            )
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
@@ -181,7 +196,9 @@ def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequenc
     return dense.view(tuple(shape))
 
 
-def _parts(positions: Tensor, pattern: NMPattern, blocks: int, step: int) -> Iterator[tuple[int, int, Tensor]]:
+def _parts(
+    positions: Tensor, pattern: NMPattern, blocks: int, step: int
+) -> Iterator[tuple[int, int, Tensor]]:
     """Chunks of at most ``step`` blocks: the first block, the number of blocks, their positions."""
     for first in range(0, blocks, step):
         count = min(step, blocks - first)
@@ -191,7 +208,9 @@ def _parts(positions: Tensor, pattern: NMPattern, blocks: int, step: int) -> Ite
 
 
 def _expand(values: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
-    bits = values.contiguous().view(_INTEGERS[values.itemsize])  # torch's scatter gives NaN in bfloat16 other bits
+    bits = values.contiguous().view(
+        _INTEGERS[values.itemsize]
+    )  # torch's scatter gives NaN in bfloat16 other bits
     blocks = len(values)
     zeros = bits.new_zeros(blocks, pattern.m)
     if uses_bitmap(pattern):

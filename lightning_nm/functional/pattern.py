@@ -87,7 +87,9 @@ class NMPattern(_OneValue):
                 return cls(int(n), int(m))
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 60:
             return cls(*divmod(value, 60))
-        raise ValueError(f"cannot read {value!r} as an N:M pattern: write it as 'N:M', for example '2:4' or '1:16'")
+        raise ValueError(
+            f"cannot read {value!r} as an N:M pattern: write it as 'N:M', for example '2:4' or '1:16'"
+        )
 
 
 if TYPE_CHECKING:

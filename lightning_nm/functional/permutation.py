@@ -24,7 +24,9 @@ Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 
 _LEVELS = 4  # thresholds that stand for the magnitudes while "swap" searches by "l1"
 _TILE = 256  # blocks that exchange rows in one assignment: the cost of a round is linear in it, the gain grows slowly
-_CACHE = 2**17  # elements that one step of the scoring works on, so that its temporaries stay in the cache
+_CACHE = (
+    2**17
+)  # elements that one step of the scoring works on, so that its temporaries stay in the cache
 
 
 @torch.no_grad()
@@ -115,7 +117,9 @@ def search_permutation(
     """
     _choice("search", search, get_args(Search))
     if candidates < 1:
-        raise ValueError(f"candidates={candidates}: the search needs at least one, for example candidates=100")
+        raise ValueError(
+            f"candidates={candidates}: the search needs at least one, for example candidates=100"
+        )
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
     start = checked_permutation(initial, weight, groups)
     one_block_a_group = len(start) == groups * problem.pattern.m  # all permutations score the same
@@ -143,11 +147,17 @@ class _Problem(NamedTuple):
 
 def _choice(name: str, value: str, options: Sequence[str]) -> None:
     if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}")
+        raise ValueError(
+            f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}"
+        )
 
 
 def _problem(
-    weight: Tensor, forward_mask: Tensor | None, pattern: PatternLike, criterion: Criterion, groups: int
+    weight: Tensor,
+    forward_mask: Tensor | None,
+    pattern: PatternLike,
+    criterion: Criterion,
+    groups: int,
 ) -> _Problem:
     pattern = NMPattern.parse(pattern)
     _choice("criterion", criterion, get_args(Criterion))
@@ -178,13 +188,17 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
     return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
 
 
-def _best_of(problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None) -> Tensor:
+def _best_of(
+    problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None
+) -> Tensor:
     rows = problem.table
     size = len(rows) // problem.groups
     best = rows.new_empty(0, len(rows), dtype=torch.int64) if initial is None else initial[None]
     for done in range(0, candidates, 1000):  # bounds memory
         count = min(1000, candidates - done)
-        drawn = _shuffles(count * problem.groups, size, generator, rows.device).view(count, -1, size)
+        drawn = _shuffles(count * problem.groups, size, generator, rows.device).view(
+            count, -1, size
+        )
         drawn += _first_rows(rows, problem.groups)
         permutations = torch.cat([best, drawn.view(count, -1)])
         first_best = _scores(problem, permutations).argmax()
@@ -225,7 +239,9 @@ def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
     return table.index_select(0, rows).view(m, -1, table.shape[1]).unbind()
 
 
-def _top(rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Callable[..., Tensor]) -> list[Tensor]:
+def _top(
+    rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Callable[..., Tensor]
+) -> list[Tensor]:
     """The n largest of the rows, elementwise, in order, by insertion: maximum and minimum, or OR and AND for bits."""
     top: list[Tensor] = []
     for row in rows:
@@ -248,7 +264,9 @@ def _pack(bits: Tensor) -> Tensor:
     return packed.view(torch.int64)
 
 
-def _bit_scores(words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion) -> Tensor:
+def _bit_scores(
+    words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion
+) -> Tensor:
     """Retained entries, or blocks not eligible, of each permutation: a block's k-th largest bit says nnz >= k."""
     slots = _slots(words, permutations, pattern.m)
     if criterion == "eligible":  # a block with N + 1 nonzeros or more is not
@@ -258,12 +276,16 @@ def _bit_scores(words: Tensor, permutations: Tensor, pattern: NMPattern, criteri
     count = len(permutations)
     length = planes[0].numel() // count
     scores = permutations.new_zeros(count)
-    for i in range(0, len(planes), 3):  # no field overflows: 3 planes of 4 ones fill a nibble with 12, 8 bytes make 192
+    for i in range(
+        0, len(planes), 3
+    ):  # no field overflows: 3 planes of 4 ones fill a nibble with 12, 8 bytes make 192
         nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
         octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
         octets = octets.view(count, math.gcd(length, 8), -1).sum(1)
         total = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
-        scores += total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)  # top 16 bits: the four fields' sum
+        scores += (
+            total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)
+        )  # top 16 bits: the four fields' sum
     return scores
 
 
@@ -318,7 +340,9 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         if step and slot == 0:  # let other rows meet
             rows = rows.gather(1, _shuffles(len(rows), m, generator, device))
         if tiles > 1:  # let other blocks meet
-            shuffled = _shuffles(problem.groups, per_group, generator, device) + _first_rows(rows, problem.groups)
+            shuffled = _shuffles(problem.groups, per_group, generator, device) + _first_rows(
+                rows, problem.groups
+            )
             blocks = shuffled.view(-1)
             rows = rows[blocks]
             count = count.index_select(0, blocks)
@@ -328,7 +352,9 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             taken = ones.index_select(0, moving)
             rest = count[first:last].sub_(taken)  # in place: the count of the others
             # where one nonzero more is lost, or makes the block ineligible
-            full = rest == n if problem.criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
+            full = (
+                rest == n if problem.criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
+            )
             price = full * worth if problem.criterion == "l1" else full.float()
             # of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so
             price_tbc = price.view(-1, tile, columns)  # tiles, blocks, columns

@@ -46,7 +46,9 @@ def fold_seed(*words: int | str) -> Tensor:
     return torch.tensor(struct.unpack("<4I", digest), dtype=torch.int64)
 
 
-def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | None = None) -> Tensor:
+def counter_uniform(
+    count: int, seed: Tensor, *, device: torch.device | str | None = None
+) -> Tensor:
     """Draw uniform random numbers in [0, 1) that depend on nothing but the seed and their index.
 
     ``u[i] = floor(w / 2^8) / 2^24`` with ``w`` word ``i % 4`` of ``Philox4x32-10(counter=(i // 4, s2, s3), key=(s0,
@@ -70,7 +72,9 @@ def counter_uniform(count: int, seed: Tensor, *, device: torch.device | str | No
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, doi:10.1145/2063384.2063405.
     """
     if seed.dtype != torch.int64 or seed.shape != (4,):
-        raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
+        raise ValueError(
+            f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}"
+        )
     if count < 0:
         raise ValueError(f"count={count} is negative")
     words = seed.to(device) & _WORD

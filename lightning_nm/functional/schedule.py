@@ -11,7 +11,9 @@ Moment = int | float
 def check_moment(name: str, moment: Moment) -> None:
     """Refuse what is neither a step (else a ``TypeError``) nor a share within [0, 1] (else a ``ValueError``)."""
     if isinstance(moment, bool) or not isinstance(moment, (int, float)):
-        raise TypeError(f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)")
+        raise TypeError(
+            f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)"
+        )
     if isinstance(moment, float) and not 0 <= moment <= 1:
         raise ValueError(
             f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for training "
@@ -30,7 +32,11 @@ def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int 
 
 def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
     if planned_steps is None:
-        what = "is a share of the planned training steps" if isinstance(moment, float) else "counts from their end"
+        what = (
+            "is a share of the planned training steps"
+            if isinstance(moment, float)
+            else "counts from their end"
+        )
         raise ValueError(
             f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
             "data without a length, changing gradient accumulation or manual optimization): "
@@ -51,7 +57,9 @@ def check_window(dense_start: Moment, dense_end: Moment) -> None:
         )
 
 
-def resolve_window(owner: object, dense_start: Moment, dense_end: Moment, planned_steps: int | None) -> tuple[int, ...]:
+def resolve_window(
+    owner: object, dense_start: Moment, dense_end: Moment, planned_steps: int | None
+) -> tuple[int, ...]:
     """The training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
     Args:
@@ -66,7 +74,9 @@ def resolve_window(owner: object, dense_start: Moment, dense_end: Moment, planne
     start = resolve_moment(owner, "dense_start", dense_start, planned_steps)
     end = 0
     if dense_end:
-        end = resolve_moment(owner, "dense_end", dense_end, _known(owner, "dense_end", dense_end, planned_steps))
+        end = resolve_moment(
+            owner, "dense_end", dense_end, _known(owner, "dense_end", dense_end, planned_steps)
+        )
     if planned_steps is None:
         return (start,) if start else ()
     stop = planned_steps - end

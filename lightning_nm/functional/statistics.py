@@ -267,7 +267,9 @@ def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
     """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
-            raise TypeError(f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`")
+            raise TypeError(
+                f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`"
+            )
     _check_shapes(masks, layer)
 
 
@@ -277,13 +279,17 @@ def _check_shapes(tensors: Mapping[str, Tensor], layer: str = "") -> None:
     for name, tensor in tensors.items():
         other = tuple(tensor.shape)
         if other != one:
-            raise ValueError(f"{first}{_of(layer)} has shape {one} and {name} has shape {other}: pass one shape")
+            raise ValueError(
+                f"{first}{_of(layer)} has shape {one} and {name} has shape {other}: pass one shape"
+            )
 
 
 def _check_floating(tensors: Mapping[str, Tensor], layer: str = "") -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise TypeError(f"{name}{_of(layer)} is {tensor.dtype}: pass a tensor of a floating dtype")
+            raise TypeError(
+                f"{name}{_of(layer)} is {tensor.dtype}: pass a tensor of a floating dtype"
+            )
 
 
 def _check_weight(weight: Tensor, mask: Tensor, layer: str = "") -> None:

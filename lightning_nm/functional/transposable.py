@@ -23,10 +23,16 @@ from torch import Tensor
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 
-_MAX_TABLE_M = 4  # up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040
-_CHUNK = 1 << 18  # entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache
-_DEVICE_CHUNK = 1 << 24  # likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table
-_PRICE_ROUNDS = 8  # passes over rows and columns that set the prices; more of them leave fewer augmenting paths
+# Up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040.
+_MAX_TABLE_M = 4
+_CHUNK = (
+    1 << 18
+)  # entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache
+_DEVICE_CHUNK = (
+    1 << 24
+)  # likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table
+# Passes over rows and columns that set the prices; more of them leave fewer augmenting paths.
+_PRICE_ROUNDS = 8
 _NEVER = -(1 << 29)  # the gain from an entry that is not there; an int32 holds the sum of four
 
 
@@ -76,7 +82,9 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     step_rows = max(1, chunk // tiles[0].numel())
     step_columns = columns if step_rows > 1 else max(1, chunk // tiles[0, :, 0].numel())
     for some, some_found in zip(tiles.split(step_rows), found.split(step_rows), strict=True):
-        pieces = zip(some.split(step_columns, dim=2), some_found.split(step_columns, dim=2), strict=True)
+        pieces = zip(
+            some.split(step_columns, dim=2), some_found.split(step_columns, dim=2), strict=True
+        )
         for piece, piece_found in pieces:
             # [M, M, tiles]: an operation on the same entry of all tiles runs over consecutive memory
             spread = piece.permute(1, 3, 0, 2, 4)
@@ -89,9 +97,13 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
 def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
     shape = tuple(weight.shape)
     if len(shape) < 2:
-        raise ValueError(f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]")
+        raise ValueError(
+            f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]"
+        )
     if groups < 1 or shape[0] % groups:
-        raise ValueError(f"groups={groups} does not split {shape[0]} output rows into equal runs: pass the layer's")
+        raise ValueError(
+            f"groups={groups} does not split {shape[0]} output rows into equal runs: pass the layer's"
+        )
     for name, size in (("in", shape[1]), ("out", shape[0] // groups)):
         if size % pattern.m:
             per_group = f" in each of {groups} groups" if name == "out" and groups > 1 else ""
@@ -108,7 +120,9 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     all finite entries together that a mask could keep in its place.
     """
     top = 28 - pattern.m.bit_length()  # M losses add up to less than half of `_NEVER`
-    magnitudes = tiles.double().abs()  # neither a denormal float32 nor the integer -2**31 is in trouble
+    magnitudes = (
+        tiles.double().abs()
+    )  # neither a denormal float32 nor the integer -2**31 is in trouble
     nan = magnitudes.isnan()
     infinite = magnitudes.isinf()
     magnitudes.masked_fill_(nan | infinite, 0)
@@ -119,7 +133,9 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     first = shift.clamp(max=1000)
     for part in (first, shift - first):  # one factor could overflow for float64
         exponent_bits = (part + 1023) << 52
-        magnitudes *= exponent_bits.view(torch.float64)  # 2 ** part, without the rounding that a power may have
+        magnitudes *= exponent_bits.view(
+            torch.float64
+        )  # 2 ** part, without the rounding that a power may have
     values = magnitudes.round_().int()
     values.masked_fill_(infinite, 1 << top)
     return values.masked_fill_(nan, -1)
@@ -128,7 +144,9 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
     m = pattern.m
-    rows = [[column in chosen for column in range(m)] for chosen in combinations(range(m), pattern.n)]
+    rows = [
+        [column in chosen for column in range(m)] for chosen in combinations(range(m), pattern.n)
+    ]
     masks = []
     for mask in product(rows, repeat=m):
         column_counts = map(sum, zip(*mask, strict=True))
@@ -139,7 +157,9 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
 
 def _by_table(values: Tensor, table: Tensor) -> Tensor:
     """The best mask for every tile of values [M, M, B], by trying all; the first of equals."""
-    scores = table.view(len(table), -1).double() @ values.flatten(0, 1).double()  # exact: sums of integers
+    scores = (
+        table.view(len(table), -1).double() @ values.flatten(0, 1).double()
+    )  # exact: sums of integers
     return table[scores.max(0).indices].permute(1, 2, 0)
 
 
@@ -149,7 +169,9 @@ def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:
     unsettled = _unbalanced(mask, pattern)
     values = values.index_select(2, unsettled)
     some = mask.index_select(2, unsettled)
-    for _ in range(pattern.n * pattern.m):  # enough: every round takes one surplus entry from every tile left
+    for _ in range(
+        pattern.n * pattern.m
+    ):  # enough: every round takes one surplus entry from every tile left
         if len(unsettled) == 0:
             break
         _augment(values, some, pattern)
@@ -250,7 +272,9 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
         row = gains.max(0).indices
         for end in (source, column):
             cell = row * m + end
-            flipped = cells.gather(0, cell) ^ moves  # where the path has ended already, nothing moves
+            flipped = (
+                cells.gather(0, cell) ^ moves
+            )  # where the path has ended already, nothing moves
             cells.scatter_(0, cell, flipped)
         column = source
 

@@ -133,7 +133,9 @@ def approx_mvue(
     """
     pattern = NMPattern.parse(pattern)
     if pattern != NMPattern(2, 4):
-        raise ValueError(f"approx_mvue is defined for 2:4, not for {pattern}: use mvue, which takes any pattern")
+        raise ValueError(
+            f"approx_mvue is defined for 2:4, not for {pattern}: use mvue, which takes any pattern"
+        )
     rows = _uniform(x, pattern, dim, 2, uniform, generator)
     return _map_blocks(_sample_two_of_four, x, pattern, dim, rows, x.dtype)
 
@@ -144,24 +146,35 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _uniform(
-    x: Tensor, pattern: NMPattern, dim: int, rows: int, uniform: Tensor | None, generator: torch.Generator | None
+    x: Tensor,
+    pattern: NMPattern,
+    dim: int,
+    rows: int,
+    uniform: Tensor | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Check the arguments; return ``rows`` random numbers per block, given or drawn, as [rows, *blocks]."""
     if not x.dtype.is_floating_point:  # torch 2.6 cannot trace the method in a backward pass
-        raise TypeError(f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype")
+        raise TypeError(
+            f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype"
+        )
     dim = _check_blocks(x, pattern, dim)
     shape = (rows, *x.shape[:dim], x.shape[dim] // pattern.m, *x.shape[dim + 1 :])
     if uniform is None:
         return torch.rand(shape, generator=generator, dtype=_wide(x), device=x.device)
     if generator is not None:
-        raise ValueError("uniform and generator are two sources of the same numbers: pass one of them")
+        raise ValueError(
+            "uniform and generator are two sources of the same numbers: pass one of them"
+        )
     if uniform.shape != shape:
         given = tuple(uniform.shape)
         wanted = shape
         if rows == 1:  # callers pass the one row without this axis
             given = given[1:]
             wanted = wanted[1:]
-        raise ValueError(f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}")
+        raise ValueError(
+            f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}"
+        )
     return uniform.detach().to(_wide(x))
 
 
@@ -196,14 +209,18 @@ def _map_blocks(
         width = min(chunk, inner)
         axes = [axis + 1 for axis in order]
         numbers = uniform.permute(0, *axes).reshape(len(uniform), x.numel() // (m * inner), inner)
-        readable = on_cpu and type(x) is Tensor  # a fake tensor has no values, and reading stalls an accelerator
+        readable = (
+            on_cpu and type(x) is Tensor
+        )  # a fake tensor has no values, and reading stalls an accelerator
         for part, draw, out in zip(
             dense.reshape(-1, m, inner).split(height),
             numbers.split(height, 1),
             result.view(-1, m, inner).split(height),
             strict=True,
         ):
-            for block, u, to in zip(part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True):
+            for block, u, to in zip(
+                part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True
+            ):
                 planes = torch.stack([plane.to(wide) for plane in block.unbind(1)])
                 # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
                 careful = not readable or not bool(planes.abs().sum() < torch.finfo(wide).max / 4)
@@ -243,7 +260,10 @@ def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
         due = due - taken
         exact = list(map(torch.add, exact, over))
         # The entries that were taken leave the tail: x - x * 1 is 0.
-        tail = [torch.addcmul(entry, entry, more, value=-1) for entry, more in zip(tail, over, strict=True)]
+        tail = [
+            torch.addcmul(entry, entry, more, value=-1)
+            for entry, more in zip(tail, over, strict=True)
+        ]
     part, unit = _scale(tail, careful)
     reach = list(accumulate(part, torch.add))
     if n > 1:  # entries may have left the tail
@@ -285,7 +305,9 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
         wanted = wanted + live
         take = _less(taken, torch.maximum(count, wanted)) * live
         taken = taken + take
-        result.append(_assemble(planes[i], magnitudes[i], blocks.exact[i], take, blocks.level, broken))
+        result.append(
+            _assemble(planes[i], magnitudes[i], blocks.exact[i], take, blocks.level, broken)
+        )
     return result
 
 
@@ -378,4 +400,6 @@ def _less(x: Tensor, y: Tensor) -> Tensor:
     """Return 1 where x < y, else 0, in the dtype of y."""
     if torch.compiler.is_compiling():
         return (x < y).to(y.dtype)
-    return torch.lt(x, y, out=torch.empty_like(y))  # on a CPU many times faster than a comparison into bool
+    return torch.lt(
+        x, y, out=torch.empty_like(y)
+    )  # on a CPU many times faster than a comparison into bool

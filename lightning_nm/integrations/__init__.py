@@ -16,7 +16,9 @@ def __getattr__(name: str) -> Any:
         import transformers as _transformers  # noqa: F401
     except ImportError as error:
         advice = "pip install 'lightning-nm[hf]'"
-        raise ImportError(f"lightning_nm.integrations.{name} needs the extra `hf`: {advice} ({error})") from error
+        raise ImportError(
+            f"lightning_nm.integrations.{name} needs the extra `hf`: {advice} ({error})"
+        ) from error
     from lightning_nm.integrations import trainer
 
     return getattr(trainer, name)

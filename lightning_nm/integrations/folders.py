@@ -15,7 +15,9 @@ from lightning_nm.export.huggingface import STATE_FILE
 from lightning_nm.nn.layer.state import check_schema
 
 _START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"
-_OTHER_FOLDER = "if the training resumes from another folder, name it: NMTrainerCallback(resume_from=...)"
+_OTHER_FOLDER = (
+    "if the training resumes from another folder, name it: NMTrainerCallback(resume_from=...)"
+)
 
 
 def saved_folder(args: TrainingArguments, state: TrainerState) -> Path | None:
@@ -41,7 +43,9 @@ def read_state(folder: Path, global_step: int) -> dict[str, Any]:
     path = folder / STATE_FILE
     if not path.is_file():
         fault = f"there is no '{path}', which holds the masks and the weights of pruned entries"
-        raise ValueError(f"{fault}: {_OTHER_FOLDER}; if it was saved without NMTrainerCallback, {_START_ANEW}")
+        raise ValueError(
+            f"{fault}: {_OTHER_FOLDER}; if it was saved without NMTrainerCallback, {_START_ANEW}"
+        )
     state: dict[str, Any] = read_file(path)
     check_schema(state)
     if state["global_step"] != global_step:

@@ -80,7 +80,9 @@ def mask_adapters(
         else:
             adapted[name] = module
     if not adapted:
-        fault = "`exclude` leaves no adapted layer" if excluded else "the model has no adapter of peft"
+        fault = (
+            "`exclude` leaves no adapted layer" if excluded else "the model has no adapter of peft"
+        )
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
     # All layers are checked before the first one is changed.
@@ -219,7 +221,9 @@ class _MaskedLora(KeepsMask):
                 result = result + self._adapter_output(x, name)
         return result.to(dtype)
 
-    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> Tensor:
+    def _mixed_batch_forward(
+        self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
+    ) -> Tensor:
         layer: Any = self
         result = layer.base_layer(x, *args, **_for_base(kwargs))
         for name in dict.fromkeys(adapter_names):
@@ -282,7 +286,11 @@ class _MaskedLora(KeepsMask):
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Without the arguments that only variants of LoRA read."""
-    return {name: value for name, value in kwargs.items() if name not in ("adapter_names", *lora.VARIANT_KWARG_KEYS)}
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in ("adapter_names", *lora.VARIANT_KWARG_KEYS)
+    }
 
 
 class _MaskedLinear(_MaskedLora, lora.Linear):
@@ -291,7 +299,9 @@ class _MaskedLinear(_MaskedLora, lora.Linear):
     def _delta_output(self, x: Tensor, name: str) -> Tensor:
         layer: Any = self
         mask = self.nm_mask.t() if layer.fan_in_fan_out else self.nm_mask
-        return masked_delta(x, layer.lora_A[name].weight, layer.lora_B[name].weight, mask, layer.scaling[name])
+        return masked_delta(
+            x, layer.lora_A[name].weight, layer.lora_B[name].weight, mask, layer.scaling[name]
+        )
 
 
 class _MaskedConv(_MaskedLora):

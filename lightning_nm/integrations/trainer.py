@@ -9,7 +9,13 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from typing_extensions import Self
 
 from lightning_nm.callbacks.report.tables import print_layers
@@ -96,7 +102,9 @@ class NMTrainerCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         refuse_unknown(options, NMTrainerCallback)
-        given = SparsityConfig(pattern=pattern, method=method, grad_estimator=grad_estimator, **options)
+        given = SparsityConfig(
+            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        )
         self.config = chosen_config(config, given)
         self.show_tables = show_tables
         self.log_layers = log_layers
@@ -104,7 +112,8 @@ class NMTrainerCallback(TrainerCallback):
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current training; ``None`` before and after it."""
         self._state: TrainerState | None = None  # that of the current training
-        self._trained = False  # whether weights were trained under these masks, now or before a resume
+        # Whether weights were trained under these masks, now or before a resume.
+        self._trained = False
         self._first_batch = True
 
     def __repr__(self) -> str:
@@ -145,7 +154,9 @@ class NMTrainerCallback(TrainerCallback):
                 try:
                     sparsifier.load_state_dict(saved)
                 except ValueError as error:
-                    raise ValueError(f"cannot resume with the state in '{folder}': {error}") from error
+                    raise ValueError(
+                        f"cannot resume with the state in '{folder}': {error}"
+                    ) from error
             sparsifier.register(optimizer)
         except BaseException:
             sparsifier.detach()
@@ -164,7 +175,9 @@ class NMTrainerCallback(TrainerCallback):
             return Path(self.resume_from)
         if given and Path(given).is_dir():
             return Path(given)
-        return saved_folder(args, state) or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        return (
+            saved_folder(args, state) or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        )
 
     def _release(self, model: nn.Module, state: TrainerState, folder: Path | None) -> None:
         """Remove masks that a training left when an exception ended it; refuse a second callback."""
@@ -178,7 +191,9 @@ class NMTrainerCallback(TrainerCallback):
         if folder is not None:  # the Trainer loaded its weights under those masks
             _load(model, folder)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Compare the masks of all processes before the first backward pass after an update."""
         if self.sparsifier is not None:
             self.sparsifier.compare_ranks()
@@ -206,7 +221,9 @@ class NMTrainerCallback(TrainerCallback):
         """Update the masks, while the gradients are still there."""
         self._end_batch()
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Draw new random numbers for the next batch of an accumulation."""
         self._end_batch()
 
@@ -227,7 +244,12 @@ class NMTrainerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the statistics to a log of the training loss."""
-        if self.sparsifier is None or logs is None or "loss" not in logs or not state.is_world_process_zero:
+        if (
+            self.sparsifier is None
+            or logs is None
+            or "loss" not in logs
+            or not state.is_world_process_zero
+        ):
             return
         scalars = {f"nm/{name}": value for name, value in self.sparsifier.stats().items()}
         for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
@@ -235,15 +257,22 @@ class NMTrainerCallback(TrainerCallback):
         logs.update(scalars)
         state.log_history[-1].update(scalars)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Write the state into the checkpoint folder, in the process that writes the model."""
         folder = saved_folder(args, state)
         if self.sparsifier is not None and args.should_save and folder is not None:
             write_state(folder, self.sparsifier.state_dict(), state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Remove the masks; the parameters become the sparse weights, of the best model if the Trainer loaded it."""
-        sparsifier, best = self.sparsifier, state.best_model_checkpoint if args.load_best_model_at_end else None
+        sparsifier, best = (
+            self.sparsifier,
+            state.best_model_checkpoint if args.load_best_model_at_end else None,
+        )
         self.finish()
         if sparsifier is None:
             return
@@ -272,14 +301,22 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
     """Refuse settings in which masks cannot be installed, or their state not be saved, by a ``ValueError``."""
     if args.n_gpu > 1:
         advice = "start one process per GPU with torchrun or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one"
-        raise ValueError(f"with {args.n_gpu} GPUs in one process the Trainer uses nn.DataParallel: {advice}")
+        raise ValueError(
+            f"with {args.n_gpu} GPUs in one process the Trainer uses nn.DataParallel: {advice}"
+        )
     kind = getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "NO")
     name = str(getattr(kind, "value", kind))
     if name in _UNSUPPORTED:
-        raise ValueError(f"NMTrainerCallback does not work under {name}: use DDP, or a Lightning Trainer for FSDP2")
-    sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+        raise ValueError(
+            f"NMTrainerCallback does not work under {name}: use DDP, or a Lightning Trainer for FSDP2"
+        )
+    sharded = next(
+        (name for name, parameter in model.named_parameters() if is_sharded(parameter)), None
+    )
     if sharded is not None:
-        raise ValueError(f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP")
+        raise ValueError(
+            f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP"
+        )
 
 
 def _load(model: nn.Module, folder: Path) -> None:
@@ -290,7 +327,9 @@ def _load(model: nn.Module, folder: Path) -> None:
     if not holds_model(folder):
         return
     weights = read_folder(folder)[0]
-    if isinstance(model, PreTrainedModel) and any(name not in weights for name, _ in model.named_parameters()):
+    if isinstance(model, PreTrainedModel) and any(
+        name not in weights for name, _ in model.named_parameters()
+    ):
         weights = type(model).from_pretrained(folder, dtype="auto").state_dict()
     missing = [name for name, _ in model.named_parameters() if name not in weights]
     if missing:
@@ -318,4 +357,6 @@ def _refuse_owners(sparsifier: NMSparsifier) -> None:
     for layer in sparsifier.layers.values():
         if layer.parameters:
             owner = f"{type(layer.method).__name__} owns parameters at layer '{layer.name}'"
-            raise ValueError(f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method")
+            raise ValueError(
+                f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method"
+            )

@@ -24,6 +24,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "CutlassKernel":  # ImportError, because `from ... import` hides the text of an AttributeError
-        raise ImportError("CutlassKernel was removed: use CuSparseLtKernel, which runs on the same GPUs")
+    if (
+        name == "CutlassKernel"
+    ):  # ImportError, because `from ... import` hides the text of an AttributeError
+        raise ImportError(
+            "CutlassKernel was removed: use CuSparseLtKernel, which runs on the same GPUs"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,7 +45,9 @@ class Convolution(NamedTuple):
         names, values = ("kernel", "stride", "padding", "dilation"), self[3:7]
         pairs = (f"{name}{a}x{b}" for name, (a, b) in zip(names, values, strict=True))
         height, width = self.size
-        return ",".join([f"{self.inputs}>{self.outputs}@{height}x{width}", *pairs, f"groups{self.groups}"])
+        return ",".join(
+            [f"{self.inputs}>{self.outputs}@{height}x{width}", *pairs, f"groups{self.groups}"]
+        )
 
     @classmethod
     def parse(cls, text: str) -> Convolution:
@@ -96,7 +98,8 @@ class GemmKey:
     device: str  # type and index, for example "cuda:0"
     permuted: bool = False  # A is N:M if its depth is permuted, as for a permuted W_B
     sparsity: Sparsity = "n:m"
-    conv: Convolution | None = None  # of a convolution: `in` is [in / groups * taps], tokens are output positions
+    # Of a convolution: `in` is [in / groups * taps], tokens are output positions.
+    conv: Convolution | None = None
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, and ``permuted``, the sparsity or the geometry."""
@@ -125,7 +128,11 @@ class GemmKey:
         if self.conv is None:
             return self.columns, self.rows
         forward = self.gemm == "forward"
-        channels, size = (self.conv.outputs, self.conv.positions) if forward else (self.conv.inputs, self.conv.size)
+        channels, size = (
+            (self.conv.outputs, self.conv.positions)
+            if forward
+            else (self.conv.inputs, self.conv.size)
+        )
         return self.images, channels, *size
 
 
@@ -162,7 +169,9 @@ class Algorithm(NamedTuple):
 
     id: int = 0  # the library's default
     split_k: int = 1  # parts into which the contraction is split
-    split_k_mode: int = -1  # how they are added, an enumeration of the library; -1 leaves that to it
+    split_k_mode: int = (
+        -1
+    )  # how they are added, an enumeration of the library; -1 leaves that to it
 
     def __str__(self) -> str:
         return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
@@ -253,7 +262,9 @@ class GemmKernel:
 
     def conv_sampled(self, layout: Any, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
         """DW of a convolution, as a matrix: right at the entries of a mask, zero or anything elsewhere."""
-        return nn_grad.conv2d_weight(x, torch.Size(conv.weight_shape), grad, *conv.arguments).flatten(1)
+        return nn_grad.conv2d_weight(
+            x, torch.Size(conv.weight_shape), grad, *conv.arguments
+        ).flatten(1)
 
 
 def token_bucket(tokens: int) -> int:
@@ -291,19 +302,37 @@ def uses_of_pack(gemm: GemmName, reuse: int) -> int:
 
 def parse_key(text: str) -> GemmKey:
     """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    product, marks = r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+)", r"( permuted)?( masked| outputs)?(?: (\d+>\S+))?"
+    product, marks = (
+        r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+)",
+        r"( permuted)?( masked| outputs)?(?: (\d+>\S+))?",
+    )
     match = re.fullmatch(product + r" (\w+) (\d+:\d+) (\S+)" + marks, text)
     dtype = getattr(torch, match[5], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'")
+        raise ValueError(
+            f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'"
+        )
     rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
     gemm: GemmName = match[1]  # type: ignore[assignment]
-    pattern, sparsity = NMPattern.parse(match[6]), (match[9] or " n:m")[1:]
-    conv = None if match[10] is None else Convolution.parse(match[10])
-    return GemmKey(gemm, rows, depth, columns, dtype, pattern, match[7], match[8] is not None, sparsity, conv)  # type: ignore[arg-type]
+    sparsity: Sparsity = "n:m" if match[9] is None else match[9][1:]  # type: ignore[assignment]
+    return GemmKey(
+        gemm=gemm,
+        rows=rows,
+        depth=depth,
+        columns=columns,
+        dtype=dtype,
+        pattern=NMPattern.parse(match[6]),
+        device=match[7],
+        permuted=match[8] is not None,
+        sparsity=sparsity,
+        conv=None if match[10] is None else Convolution.parse(match[10]),
+    )
 
 
-_REMOVED = {"mode": "pass the mode as kernels=", "gpu": "times are measured on the device, not predicted: leave it out"}
+_REMOVED = {
+    "mode": "pass the mode as kernels=",
+    "gpu": "times are measured on the device, not predicted: leave it out",
+}
 
 
 def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
@@ -321,5 +350,7 @@ def check_mode(kernels: object) -> None:
     if isinstance(kernels, str) and (kernels == "heuristic" or kernels.startswith("replay")):
         raise ValueError(f"kernels={kernels!r} was removed: use {modes}")
     if not isinstance(kernels, str):
-        raise ValueError(f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends=")
+        raise ValueError(
+            f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends="
+        )
     raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")

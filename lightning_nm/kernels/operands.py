@@ -49,7 +49,12 @@ def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def masked_backward(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None = None, *, own_backward: bool
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    permutation: Tensor | None = None,
+    *,
+    own_backward: bool,
 ) -> Tensor:
     """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
 
@@ -61,11 +66,24 @@ def masked_backward(
             checked: on a GPU that would synchronise.
         own_backward: Whether the backward bits are the mask; without a backward mask the forward bits are.
     """
-    return _masked(weight, marks, dtype, BACKWARD_BIT if own_backward else FORWARD_BIT, permutation, transposed=True)
+    return _masked(
+        weight,
+        marks,
+        dtype,
+        BACKWARD_BIT if own_backward else FORWARD_BIT,
+        permutation,
+        transposed=True,
+    )
 
 
 def _masked(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, *, transposed: bool
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    bit: int,
+    permutation: Tensor | None,
+    *,
+    transposed: bool,
 ) -> Tensor:
     _check_weight(weight, marks, dtype, permutation)
     kernels = _kernels_for(weight, dtype)
@@ -75,7 +93,12 @@ def _masked(
 
 
 def masked_reference(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    bit: int,
+    permutation: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
     """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
     result = masked(weight, (marks & bit).ne(0)).to(dtype)
@@ -107,7 +130,9 @@ def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
 
 
 @overload
-def mvue_transposed(grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: None = ...) -> Tensor: ...
+def mvue_transposed(
+    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: None = ...
+) -> Tensor: ...
 
 
 @overload
@@ -150,9 +175,13 @@ def mvue_transposed(
     pattern = NMPattern.parse(pattern)
     _check_grad(grad)
     if TOKENS % pattern.m:
-        raise ValueError(f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide")
+        raise ValueError(
+            f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide"
+        )
     if seed.dtype != torch.int64 or seed.shape != (4,):
-        raise ValueError(f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}")
+        raise ValueError(
+            f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}"
+        )
     _check_order("gather", gather, grad.shape[1], grad.device)
     kernels = _kernels_for(grad, grad.dtype)
     compute = mvue_transposed_reference if kernels is None else kernels.mvue_transposed
@@ -160,7 +189,9 @@ def mvue_transposed(
     return result
 
 
-def mvue_transposed_reference(grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None = None) -> Any:
+def mvue_transposed_reference(
+    grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None = None
+) -> Any:
     """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padded = torch.cat([grad, grad.new_zeros(-tokens % TOKENS, out)])
@@ -183,17 +214,23 @@ def _check_grad(grad: Tensor) -> None:
         raise ValueError(f"grad must be contiguous; got {_layout(grad)}: call .contiguous()")
 
 
-def _check_weight(weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None) -> None:
+def _check_weight(
+    weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None
+) -> None:
     _check_matrix("weight", weight)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
     if marks.dtype != torch.uint8:
         raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
     strides = zip(weight.shape, weight.stride(), marks.stride(), strict=False)
-    other_strides = any(size > 1 and own != other for size, own, other in strides)  # moot for a dimension of size 1
+    other_strides = any(
+        size > 1 and own != other for size, own, other in strides
+    )  # moot for a dimension of size 1
     if marks.shape != weight.shape or marks.device != weight.device or other_strides:
         own, other = _layout(weight), _layout(marks)
-        raise ValueError(f"marks must have the layout of the weight, {own}; got {other}: transpose both or neither")
+        raise ValueError(
+            f"marks must have the layout of the weight, {own}; got {other}: transpose both or neither"
+        )
     _check_order("permutation", permutation, weight.shape[0], weight.device)
 
 
@@ -203,7 +240,9 @@ def _check_order(name: str, order: Tensor | None, size: int, device: torch.devic
     if order.dtype != torch.int64:
         raise TypeError(f"{name} must be int64; got {order.dtype}")
     if order.shape != (size,) or order.device != device or not order.is_contiguous():
-        raise ValueError(f"{name} must be contiguous and hold {size} indices on {device}; got {_layout(order)}")
+        raise ValueError(
+            f"{name} must be contiguous and hold {size} indices on {device}; got {_layout(order)}"
+        )
 
 
 def _layout(tensor: Tensor) -> str:
@@ -217,9 +256,15 @@ def in_one_pass(matrix: Tensor) -> bool:
 
 def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The Triton kernels, if they can be used; Inductor compiles the torch operations into its own."""
-    if torch.compiler.is_compiling() or not matrix.numel() or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES):
+    if (
+        torch.compiler.is_compiling()
+        or not matrix.numel()
+        or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES)
+    ):
         return None
-    if matrix.device.type != "cuda" and not (matrix.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if matrix.device.type != "cuda" and not (
+        matrix.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    ):
         return None
     return triton_kernels()
 

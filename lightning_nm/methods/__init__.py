@@ -43,7 +43,9 @@ def _by_short_name(base: type[Method] = Method) -> Iterator[tuple[str, type[Meth
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 _BY_NAME: dict[str, type[Method]] = dict(_by_short_name())
-assert sorted(_BY_NAME) == sorted(get_args(MethodName)), "MethodName and the classes' short names differ"
+assert sorted(_BY_NAME) == sorted(get_args(MethodName)), (
+    "MethodName and the classes' short names differ"
+)
 
 
 def resolve_method(method: MethodName | Method | Any) -> Method:
@@ -59,6 +61,8 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
         if method not in _BY_NAME:
             names = ", ".join(map(repr, get_args(MethodName)))
             meant = did_you_mean(method, _BY_NAME)
-            raise ValueError(f"method {method!r} does not exist: use one of {names} or an object{meant}")
+            raise ValueError(
+                f"method {method!r} does not exist: use one of {names} or an object{meant}"
+            )
         return _BY_NAME[method]()
     raise TypeError(f"method must be a short name or a Method, not {method!r}")

@@ -37,11 +37,15 @@ class ASP(MaskMethod):
     restores_masks = True
     latent = False
 
-    def __init__(self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude") -> None:
+    def __init__(
+        self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude"
+    ) -> None:
         check_moment("start", start)
         check_option("init", init, "magnitude", "zeros")
         if init == "zeros" and start > 0:
-            raise ValueError(f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}")
+            raise ValueError(
+                f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}"
+            )
         self.start, self.init = start, init
 
     @property
@@ -104,7 +108,9 @@ class ASP(MaskMethod):
         """Only before pruning, when there are no pruned entries."""
         return layer.masks.bits is None
 
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient."""
         mask = layer.forward_mask_view
         return (grad if mask is None else mask_(grad, mask),)

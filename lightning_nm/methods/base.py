@@ -99,19 +99,31 @@ class Method:
         super().__init_subclass__(**kwargs)
         for name, replacement in _REPLACED_HOOKS.items():
             if callable(getattr(cls, name, None)):
-                raise TypeError(f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}")
+                raise TypeError(
+                    f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}"
+                )
         # What a class says of its base's hooks does not hold for hooks that override them.
         for flag, names, default in _FLAGS:
-            owner = next(base for base in cls.__mro__ if flag in vars(base) or not names.isdisjoint(vars(base)))
+            owner = next(
+                base
+                for base in cls.__mro__
+                if flag in vars(base) or not names.isdisjoint(vars(base))
+            )
             if flag not in vars(owner):
                 setattr(cls, flag, default)
         used = {"gradient_at_pruned", "weight_gradient"}
-        if "gradient_at_pruned" not in vars(next(base for base in cls.__mro__ if not used.isdisjoint(vars(base)))):
+        if "gradient_at_pruned" not in vars(
+            next(base for base in cls.__mro__ if not used.isdisjoint(vars(base)))
+        ):
             cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
 
     def defined_hooks(self) -> frozenset[str]:
         """The hooks of a step that this method overrides; the others are not called."""
-        return frozenset(name for name in _STEP_HOOKS if _function(getattr(self, name)) is not getattr(Method, name))
+        return frozenset(
+            name
+            for name in _STEP_HOOKS
+            if _function(getattr(self, name)) is not getattr(Method, name)
+        )
 
     @property
     def masks_entries(self) -> bool:
@@ -124,7 +136,10 @@ class Method:
     @property
     def has_own_backward_weight(self) -> bool:
         """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
-        return _function(self.backward_weight) not in (Method.backward_weight, MaskMethod.backward_weight)
+        return _function(self.backward_weight) not in (
+            Method.backward_weight,
+            MaskMethod.backward_weight,
+        )
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
@@ -171,7 +186,9 @@ class Method:
         """W_B, of the weight's shape; the forward weight unless overridden."""
         return self.forward_weight(layer, weight)
 
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
 
         ``grad`` may be overwritten. The default is the straight-through estimator: the weight receives it unchanged.
@@ -222,7 +239,9 @@ class Method:
         return {}
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        settings = ", ".join(
+            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
+        )
         return f"{type(self).__name__}({settings})"
 
 

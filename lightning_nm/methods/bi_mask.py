@@ -77,7 +77,11 @@ class BiMask(SRSTE):
                 raise ValueError(f"{name}={value} must be at least {least}")
         check_option("search", search, *get_args(Search))
         check_option("criterion", criterion, *get_args(Criterion))
-        self.permute_every, self.candidates, self.first_search = permute_every, candidates, first_search
+        self.permute_every, self.candidates, self.first_search = (
+            permute_every,
+            candidates,
+            first_search,
+        )
         self.search: Search = search
         self.criterion: Criterion = criterion
 
@@ -98,7 +102,9 @@ class BiMask(SRSTE):
         forward = None if forward is None else layer.unrows(forward)
         layer.set_masks(forward, None if backward is None else layer.unrows(backward))
 
-    def select_backward(self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool) -> Tensor:
+    def select_backward(
+        self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool
+    ) -> Tensor:
         """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.
 
         A search replaces the layer's permutation in place. A first selection searches, too, unless it is too early.

@@ -105,13 +105,19 @@ def prune(
     if data is None and score != "magnitude":
         raise ValueError(f"score={score!r} needs calibration batches: data=loader")
     if data is not None and iter(data) is data:
-        raise TypeError("`data` can be read only once, but every layer reads it: pass a DataLoader or a list")
+        raise TypeError(
+            "`data` can be read only once, but every layer reads it: pass a DataLoader or a list"
+        )
     rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
     first, last = parse_skip_first_last(skip_first_last)
-    selection = select(model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last)
+    selection = select(
+        model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last
+    )
     for layer in selection.layers:
         if layer.sharded:
-            raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
+            raise ValueError(
+                f"the weight of layer '{layer.name}' is sharded: prune before sharding"
+            )
         if data is not None and isinstance(layer.module, nn.Embedding):
             fault = f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it"
             raise ValueError(f"{fault}. Prune it by magnitude, in a call of its own without data")
@@ -140,7 +146,10 @@ def prune(
                         new[group] = _prune(part, moment, layer.pattern, score, damping)
                     except ValueError as error:
                         raise ValueError(f"layer '{layer.name}': {error}") from error
-                    whole, lost = whole + _square(part, moment), lost + _square(part - new[group], moment)
+                    whole, lost = (
+                        whole + _square(part, moment),
+                        lost + _square(part - new[group], moment),
+                    )
             if len(result.uncalibrated.get(layer.name, ())) < layer.groups:
                 result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
             _set(layer, new)
@@ -179,13 +188,21 @@ def _has_inputs(layer: NMLayer) -> bool:
     return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
-def _prune(weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, damping: float) -> Tensor:
+def _prune(
+    weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, damping: float
+) -> Tensor:
     if score == "sparsegpt":
         return sparsegpt(weight, moment, pattern, damping)
     if not bool(moment.isfinite().all()):
         raise ValueError("its inputs hold values that are not finite")
-    norms = moment.diagonal().sqrt()  # float64: they overflow float16, and bfloat16 makes ties of scores that differ
-    mask = wanda_mask(weight, norms, pattern) if score == "wanda" else magnitude_mask(weight, pattern, dim=1)
+    norms = (
+        moment.diagonal().sqrt()
+    )  # float64: they overflow float16, and bfloat16 makes ties of scores that differ
+    mask = (
+        wanda_mask(weight, norms, pattern)
+        if score == "wanda"
+        else magnitude_mask(weight, pattern, dim=1)
+    )
     return masked(weight, mask)
 
 
@@ -225,20 +242,27 @@ class _Reached(Exception):
 
 
 class _Calibration:
-    def __init__(self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(
+        self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]
+    ) -> None:
         self.model, self.data, self.call = model, data, call
         self.number: int | None = None  # of batches
-        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.device = next(
+            (parameter.device for parameter in model.parameters()), torch.device("cpu")
+        )
 
     def batches(self) -> Iterator[Any]:
         """The batches, on the model's device; as many as the first time."""
         number = 0
         for batch in self.data:
             number += 1
-            yield tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+            yield tree_map(
+                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch
+            )
         if self.number not in (None, number):
             fault = (
-                f"`data` gave {self.number} batches when it was read first and {number} now, but every layer reads it"
+                f"`data` gave {self.number} batches when it was read first and {number} now, "
+                "but every layer reads it"
             )
             raise TypeError(f"{fault}: pass a DataLoader or a list")
         self.number = number
@@ -250,7 +274,10 @@ class _Calibration:
         """
         modules = list({id(layer.module): layer.module for layer in layers}.values())
         called: list[nn.Module] = []
-        handles = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in modules]
+        handles = [
+            module.register_forward_pre_hook(lambda module, _: called.append(module))
+            for module in modules
+        ]
         places: list[nn.Module] = []
         counts: dict[nn.Module, set[int]] = {module: set() for module in modules}
         try:
@@ -272,9 +299,14 @@ class _Calibration:
             raise ValueError("`data` holds no batch")
         never = [layer.name for layer in layers if layer.module not in places]
         if never:
-            raise ValueError(f"the calibration data do not call the layers {never}: name them in `exclude`")
+            raise ValueError(
+                f"the calibration data do not call the layers {never}: name them in `exclude`"
+            )
         found = sorted(layers, key=lambda layer: places.index(layer.module))
-        return [(layer, next(iter(seen)) if len(seen := counts[layer.module]) == 1 else None) for layer in found]
+        return [
+            (layer, next(iter(seen)) if len(seen := counts[layer.module]) == 1 else None)
+            for layer in found
+        ]
 
     def moments(self, layer: NMLayer, calls: int | None) -> Iterator[tuple[range, Tensor]]:
         """``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts.
@@ -288,9 +320,13 @@ class _Calibration:
             number = min(max(layer.param.nbytes // (8 * size**2), 1), layer.groups)
         for first in range(0, layer.groups, number):
             groups = range(first, min(first + number, layer.groups))
-            total = torch.zeros(len(groups), size, size, dtype=torch.float64, device=layer.param.device)
+            total = torch.zeros(
+                len(groups), size, size, dtype=torch.float64, device=layer.param.device
+            )
 
-            def add(group: int, matrix: Tensor, groups: range = groups, total: Tensor = total) -> None:
+            def add(
+                group: int, matrix: Tensor, groups: range = groups, total: Tensor = total
+            ) -> None:
                 if group in groups:
                     matrix = matrix.reshape(-1, matrix.shape[-1])[:, order]
                     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
@@ -311,7 +347,9 @@ class _Calibration:
             try:
                 inputs = found[0].inputs(module, layer.parameter, args, kwargs)
             except NotImplementedError as error:
-                raise ValueError(f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`") from error
+                raise ValueError(
+                    f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`"
+                ) from error
             for group, matrix in enumerate(inputs):
                 add(group, matrix)
 

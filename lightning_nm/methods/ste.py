@@ -108,9 +108,15 @@ class SRSTE(STE):
     ) -> None:
         super().__init__(dense_start, dense_end)
         if decay < 0:
-            raise ValueError(f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'")
-        if decay_scale != "world-size" and (not isinstance(decay_scale, (int, float)) or not decay_scale >= 0):
-            raise ValueError(f"decay_scale={decay_scale!r} must be a factor of the decay, 0 or more, or 'world-size'")
+            raise ValueError(
+                f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'"
+            )
+        if decay_scale != "world-size" and (
+            not isinstance(decay_scale, (int, float)) or not decay_scale >= 0
+        ):
+            raise ValueError(
+                f"decay_scale={decay_scale!r} must be a factor of the decay, 0 or more, or 'world-size'"
+            )
         check_option("decay_at", decay_at, *get_args(DecayAt))
         self.decay = decay
         self.decay_scale = decay_scale
@@ -129,7 +135,9 @@ class SRSTE(STE):
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """The decay, where there are pruned entries and a gradient, and it is not added after clipping."""
-        is_own = type(self).before_step is SRSTE.before_step and "penalty" not in self.defined_hooks()
+        is_own = (
+            type(self).before_step is SRSTE.before_step and "penalty" not in self.defined_hooks()
+        )
         if not is_own:  # a subclass does more
             return super().lost_without_before_step(layer)
         decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
@@ -147,7 +155,9 @@ class SRSTE(STE):
         mask, grad = layer.forward_mask_view, layer.local_grad
         if self.decay and mask is not None and grad is not None:
             scale = _world_size() if self.decay_scale == "world-size" else float(self.decay_scale)
-            grad.add_(masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay * scale)
+            grad.add_(
+                masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay * scale
+            )
 
 
 def _world_size() -> int:

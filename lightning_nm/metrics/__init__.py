@@ -11,7 +11,13 @@ Masks are equal on all processes, and ratios do not change when each mask is cou
 """
 
 from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
-from lightning_nm.metrics.statistics import GradientSNR, KeptMagnitude, MaskDensity, MaskOverlap, MaskViolations
+from lightning_nm.metrics.statistics import (
+    GradientSNR,
+    KeptMagnitude,
+    MaskDensity,
+    MaskOverlap,
+    MaskViolations,
+)
 
 __all__ = [
     "GradientSNR",

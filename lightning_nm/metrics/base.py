@@ -26,7 +26,9 @@ class NMMetric(Metric):
     plot_lower_bound = 0.0
     plot_upper_bound: float | None = 1.0
 
-    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> tuple[Any, Any]:
+    def plot(
+        self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None
+    ) -> tuple[Any, Any]:
         """Plot values in the order of time, ``compute()`` by default; return the figure, None with ``ax``, and axes."""
         return self._plot(val, ax)
 
@@ -42,7 +44,9 @@ class RatioMetric(NMMetric):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for name in self.sums:
-            self.add_state(name, default=torch.zeros((), dtype=self.sum_dtype), dist_reduce_fx="sum")
+            self.add_state(
+                name, default=torch.zeros((), dtype=self.sum_dtype), dist_reduce_fx="sum"
+            )
 
     def add(self, parts: Iterable[tuple[Tensor | int, Tensor | int]]) -> None:
         """Add pairs to the two sums; nothing is added if an error is raised.
@@ -65,10 +69,14 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
     if isinstance(layers, Tensor):
         return {"": layers}
     if not isinstance(layers, Mapping):
-        raise TypeError(f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by name")
+        raise TypeError(
+            f"{type(layers).__name__} given: pass the tensor of one layer, or a dict of tensors by name"
+        )
     for name, tensor in layers.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"layer '{name}' has {tensor!r} in place of a tensor: leave out layers without masks")
+            raise TypeError(
+                f"layer '{name}' has {tensor!r} in place of a tensor: leave out layers without masks"
+            )
     return layers
 
 
@@ -77,5 +85,7 @@ def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
     first, second = by_name(one), by_name(other)
     if first.keys() != second.keys():
         lone = ", ".join(repr(name) for name in first.keys() ^ second.keys())
-        raise ValueError(f"both arguments name the same layers, or are two tensors: only one of them has {lone}")
+        raise ValueError(
+            f"both arguments name the same layers, or are two tensors: only one of them has {lone}"
+        )
     return ((tensor, second[name], name) for name, tensor in first.items())

@@ -26,7 +26,9 @@ class MaskHistory(RatioMetric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._memory: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # by layer: the mask's shape; packed rows
+        self._memory: dict[
+            str, tuple[tuple[int, ...], Tensor]
+        ] = {}  # by layer: the mask's shape; packed rows
         self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
@@ -45,7 +47,9 @@ class MaskHistory(RatioMetric):
             shape = tuple(mask.shape)
             if name in self._memory and self._memory[name][0] != shape:
                 shapes = f"has shape {shape}, but had {self._memory[name][0]} before"
-                raise ValueError(f"the mask of layer '{name}' {shapes}: name layers apart, or call forget()")
+                raise ValueError(
+                    f"the mask of layer '{name}' {shapes}: name layers apart, or call forget()"
+                )
         for name, mask in layers.items():
             packed = pack_mask(mask)
             if name in self._memory:
@@ -76,14 +80,18 @@ class MaskHistory(RatioMetric):
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> torch.nn.Module:
         module = super()._apply(fn, exclude_state)
-        self._memory = {name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()}
+        self._memory = {
+            name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()
+        }
         return module
 
     def state_dict(  # type: ignore[override]  # torchmetrics' signature
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the sums, and for each layer the shape and the bits of its mask, where they are persistent."""
-        destination = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        destination = super().state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
         if any(self._persistent.values()):
             for name, (shape, rows) in self._memory.items():
                 destination[f"{prefix}{_KEY}{name}.shape"] = torch.tensor(shape, dtype=torch.int64)
@@ -96,7 +104,9 @@ class MaskHistory(RatioMetric):
         for key in list(state_dict):
             if key.startswith(start):
                 saved[key.removeprefix(start)] = state_dict.pop(key)
-        if any(prefix + key in state_dict for key in self._defaults):  # else they were not persistent
+        if any(
+            prefix + key in state_dict for key in self._defaults
+        ):  # else they were not persistent
             memory = {}
             for key, bits in saved.items():
                 if key.endswith(".bits"):

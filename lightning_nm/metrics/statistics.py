@@ -148,7 +148,11 @@ class MaskViolations(NMMetric):
         self.dim = dim
         self.add_state("violations", default=torch.tensor(0), dist_reduce_fx="max")
         # A MetricCollection updates only one of several metrics whose states are equal after the first update.
-        self.add_state("blocks", default=torch.tensor([self.pattern.n, self.pattern.m, dim]), dist_reduce_fx="max")
+        self.add_state(
+            "blocks",
+            default=torch.tensor([self.pattern.n, self.pattern.m, dim]),
+            dist_reduce_fx="max",
+        )
 
     def update(self, masks: Layers) -> None:
         """Count the blocks of masks or values that break the pattern."""

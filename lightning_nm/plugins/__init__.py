@@ -4,6 +4,11 @@ Those for Fabric are in ``plugins.fabric``. Importing the package registers the 
 """
 
 from lightning_nm.plugins.ddp import NMDDPStrategy
-from lightning_nm.plugins.trainer import NMFSDPPrecision, NMHalfPrecision, NMMixedPrecision, NMPrecision
+from lightning_nm.plugins.trainer import (
+    NMFSDPPrecision,
+    NMHalfPrecision,
+    NMMixedPrecision,
+    NMPrecision,
+)
 
 __all__ = ["NMDDPStrategy", "NMFSDPPrecision", "NMHalfPrecision", "NMMixedPrecision", "NMPrecision"]

@@ -35,7 +35,9 @@ class NMDDPStrategy(DDPStrategy):
 
     def __init__(self, *, wire_dtype: Literal["bf16"] | None = None, **kwargs: Any) -> None:
         if wire_dtype not in (None, "bf16"):
-            raise ValueError(f"wire_dtype={wire_dtype!r} is unknown: use 'bf16', or None to send gradients as they are")
+            raise ValueError(
+                f"wire_dtype={wire_dtype!r} is unknown: use 'bf16', or None to send gradients as they are"
+            )
         for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -55,7 +57,9 @@ class NMDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``nm_ddp`` in Lightning's registry; may be called several times."""
-        strategy_registry.register("nm_ddp", cls, description="DDP that sends kept entries alone", override=True)
+        strategy_registry.register(
+            "nm_ddp", cls, description="DDP that sends kept entries alone", override=True
+        )
 
 
 NMDDPStrategy.register_strategies(StrategyRegistry)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from lightning.fabric.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_nm.plugins.routing import HalfArguments, KernelRouting, MixedArguments, ShardedArguments
+from lightning_nm.plugins.routing import (
+    HalfArguments,
+    KernelRouting,
+    MixedArguments,
+    ShardedArguments,
+)
 
 
 class _FabricRouting(KernelRouting):

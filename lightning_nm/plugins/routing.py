@@ -71,7 +71,9 @@ class KernelRouting:
         """Refuse to train without a masked layer: this plugin would do nothing."""
         if self._checked or not self._models:
             return
-        if not any(isinstance(module, Adapter) for model in self._models for module in model.modules()):
+        if not any(
+            isinstance(module, Adapter) for model in self._models for module in model.modules()
+        ):
             names = ", ".join(sorted(type(model).__name__ for model in self._models))
             own = type(self).__name__
             fault = f"{own} routes the products of N:M layers, but {names} has none"
@@ -127,7 +129,9 @@ class MixedArguments(KernelRouting):
 class HalfArguments(KernelRouting):
     """The arguments of plugins for half precision."""
 
-    def __init__(self, precision: Literal["bf16-true", "16-true"] = "bf16-true", **kwargs: Any) -> None:
+    def __init__(
+        self, precision: Literal["bf16-true", "16-true"] = "bf16-true", **kwargs: Any
+    ) -> None:
         if precision not in ("bf16-true", "16-true"):
             raise ValueError(f"precision={precision!r} is unknown: use 'bf16-true' or '16-true'")
         super().__init__(precision=precision, **kwargs)
@@ -138,7 +142,9 @@ class ShardedArguments(KernelRouting):
 
     def __init__(
         self,
-        precision: Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"] = "bf16-mixed",
+        precision: Literal[
+            "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"
+        ] = "bf16-mixed",
         **kwargs: Any,
     ) -> None:
         super().__init__(precision=precision, **kwargs)

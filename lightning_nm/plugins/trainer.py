@@ -10,7 +10,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_nm.plugins.routing import HalfArguments, KernelRouting, MixedArguments, ShardedArguments
+from lightning_nm.plugins.routing import (
+    HalfArguments,
+    KernelRouting,
+    MixedArguments,
+    ShardedArguments,
+)
 from lightning_nm.sparsifier import NMSparsifier
 
 
@@ -72,7 +77,11 @@ class _TrainerRouting(KernelRouting):
     @property
     def _stock(self) -> str:
         """Name of the Lightning plugin that this one extends."""
-        return next(cls.__qualname__ for cls in type(self).__mro__ if cls.__module__.startswith("lightning."))
+        return next(
+            cls.__qualname__
+            for cls in type(self).__mro__
+            if cls.__module__.startswith("lightning.")
+        )
 
 
 def _all_frozen(trainer: pl.Trainer) -> bool:

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.state import by_plain_name, latent_loaded, load_layer_state, refuse_others
+from lightning_nm.nn.layer.state import (
+    by_plain_name,
+    latent_loaded,
+    load_layer_state,
+    refuse_others,
+)
 from lightning_nm.nn.selection.selection import Selection
 
 
@@ -32,7 +37,9 @@ class FittingState(NamedTuple):
     latent: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, selection: Selection, state: Mapping[str, Any], short_names: Mapping[str, str]) -> FittingState:
+    def of(
+        cls, selection: Selection, state: Mapping[str, Any], short_names: Mapping[str, str]
+    ) -> FittingState:
         """Check that a state fits; nothing is changed. `short_names` are those of classes, for an error.
 
         Raises:
@@ -41,7 +48,9 @@ class FittingState(NamedTuple):
         saved = by_plain_name(state["layers"])
         waited = set(state.get("waiting", ()))  # masked here since then
         waiting = [layer for layer in selection.waiting if layer.name in saved]
-        masked = [layer for layer in selection.layers if layer.name in saved or layer.name not in waited]
+        masked = [
+            layer for layer in selection.layers if layer.name in saved or layer.name not in waited
+        ]
         layers = {layer.name: layer for layer in (*masked, *waiting)}
         refuse_others(layers, saved, short_names)
         return cls(selection, state, saved, layers, waiting, latent_loaded(layers, saved))

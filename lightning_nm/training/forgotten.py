@@ -32,7 +32,9 @@ class ForgottenCalls:
         self._steps: dict[int, int] = {}  # by the optimizer's id, since the last end of a batch
         self._unbaked = False  # whether an optimizer has stepped since the last bake()
 
-    def optimizer_stepped(self, optimizer: Optimizer, layers: Sequence[NMLayer], announced: bool) -> None:
+    def optimizer_stepped(
+        self, optimizer: Optimizer, layers: Sequence[NMLayer], announced: bool
+    ) -> None:
         """An optimizer made a real step of these layers; ``announced``: after ``before_step()``."""
         if not layers:
             return
@@ -92,4 +94,6 @@ def _holds_more(layer: NMLayer) -> bool:
     """Whether the parameter has values that W_F does not have. A shard is compared by its own process."""
     if layer.sharded and not layer.method.masks_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
-    return not torch.equal(layer.local_weight.nan_to_num(), layer.local_forward_weight().nan_to_num())
+    return not torch.equal(
+        layer.local_weight.nan_to_num(), layer.local_forward_weight().nan_to_num()
+    )

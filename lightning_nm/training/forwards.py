@@ -14,7 +14,11 @@ from lightning_nm.nn.layer.sharding import is_sharded
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:
     """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled."""
-    return [part for part in model.modules() if part._compiled_call_impl is not None or "_orig_mod" in part._modules]
+    return [
+        part
+        for part in model.modules()
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules
+    ]
 
 
 def can_watch(model: nn.Module) -> bool:
@@ -49,7 +53,9 @@ class OutermostCalls:
         self.mode = mode
         self.depth = 0
         self.active = True
-        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []  # no dict: the hash of a metric changes
+        self._handles: list[
+            tuple[nn.Module, list[RemovableHandle]]
+        ] = []  # no dict: the hash of a metric changes
         self._model = model
         if any(map(is_sharded, model.parameters())) or not can_watch(model):
             return
@@ -69,7 +75,9 @@ class OutermostCalls:
         for module, handles in self._handles:
             for handle in handles if id(module) not in compiled else ():
                 handle.remove()
-        self._handles = [(module, handles) for module, handles in self._handles if id(module) in compiled]
+        self._handles = [
+            (module, handles) for module, handles in self._handles if id(module) in compiled
+        ]
 
     def enter(self, module: nn.Module) -> None:
         """A module is called."""

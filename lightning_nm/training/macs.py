@@ -16,7 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import Adapter, adapter_of
 from lightning_nm.nn.layer.names import layer_name, plain_name
-from lightning_nm.training.forwards import OutermostCalls, WatchingHook, WatchingMode, compiled_parts
+from lightning_nm.training.forwards import (
+    OutermostCalls,
+    WatchingHook,
+    WatchingMode,
+    compiled_parts,
+)
 
 OTHERS = "(weights of other kinds)"
 """The key of all products with weights that no adapter knows."""
@@ -60,7 +65,9 @@ class MacsCounter:
     def hidden(self) -> set[nn.Module]:
         """Return watched modules that were not seen and are part of a compiled module of the model."""
         parts = compiled_parts(self._model)
-        return {module for part in parts for module in part.modules()} & (self._handles.keys() - self._seen)
+        return {module for part in parts for module in part.modules()} & (
+            self._handles.keys() - self._seen
+        )
 
     def settle(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
@@ -69,7 +76,9 @@ class MacsCounter:
         if hidden:
             self.macs.clear()
             self.least.clear()
-        for module in self._handles.keys() - hidden:  # removing a hook that was traced would recompile its graph
+        for module in (
+            self._handles.keys() - hidden
+        ):  # removing a hook that was traced would recompile its graph
             self._handles.pop(module).remove()
 
     def close(self) -> None:
@@ -101,7 +110,9 @@ class _Leave(WatchingHook):
     def __init__(self, counter: MacsCounter, name: str, adapter: type[Adapter]) -> None:
         self.counter, self.name, self.adapter = counter, name, adapter
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         # A compiled graph must not depend on a counter.
         if torch.compiler.is_compiling() or self.counter._over:
             return
@@ -109,15 +120,22 @@ class _Leave(WatchingHook):
         for spec in self.adapter.specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
             cost = self.adapter.macs(module, spec.parameter, args, kwargs, output)
-            if cost is None:  # its operators are counted, where they are watched; it was called in any case
+            if (
+                cost is None
+            ):  # its operators are counted, where they are watched; it was called in any case
                 self.counter.add(key, 0)
                 continue
             self.counter.add(key, cost)
             if module.training:
                 self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
-        if not isinstance(module, Adapter):  # an adapted module calls its children, whose own hooks count
+        if not isinstance(
+            module, Adapter
+        ):  # an adapted module calls its children, whose own hooks count
             for child in self.adapter.reads_children:
-                self.counter.add(f"{self.name}.{child}".lstrip("."), self.adapter.macs_of_child(module, child, output))
+                self.counter.add(
+                    f"{self.name}.{child}".lstrip("."),
+                    self.adapter.macs_of_child(module, child, output),
+                )
 
 
 class _OtherProducts(WatchingMode):
@@ -138,9 +156,15 @@ class _OtherProducts(WatchingMode):
         output = func(*args, **kwargs)
         if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
-        if func._overloadpacket is torch.ops.aten.embedding:  # rows that tokens chose are activations
+        if (
+            func._overloadpacket is torch.ops.aten.embedding
+        ):  # rows that tokens chose are activations
             return output
-        given = [self._kind(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        given = [
+            self._kind(tensor)
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        ]
         if not any(given):
             return output
         if cost := _cost(func._overloadpacket, args, kwargs, output):
@@ -150,7 +174,9 @@ class _OtherProducts(WatchingMode):
         # W_F is made of a known weight and its mask.
         kind = "known" if "known" in given else next(iter(given)) if all(given) else ""
         if kind:
-            self._made.update((made, kind) for made in tree_leaves(output) if isinstance(made, Tensor))
+            self._made.update(
+                (made, kind) for made in tree_leaves(output) if isinstance(made, Tensor)
+            )
         return output
 
     def _kind(self, tensor: Tensor) -> str:

@@ -20,7 +20,9 @@ class OwnedLayers(NamedTuple):
     parameters: int
 
 
-def owned_layers(optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLayers | None = None) -> OwnedLayers:
+def owned_layers(
+    optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLayers | None = None
+) -> OwnedLayers:
     """Find the layers whose weight an optimizer holds, and add the parameters that their methods own.
 
     Methods do not check the optimizer again for the layers of ``known``.
@@ -30,16 +32,29 @@ def owned_layers(optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLa
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     owned = check_owned(optimizer, layers, () if known is None else known.layers)
-    new = [(layer, *item) for layer in owned for item in layer.parameters.items() if id(item[1]) not in groups]
-    for layer, name, parameter in new:  # in the group of the weight, whose schedule and decay then apply
+    new = [
+        (layer, *item)
+        for layer in owned
+        for item in layer.parameters.items()
+        if id(item[1]) not in groups
+    ]
+    for (
+        layer,
+        name,
+        parameter,
+    ) in new:  # in the group of the weight, whose schedule and decay then apply
         group = groups[id(layer.optimizer_param)]
         group["params"].append(parameter)
         if "param_names" in group:
             group["param_names"].append(f"{layer.name}.{name}")
-    return OwnedLayers(optimizer, owned, sum(len(group["params"]) for group in optimizer.param_groups))
+    return OwnedLayers(
+        optimizer, owned, sum(len(group["params"]) for group in optimizer.param_groups)
+    )
 
 
-def check_owned(optimizer: Optimizer, layers: Sequence[NMLayer], known: Container[NMLayer] = ()) -> list[NMLayer]:
+def check_owned(
+    optimizer: Optimizer, layers: Sequence[NMLayer], known: Container[NMLayer] = ()
+) -> list[NMLayer]:
     """The layers whose weight an optimizer holds, checked as :func:`owned_layers` does; nothing is changed."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     owned = [layer for layer in layers if id(layer.optimizer_param) in held]
@@ -77,14 +92,23 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
-    held = {id(p) for optimizer in optimizers or () for group in optimizer.param_groups for p in group["params"]}
+    held = {
+        id(p)
+        for optimizer in optimizers or ()
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     return lambda parameter: parameter.requires_grad and (not held or id(parameter) in held)
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
     rates = [group.get("lr", 1) for group in optimizer.param_groups]
-    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates):
+    if any(
+        (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates
+    ):
         return False  # theirs is on the CPU, and waiting for a GPU in each step is too dear
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    grads = (
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    )
     return not any(bool(local_values(grad).any()) for grad in grads)

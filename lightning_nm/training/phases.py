@@ -11,7 +11,10 @@ from lightning_nm.nn.layer.state import changed_settings, same_estimator
 
 
 def plan_schedules(
-    layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None, clock: int
+    layers: Sequence[NMLayer],
+    saved: Mapping[str, Mapping[str, Any]],
+    planned_steps: int | None,
+    clock: int,
 ) -> None:
     """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
 
@@ -73,13 +76,19 @@ def warn_of_changes(
     ``masked_first_last``: "first" and "last", if that layer is masked although it would be dense if training began now.
     """
     for which in masked_first_last:
-        warnings.warn(f"this training began with its {which} layer masked, which stays", stacklevel=3)
+        warnings.warn(
+            f"this training began with its {which} layer masked, which stays", stacklevel=3
+        )
     for name, then, now in changed_schedules(list(layers.values()), saved, planned_steps):
         plan = f"{name} scheduled at steps {then}, which stays; settings and plan would now make that {now}"
         warnings.warn(f"this training began with {plan}", stacklevel=3)
-    changes = {change for name, layer in layers.items() for change in changed_settings(layer, saved[name])}
+    changes = {
+        change for name, layer in layers.items() for change in changed_settings(layer, saved[name])
+    }
     if changes:
-        warnings.warn(f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3)
+        warnings.warn(
+            f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3
+        )
 
 
 def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
@@ -87,7 +96,17 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
     found = []
     for layer in layers:
         progress = layer.progress
-        for owner, window in ((layer.method, progress.schedule), (layer.estimator, progress.estimator_schedule)):
-            if owner is not None and owner.dense_end and len(window) > 1 and progress.clock >= window[1]:
-                found.append(f"{type(owner).__name__} is in the dense phase that began at training step {window[1]}")
+        for owner, window in (
+            (layer.method, progress.schedule),
+            (layer.estimator, progress.estimator_schedule),
+        ):
+            if (
+                owner is not None
+                and owner.dense_end
+                and len(window) > 1
+                and progress.clock >= window[1]
+            ):
+                found.append(
+                    f"{type(owner).__name__} is in the dense phase that began at training step {window[1]}"
+                )
     return list(dict.fromkeys(found))

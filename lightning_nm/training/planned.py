@@ -10,7 +10,8 @@ from lightning_nm.nn.layer import NMLayer
 COUNTED = 1_008_000
 """Steps of a phase that are asked one by one whether their gradient is dense; more are taken to be like them."""
 _UNPLANNED = 5040  # the number of steps where it does not matter
-_TOLD_APART = 64  # steps by which layers are told apart that take dense gradients at different times
+# Steps by which layers are told apart that take dense gradients at different times.
+_TOLD_APART = 64
 
 
 def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
@@ -29,7 +30,11 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
     turns: dict[tuple[object, ...], int] = {}
     for layer in layers:
         progress, steps = layer.progress, planned_steps or _UNPLANNED
-        moments = {moment for moment in (*progress.schedule, *progress.estimator_schedule) if 0 < moment < steps}
+        moments = {
+            moment
+            for moment in (*progress.schedule, *progress.estimator_schedule)
+            if 0 < moment < steps
+        }
         for start, stop in pairwise((0, *sorted(moments), steps)):
             progress.go_to(start)
             if start in progress.schedule and start:
@@ -42,7 +47,9 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             layer.costs.charge(layer.gemms(), dense)
 
 
-def _dense_gradients(layer: NMLayer, start: int, stop: int, turns: dict[tuple[object, ...], int]) -> int:
+def _dense_gradients(
+    layer: NMLayer, start: int, stop: int, turns: dict[tuple[object, ...], int]
+) -> int:
     """How many of the steps of a phase have a dense gradient; ``turns`` keeps the answers for other layers."""
     method = layer.method
     if "needs_dense_gradient" not in method.defined_hooks():

@@ -24,8 +24,15 @@ Scale = Literal["supar", "supar-lr"]
 
 _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 _KNOWN_NAMES = ("adam", "lion")  # parts of the names of optimizers outside of torch, in lower case
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group; schedulers keep the latter three there
-_rescaled = WeakTensorKeyDictionary()  # by parameter: the factor, and the state of its memory after it
+_RATES = (
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+)  # of a group; schedulers keep the latter three there
+_rescaled = (
+    WeakTensorKeyDictionary()
+)  # by parameter: the factor, and the state of its memory after it
 
 
 def check_scale(scale: str | None, base_density: float) -> None:
@@ -33,7 +40,9 @@ def check_scale(scale: str | None, base_density: float) -> None:
     if scale is not None and scale not in get_args(Scale):
         raise ValueError(f"scale={scale!r} is unknown: use 'supar', 'supar-lr' or None")
     if not 0 < base_density <= 1:
-        raise ValueError(f"base_density={base_density} must lie in (0, 1]: the density that the learning rate suits")
+        raise ValueError(
+            f"base_density={base_density} must lie in (0, 1]: the density that the learning rate suits"
+        )
 
 
 def density_of(layer: NMLayer) -> float:
@@ -148,7 +157,9 @@ class ScaledLearningRates:
             self.leave_step(optimizer)
 
 
-def _members_by_factor(parameters: Sequence[nn.Parameter], factors: dict[int, float]) -> dict[float, list[int]]:
+def _members_by_factor(
+    parameters: Sequence[nn.Parameter], factors: dict[int, float]
+) -> dict[float, list[int]]:
     """The positions in a group of the parameters with each factor."""
     found: dict[float, list[int]] = {}
     for position, parameter in enumerate(parameters):

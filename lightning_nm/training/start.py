@@ -26,7 +26,11 @@ def choose_masks(
     plan_schedules(layers, saved, planned_steps, clock)
     for layer in layers:
         state_of_layer = saved.get(layer.name)
-        if layer.method.restores_masks and state_of_layer and not state_difference(layer, state_of_layer):
+        if (
+            layer.method.restores_masks
+            and state_of_layer
+            and not state_difference(layer, state_of_layer)
+        ):
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
             with layer.full():
@@ -51,4 +55,6 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
     for layer in layers:
         if is_sharded(layer.param) and not layer.sharded:
             fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
-            raise RuntimeError(f"{fault}: call fully_shard or parallelize_module first, then attach()")
+            raise RuntimeError(
+                f"{fault}: call fully_shard or parallelize_module first, then attach()"
+            )

@@ -55,12 +55,18 @@ class ModelStatistics:
         layers = [
             layer
             for layer in self.selection.layers
-            if (layer.estimator is not None and layer.param.requires_grad if gradients else layer.maskable)
+            if (
+                layer.estimator is not None and layer.param.requires_grad
+                if gradients
+                else layer.maskable
+            )
         ]
         total = sum(p.numel() for p in self.model.parameters())
         shares = {"parameters": sum(layer.param.numel() for layer in layers) / total}
         if any(self.macs.values()):
-            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(self.macs.values())
+            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / sum(
+                self.macs.values()
+            )
         return shares
 
     def share_of_products(self) -> float:
@@ -68,7 +74,11 @@ class ModelStatistics:
 
         A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
         """
-        others = (module for module in self.model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        others = (
+            module
+            for module in self.model.modules()
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        )
         sizes = {id(p): p.numel() for module in others for p in module.parameters(recurse=False)}
         masked = {id(layer.param) for layer in self.selection.layers if layer.maskable}
         total = sum(sizes.values())
@@ -85,7 +95,9 @@ class ModelStatistics:
             return []
         hidden = self._counter.hidden() if self._counter else set()
         return [
-            layer.name for layer in self.selection.layers if layer.name not in self.macs and layer.module not in hidden
+            layer.name
+            for layer in self.selection.layers
+            if layer.name not in self.macs and layer.module not in hidden
         ]
 
     @property
@@ -94,7 +106,11 @@ class ModelStatistics:
         found = {}
         for layer in self.selection.layers:
             pattern = None if layer.estimator is None else layer.estimator.pattern_of(layer)
-            tokens = self._counter.least.get(layer.name, 0) // layer.param.numel() if self._counter else 0
+            tokens = (
+                self._counter.least.get(layer.name, 0) // layer.param.numel()
+                if self._counter
+                else 0
+            )
             if pattern is not None and layer.param.requires_grad and 0 < tokens < pattern.m:
                 found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
         return found
@@ -105,17 +121,25 @@ class ModelStatistics:
         All weights of the model count, weighted by their multiply-adds in the first
         batches; before a batch, and in models with compiled parts, by their size.
         """
-        return self._flops_ratios({name: layer.gemms().densities() for name, layer in self.layers.items()})
+        return self._flops_ratios(
+            {name: layer.gemms().densities() for name, layer in self.layers.items()}
+        )
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """Return :meth:`flops_ratios` averaged over the steps so far; dense phases count as dense."""
-        return self._flops_ratios({name: layer.mean_densities() for name, layer in self.layers.items()})
+        return self._flops_ratios(
+            {name: layer.mean_densities() for name, layer in self.layers.items()}
+        )
 
-    def _flops_ratios(self, densities: Mapping[str, Mapping[FlopsKind, GemmDensity]]) -> dict[str, float]:
+    def _flops_ratios(
+        self, densities: Mapping[str, Mapping[FlopsKind, GemmDensity]]
+    ) -> dict[str, float]:
         costs = self.macs if any(self.macs.values()) else self.selection.sizes
         dense = dict.fromkeys(get_args(FlopsKind), GemmDensity())
         return {
-            kind: train_flops_ratio((float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items())
+            kind: train_flops_ratio(
+                (float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items()
+            )
             for kind in get_args(FlopsKind)
         }
 
@@ -147,14 +171,21 @@ class ModelStatistics:
         by_class: dict[type[Method], list[NMLayer]] = {}
         for layer in self.selection.layers:
             by_class.setdefault(type(layer.method), []).append(layer)
-        stats = {**_mask_statistics(self.selection.layers), **_gradient_statistics(self.selection.layers)}
+        stats = {
+            **_mask_statistics(self.selection.layers),
+            **_gradient_statistics(self.selection.layers),
+        }
         for layers in by_class.values():
             stats.update(layers[0].method.statistics(layers))
         return {**stats, "train_flops_ratio": self.flops_ratios()["eligible"]}
 
     def mean_flip_rate(self) -> float:
         """Return the ``flip_rate`` of :meth:`stats` averaged over all steps so far."""
-        flips = [int(layer.masks.total_flips) for layer in self.selection.layers if layer.masks.total_flips is not None]
+        flips = [
+            int(layer.masks.total_flips)
+            for layer in self.selection.layers
+            if layer.masks.total_flips is not None
+        ]
         entries = sum(layer.param.numel() * max(layer.step, 1) for layer in self.selection.layers)
         return sum(flips) / entries if entries else 0.0
 
@@ -164,7 +195,11 @@ class ModelStatistics:
         With masks it is 0 unless a method is wrong. Layers whose forward weight is never masked are left out.
         """
         return sum(
-            int(count_violations(layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1))
+            int(
+                count_violations(
+                    layer.rows(layer.forward_weight()), layer.method.current_pattern(layer), dim=1
+                )
+            )
             for layer in self.selection.layers
             if layer.method.sparse_forward and not layer.forward_reason
         )
@@ -181,7 +216,9 @@ def _count(layer: NMLayer) -> list[float]:
     both = kept if backward is None else density_counts(backward)[0]
     flips = torch.zeros_like(size) if layer.masks.flips is None else layer.masks.flips
     magnitudes = (magnitude_sum(forward_weight), magnitude_sum(weight))
-    sums: list[float] = torch.stack([x.double() for x in (size, kept, both, flips, *magnitudes)]).tolist()
+    sums: list[float] = torch.stack(
+        [x.double() for x in (size, kept, both, flips, *magnitudes)]
+    ).tolist()
     if math.isnan(sums[-1]):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
@@ -208,7 +245,9 @@ def _gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     observed = [layer.observation.sums for layer in layers if layer.observation.sums is not None]
     if not observed:
         return {}
-    exact, error, nonzeros, entries = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()
+    exact, error, nonzeros, entries = (
+        torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0).tolist()
+    )
     if not entries:
         return {}
     return {

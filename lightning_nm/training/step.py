@@ -20,11 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.training.forgotten import ForgottenCalls
-from lightning_nm.training.optimizers import OwnedLayers, changes_nothing, owned_layers, remove_parameters
+from lightning_nm.training.optimizers import (
+    OwnedLayers,
+    changes_nothing,
+    owned_layers,
+    remove_parameters,
+)
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 
 _OBSERVED_LAYERS = 4  # whose gradient estimates are compared with exact gradients at a time
-_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})  # may change a GEMM's cost without moving masks
+_COST_HOOKS = frozenset(
+    {"current_pattern", "gradient_at_pruned"}
+)  # may change a GEMM's cost without moving masks
 
 
 class TrainingStep:
@@ -81,7 +88,11 @@ class TrainingStep:
 
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
-        shaping = [layer for layer in self.owned(optimizer) if "after_clipping" in self._hooks[layer.spec.method]]
+        shaping = [
+            layer
+            for layer in self.owned(optimizer)
+            if "after_clipping" in self._hooks[layer.spec.method]
+        ]
         if not shaping or (id(optimizer) not in self._announced and changes_nothing(optimizer)):
             return
         loss_scale = _scale_within_step(optimizer)
@@ -116,7 +127,10 @@ class TrainingStep:
         self.clock += stepped
         for layer in self.layers:
             progress, hooks = layer.progress, self._hooks[layer.spec.method]
-            progress.clock, progress.shaped = self.clock, False  # a scaler may have skipped the step
+            progress.clock, progress.shaped = (
+                self.clock,
+                False,
+            )  # a scaler may have skipped the step
             moved = progress.step > progress.updated_at
             if stepped and not moved:
                 _count_cost(layer, hooks)
@@ -149,7 +163,11 @@ class TrainingStep:
 
         The latter is so when a training resumes, and when the estimators begin between two turns.
         """
-        able = [layer for layer in self.layers if layer.progress.estimating and layer.param.requires_grad]
+        able = [
+            layer
+            for layer in self.layers
+            if layer.progress.estimating and layer.param.requires_grad
+        ]
         nothing_known = all(layer.observation.sums is None for layer in able)
         if self.clock % self.observe_every and not nothing_known:
             return
@@ -183,7 +201,10 @@ class TrainingStep:
                 check_optimizer(optimizer, self.layers)
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
             enter = optimizer.register_step_pre_hook(self._enter_step)
-            self._handles[id(optimizer)] = [enter, optimizer.register_step_post_hook(self._leave_step)]
+            self._handles[id(optimizer)] = [
+                enter,
+                optimizer.register_step_post_hook(self._leave_step),
+            ]
 
     def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the registered optimizers that are not among these: they were replaced."""
@@ -202,14 +223,20 @@ class TrainingStep:
         """
         known = self.optimizers.get(id(optimizer))
         if known is None:
-            raise RuntimeError("this optimizer is not registered: call sparsifier.register(optimizer) before training")
+            raise RuntimeError(
+                "this optimizer is not registered: call sparsifier.register(optimizer) before training"
+            )
         if known.parameters != sum(len(group["params"]) for group in optimizer.param_groups):
             known = self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers, known)
         return known.layers
 
     def unowned(self) -> list[NMLayer]:
         """The layers that no registered optimizer owns."""
-        owned = {layer for known in list(self.optimizers.values()) for layer in self.owned(known.optimizer)}
+        owned = {
+            layer
+            for known in list(self.optimizers.values())
+            for layer in self.owned(known.optimizer)
+        }
         return [layer for layer in self.layers if layer not in owned]
 
     def release(self, *, keep_parameters: bool = False) -> None:
@@ -266,7 +293,9 @@ class TrainingStep:
         announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):  # a fused optimizer that skipped the step by itself
+        if found_inf is not None and bool(
+            found_inf
+        ):  # a fused optimizer that skipped the step by itself
             return
         if announced or not changes_nothing(optimizer):
             self.forgotten.optimizer_stepped(optimizer, self.owned(optimizer), announced)

@@ -49,14 +49,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of a step")
     parser.add_argument("--context", type=int, default=default.context, help="tokens of a window")
     parser.add_argument("--pattern", default=default.pattern, help="N:M of the sparse side")
-    parser.add_argument("--method", choices=METHODS, default=default.method, help="of the sparse side")
     parser.add_argument(
-        "--precision", choices=["auto", *PRECISIONS], default="auto", help="of both sides; auto measures the dense side"
+        "--method", choices=METHODS, default=default.method, help="of the sparse side"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["auto", *PRECISIONS],
+        default="auto",
+        help="of both sides; auto measures the dense side",
     )
     parser.add_argument("--lr", type=float, default=default.lr, help="peak learning rate")
-    parser.add_argument("--threads", type=int, default=CORES, help="of each side; one side runs at a time")
+    parser.add_argument(
+        "--threads", type=int, default=CORES, help="of each side; one side runs at a time"
+    )
     parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--out", type=Path, default=Path("runs/speed"), help="folder of picture, log and JSON file")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/speed"), help="folder of picture, log and JSON file"
+    )
     return parser
 
 
@@ -74,7 +83,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting]:
     if options.width % 16 or (options.width > 64 and options.width % 64):
         parser.error(f"--width must be 16, 32, 48 or a multiple of 64, got {options.width}")
     if options.width % pattern.m:
-        parser.error(f"--width {options.width} is not a multiple of the {pattern.m} of --pattern {pattern}")
+        parser.error(
+            f"--width {options.width} is not a multiple of the {pattern.m} of --pattern {pattern}"
+        )
     if options.tokens % options.context:
         parser.error(f"--tokens {options.tokens} is not a multiple of --context {options.context}")
     data = HelpTopics(options.context)
@@ -84,7 +95,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting]:
         parser.error(f"no text: {error}")
     windows = len(data.train_set)  # type: ignore[arg-type]
     if options.tokens > windows * options.context:
-        parser.error(f"--tokens {options.tokens} is more than the text's {windows * options.context}")
+        parser.error(
+            f"--tokens {options.tokens} is more than the text's {windows * options.context}"
+        )
     for module, why in (("matplotlib", "the picture"), ("tensorboard", "the log")):
         if find_spec(module) is None:
             parser.error(f"{module} is missing, for {why}: pip install 'lightning-nm[speed]'")
@@ -101,7 +114,10 @@ def compare(
     setting: Setting, asked: str, seconds: float, watch: Watch, console: Console
 ) -> tuple[Curve, Curve, dict[str, Any], bool]:
     """Choose the precision and train both sides; what there is if Ctrl-C interrupts it, and whether it did."""
-    sparse, dense = Curve("sparse", "32-true", setting.tokens), Curve("dense", "32-true", setting.tokens)
+    sparse, dense = (
+        Curve("sparse", "32-true", setting.tokens),
+        Curve("dense", "32-true", setting.tokens),
+    )
     facts: dict[str, Any] = {}
     try:
         precision: Precision = "bf16-mixed" if asked == "bf16-mixed" else "32-true"
@@ -109,9 +125,13 @@ def compare(
             measured = pilot(setting, watch)
             precision = next(iter(measured))
             facts["dense step seconds by precision"] = measured
-            told = ", ".join(f"{1e3 * seconds:.0f} ms in {name}" for name, seconds in measured.items())
+            told = ", ".join(
+                f"{1e3 * seconds:.0f} ms in {name}" for name, seconds in measured.items()
+            )
             console.print(
-                f"A dense step takes {told}: both sides train in {precision}.", highlight=False, soft_wrap=True
+                f"A dense step takes {told}: both sides train in {precision}.",
+                highlight=False,
+                soft_wrap=True,
             )
         sparse.precision = dense.precision = precision
         with sides(setting, ("sparse", precision), ("dense", precision)) as pair:
@@ -138,9 +158,13 @@ def main(argv: Sequence[str] | None = None, begin: float | None = None) -> int:
         with console.status("starting") as status:
 
             def watch(what: str) -> None:
-                status.update(f"{perf_counter() - begin:.0f} s, {options.seconds:.0f} s of training a side: {what}")
+                status.update(
+                    f"{perf_counter() - begin:.0f} s, {options.seconds:.0f} s of training a side: {what}"
+                )
 
-            sparse, dense, facts, interrupted = compare(setting, options.precision, options.seconds, watch, console)
+            sparse, dense, facts, interrupted = compare(
+                setting, options.precision, options.seconds, watch, console
+            )
     except SideError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -150,13 +174,26 @@ def main(argv: Sequence[str] | None = None, begin: float | None = None) -> int:
     if interrupted:
         console.print("Interrupted: these are the results so far.", style="yellow")
     print_table(sparse, dense, label, console)
-    command = shlex.join(["python", "-m", "studies.speed", *(sys.argv[1:] if argv is None else argv)])
-    facts |= {"command": command, "machine": where, "setting": setting._asdict(), "interrupted": interrupted}
+    command = shlex.join(
+        ["python", "-m", "studies.speed", *(sys.argv[1:] if argv is None else argv)]
+    )
+    facts |= {
+        "command": command,
+        "machine": where,
+        "setting": setting._asdict(),
+        "interrupted": interrupted,
+    }
     write_json(options.out / "speed.json", sparse, dense, facts)
     write_tensorboard(options.out, sparse, dense)
     draw(options.out / "curves.png", sparse, dense, f"{label} against dense. {line}")
-    console.print(f"written: {options.out}/curves.png, {options.out}/speed.json", highlight=False, soft_wrap=True)
     console.print(
-        f"curves over seconds in TensorBoard: tensorboard --logdir {options.out}", highlight=False, soft_wrap=True
+        f"written: {options.out}/curves.png, {options.out}/speed.json",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"curves over seconds in TensorBoard: tensorboard --logdir {options.out}",
+        highlight=False,
+        soft_wrap=True,
     )
     return 130 if interrupted else 0

@@ -75,7 +75,10 @@ class Curve:
         ordered = sorted(self.seconds)
         reach = 0.98 * len(ordered) ** 0.5
         middle = (len(ordered) - 1) / 2
-        low, high = max(math.floor(middle - reach), 0), min(math.ceil(middle + reach), len(ordered) - 1)
+        low, high = (
+            max(math.floor(middle - reach), 0),
+            min(math.ceil(middle + reach), len(ordered) - 1),
+        )
         return ordered[low], ordered[high]
 
     @property
@@ -103,8 +106,16 @@ class Curve:
         """
         window = WINDOW * seconds if window is None else window
         end = seconds * (1 + 1e-9)
-        losses = [loss for when, loss in zip(self.ends, self.losses, strict=True) if seconds - window <= when <= end]
-        return mean(losses) if losses else self.losses[max(sum(when <= end for when in self.ends) - 1, 0)]
+        losses = [
+            loss
+            for when, loss in zip(self.ends, self.losses, strict=True)
+            if seconds - window <= when <= end
+        ]
+        return (
+            mean(losses)
+            if losses
+            else self.losses[max(sum(when <= end for when in self.ends) - 1, 0)]
+        )
 
 
 def means(curves: Sequence[Curve]) -> tuple[list[list[float]], list[list[float]]]:
@@ -113,7 +124,9 @@ def means(curves: Sequence[Curve]) -> tuple[list[list[float]], list[list[float]]
     seconds = WINDOW * min((curve.total_s for curve in trained), default=0.0)
     steps = max(1, round(WINDOW * min((len(curve.losses) for curve in trained), default=0)))
     timed = [[curve.loss_after(end, seconds) for end in curve.ends] for curve in curves]
-    counted = [[curve.loss_at(step, steps) for step in range(1, len(curve.losses) + 1)] for curve in curves]
+    counted = [
+        [curve.loss_at(step, steps) for step in range(1, len(curve.losses) + 1)] for curve in curves
+    ]
     return timed, counted
 
 
@@ -141,7 +154,10 @@ class Comparison:
     def of(cls, sparse: Curve, dense: Curve) -> Comparison:
         """Compare two sides."""
         both = (sparse, dense)
-        steps, seconds = min(len(curve.seconds) for curve in both), min(curve.total_s for curve in both)
+        steps, seconds = (
+            min(len(curve.seconds) for curve in both),
+            min(curve.total_s for curve in both),
+        )
         return cls(
             steps,
             seconds,
@@ -158,17 +174,25 @@ class Comparison:
 def findings(sparse: Curve, dense: Curve) -> list[str]:
     """What the comparison says, in sentences; also where the sparse side is not faster, or learns less."""
     if not (sparse.seconds and dense.seconds):
-        return ["Nothing to compare: each side needs two steps. Give it more --seconds, or a smaller --width."]
+        return [
+            "Nothing to compare: each side needs two steps. Give it more --seconds, or a smaller --width."
+        ]
     found = Comparison.of(sparse, dense)
     lines = [_kernels(sparse), _speed(found.speed, found.interval)]
     if skipped := sparse.kernels.get("not measured"):
-        lines.append(f"{skipped} products were not measured yet, and were dense; a second run measures them at once.")
+        lines.append(
+            f"{skipped} products were not measured yet, and were dense; a second run measures them at once."
+        )
     s, d = found.at_seconds
     after = f"After {found.seconds:.0f} s of training each"
     if s < d:
-        lines.append(f"{after}, the sparse side has the lower training loss: {s:.3f}, dense {d:.3f}.")
+        lines.append(
+            f"{after}, the sparse side has the lower training loss: {s:.3f}, dense {d:.3f}."
+        )
     else:
-        lines.append(f"{after}, the sparse side has learned less: training loss {s:.3f}, dense {d:.3f}.")
+        lines.append(
+            f"{after}, the sparse side has learned less: training loss {s:.3f}, dense {d:.3f}."
+        )
     s, d = found.at_steps
     more = "more" if s < d else "less"
     lines.append(
@@ -184,7 +208,9 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
             f"On held-out text the sparse side's loss is {'lower' if s < d else 'higher'}: {s:.3f}, dense {d:.3f}."
         )
     if found.steps < FEW:
-        lines.append(f"{found.steps} steps are few: speeds and losses are rough. More --seconds give better ones.")
+        lines.append(
+            f"{found.steps} steps are few: speeds and losses are rough. More --seconds give better ones."
+        )
     lines.append("One seed, one learning rate: a small difference of loss means nothing.")
     return lines
 
@@ -195,7 +221,9 @@ def _speed(ratio: float, interval: tuple[float, float]) -> str:
     if low > 1 + MARGIN:
         return f"The sparse side is {ratio:.2f} times as fast as the dense side ({spread} by the spread of the steps)."
     if high < 1 - MARGIN:
-        return f"The sparse side is SLOWER here: {ratio:.2f} times the dense side's speed ({spread})."
+        return (
+            f"The sparse side is SLOWER here: {ratio:.2f} times the dense side's speed ({spread})."
+        )
     if low >= 1 - MARGIN and high <= 1 + MARGIN:
         return f"The sparse side is NOT faster here: {ratio:.2f} times the dense side's speed ({spread})."
     return (

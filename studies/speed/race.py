@@ -62,7 +62,9 @@ class Side:
         self.connection.send(None)
         kind, *content = self._receive()
         if kind != "validated":
-            raise SideError(f"the {self.curve.name} side sent {kind!r} instead of a validation loss")
+            raise SideError(
+                f"the {self.curve.name} side sent {kind!r} instead of a validation loss"
+            )
         self.curve.val_loss = content[0]
 
     def _receive(self) -> Any:
@@ -70,7 +72,9 @@ class Side:
         try:
             message = self.connection.recv()
         except EOFError:
-            raise SideError(f"{name} ended: its process was killed, perhaps for want of memory") from None
+            raise SideError(
+                f"{name} ended: its process was killed, perhaps for want of memory"
+            ) from None
         if message[0] == "error":
             raise SideError(f"{name} failed: {message[1]}")
         return message
@@ -84,7 +88,9 @@ def sides(setting: Setting, *wanted: tuple[str, Precision]) -> Iterator[list[Sid
     try:
         for name, precision in wanted:
             here, there = start.Pipe()
-            process = start.Process(target=run, args=(setting, name == "sparse", precision, there), daemon=True)
+            process = start.Process(
+                target=run, args=(setting, name == "sparse", precision, there), daemon=True
+            )
             process.start()
             there.close()
             started.append(Side(process, here, Curve(name, precision, setting.tokens)))
@@ -113,13 +119,21 @@ def faster_precision(
 
     step()
     best = min(map(_first, candidates))
-    too_slow = {side.curve.precision: _first(side) for side in candidates if _first(side) > TOO_SLOW * best}
+    too_slow = {
+        side.curve.precision: _first(side) for side in candidates if _first(side) > TOO_SLOW * best
+    }
     candidates = [side for side in candidates if side.curve.precision not in too_slow]
     begin, steps = clock(), 0
-    while len(candidates) > 1 and (steps < PILOT_STEPS or clock() - begin < PILOT_S) and steps < MOST_PILOT_STEPS:
+    while (
+        len(candidates) > 1
+        and (steps < PILOT_STEPS or clock() - begin < PILOT_S)
+        and steps < MOST_PILOT_STEPS
+    ):
         step()
         steps += 1
-    found = {side.curve.precision: median(side.curve.seconds or [_first(side)]) for side in candidates}
+    found = {
+        side.curve.precision: median(side.curve.seconds or [_first(side)]) for side in candidates
+    }
     return dict(sorted(found.items(), key=lambda item: item[1])) | too_slow
 
 
@@ -145,7 +159,10 @@ def race(pair: list[Side], seconds: float, watch: Watch) -> None:
         watch: Is told what happens.
     """
     for side in pair:
-        watch(f"first step of the {side.curve.name} side" + ", measuring kernels" * (side.curve.name == "sparse"))
+        watch(
+            f"first step of the {side.curve.name} side"
+            + ", measuring kernels" * (side.curve.name == "sparse")
+        )
         side.grant(Grant(steps=1))
     while waiting := [side for side in pair if not _has_enough(side.curve, seconds)]:
         side = min(waiting, key=lambda side: side.curve.total_s)

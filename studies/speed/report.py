@@ -52,8 +52,12 @@ def print_table(sparse: Curve, dense: Curve, label: str, console: Console) -> No
     add("step, ms: middle half", lambda c: "{:.0f} to {:.0f}".format(*c.middle_half_ms))
     add("tokens per second", lambda c: f"{c.tokens_per_s:,.0f}")
     if found:
-        table.add_row(f"loss after {found.seconds:.0f} s", *(f"{loss:.3f}" for loss in found.at_seconds))
-        table.add_row(f"loss after {found.steps} steps", *(f"{loss:.3f}" for loss in found.at_steps))
+        table.add_row(
+            f"loss after {found.seconds:.0f} s", *(f"{loss:.3f}" for loss in found.at_seconds)
+        )
+        table.add_row(
+            f"loss after {found.steps} steps", *(f"{loss:.3f}" for loss in found.at_steps)
+        )
     add("validation loss at the end", lambda c: "-" if c.val_loss is None else f"{c.val_loss:.3f}")
     console.print(table)
     means = f"training losses are means over the last {WINDOW:.0%} before"
@@ -70,7 +74,11 @@ def write_json(path: Path, sparse: Curve, dense: Curve, facts: dict[str, Any]) -
         "findings": findings(sparse, dense),
         "sides": {
             curve.name: asdict(curve)
-            | ({"step_ms": curve.step_ms, "tokens_per_s": curve.tokens_per_s} if curve.seconds else {})
+            | (
+                {"step_ms": curve.step_ms, "tokens_per_s": curve.tokens_per_s}
+                if curve.seconds
+                else {}
+            )
             for curve in (sparse, dense)
         },
     }
@@ -93,7 +101,9 @@ def draw(path: Path, sparse: Curve, dense: Curve, title: str) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     both = (sparse, dense)
-    for curve, colour, timed, counted in zip(both, ("tab:green", "tab:blue"), *means(both), strict=True):
+    for curve, colour, timed, counted in zip(
+        both, ("tab:green", "tab:blue"), *means(both), strict=True
+    ):
         if not curve.seconds:
             continue
         steps = list(range(1, len(curve.losses) + 1))
@@ -125,10 +135,14 @@ def write_tensorboard(folder: Path, sparse: Curve, dense: Curve) -> None:
         for old in (folder / curve.name).glob("events.out.tfevents.*"):
             old.unlink()
         with SummaryWriter(str(folder / curve.name)) as writer:
-            for step, (end, seconds, loss) in enumerate(zip(curve.ends, curve.seconds, curve.losses, strict=True), 1):
+            for step, (end, seconds, loss) in enumerate(
+                zip(curve.ends, curve.seconds, curve.losses, strict=True), 1
+            ):
                 ms, when = round(1e3 * end), start + end
                 writer.add_scalar("loss/over_steps", loss, step, when)
                 writer.add_scalar("loss/over_ms", loss, ms, when)
                 writer.add_scalar("tokens_per_second", curve.tokens / seconds, ms, when)
             if curve.val_loss is not None:
-                writer.add_scalar("val_loss", curve.val_loss, round(1e3 * curve.total_s), start + curve.total_s)
+                writer.add_scalar(
+                    "val_loss", curve.val_loss, round(1e3 * curve.total_s), start + curve.total_s
+                )

@@ -83,7 +83,9 @@ class Baton(pl.Callback):
         """Wait for the first grant."""
         self._wait(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
+    ) -> None:
         """Send the step; wait if the grant is used up."""
         loss = float(outputs["loss"])
         now = perf_counter()
@@ -114,7 +116,9 @@ def kernel_facts(router: Router | None) -> dict[str, Any]:
         "sparse share": share,
         "share of": basis,
         "unavailable": router.unavailable_reason,
-        "not measured": sum(u.decision.source == "postponed" for u in used if u.decision is not None),
+        "not measured": sum(
+            u.decision.source == "postponed" for u in used if u.decision is not None
+        ),
         "kernels": {f"{u.product.key.gemm} {_sizes(u.product.key)}": u.kernel for u in used},
     }
 
@@ -123,7 +127,9 @@ def _sizes(key: Any) -> str:
     return f"{key.rows}x{key.depth}x{key.columns}"
 
 
-def make_trainer(setting: Setting, sparse: bool, precision: Precision, connection: Connection) -> pl.Trainer:
+def make_trainer(
+    setting: Setting, sparse: bool, precision: Precision, connection: Connection
+) -> pl.Trainer:
     """A Trainer that does nothing beside the training; the dense side's is Lightning's own."""
     options: dict[str, Any] = {"precision": precision}
     callbacks: list[pl.Callback] = []
@@ -142,7 +148,9 @@ def make_trainer(setting: Setting, sparse: bool, precision: Precision, connectio
             "bame-frozen": BAME(stop=0),
         }
         method: Any = bame.get(setting.method, setting.method)
-        masks = NMSparsityCallback(setting.pattern, method, seed=setting.seed, show_tables=False, monitor=False)
+        masks = NMSparsityCallback(
+            setting.pattern, method, seed=setting.seed, show_tables=False, monitor=False
+        )
         callbacks, options, router = [masks], {"plugins": [plugin]}, plugin.router
     return pl.Trainer(
         accelerator="cpu",
@@ -168,7 +176,11 @@ def train(setting: Setting, sparse: bool, precision: Precision, connection: Conn
             torch.set_num_threads(setting.threads)
         torch.manual_seed(setting.seed)
         model = GPT(
-            context=setting.context, dim=setting.width, depth=setting.layers, heads=setting.heads, lr=setting.lr
+            context=setting.context,
+            dim=setting.width,
+            depth=setting.layers,
+            heads=setting.heads,
+            lr=setting.lr,
         )
         data = HelpTopics(setting.context, setting.tokens // setting.context, seed=setting.seed)
         trainer = make_trainer(setting, sparse, precision, connection)

@@ -5,7 +5,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -61,7 +65,9 @@ def test_an_endless_plan_needs_integers_and_leaves_the_model_alone(tmp_path):
         make_trainer(tmp_path, [callback()], **endless).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
 
-    make_trainer(tmp_path, [callback(BAME(stop=4, every=2)), Enough(5)], **endless).fit(model, Data())
+    make_trainer(tmp_path, [callback(BAME(stop=4, every=2)), Enough(5)], **endless).fit(
+        model, Data()
+    )
 
 
 class Enough(pl.Callback):
@@ -90,11 +96,17 @@ def test_a_resumed_run_of_another_length_keeps_its_schedule_and_says_so(tmp_path
         trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
         assert set(look.seen) == {(3, 9)}
 
-    with pytest.warns(UserWarning, match=r"BAME scheduled at steps \(3, 9\), which stays; .* \(3, 18\)"):
+    with pytest.warns(
+        UserWarning, match=r"BAME scheduled at steps \(3, 9\), which stays; .* \(3, 18\)"
+    ):
         resume(method(), max_epochs=4)
-    with pytest.warns(UserWarning, match=r"\(3, 9\), which stays; .* \(3, 12\)"):  # the mask is frozen and stays so
+    with pytest.warns(
+        UserWarning, match=r"\(3, 9\), which stays; .* \(3, 12\)"
+    ):  # the mask is frozen and stays so
         resume(BAME(start=3, stop=12, every=2), max_epochs=3)
-    resume(method(), Enough(15), max_epochs=-1)  # an endless plan is no obstacle: the steps are known
+    resume(
+        method(), Enough(15), max_epochs=-1
+    )  # an endless plan is no obstacle: the steps are known
 
 
 def test_a_resumed_run_is_not_refused_for_a_plan_that_it_does_not_use(tmp_path):
@@ -122,21 +134,29 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
     loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
     with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*give stop as an integer"):
         make_trainer(tmp_path, [callback()], limit_val_batches=0).fit(new_model(), loader)
-    make_trainer(tmp_path, [callback(BAME(stop=4, every=2))], limit_val_batches=0).fit(new_model(), loader)
+    make_trainer(tmp_path, [callback(BAME(stop=4, every=2))], limit_val_batches=0).fit(
+        new_model(), loader
+    )
 
     changing = GradientAccumulationScheduler({0: 1, 1: 6})
-    with pytest.raises(ValueError, match=r"changing gradient accumulation.*give stop as an integer"):
+    with pytest.raises(
+        ValueError, match=r"changing gradient accumulation.*give stop as an integer"
+    ):
         make_trainer(tmp_path, [changing, callback()]).fit(new_model(), Data())
     nm = callback()
     look = Look(nm, lambda s: s.planned_steps)
-    make_trainer(tmp_path, [changing, nm, look], max_epochs=-1, max_steps=8).fit(new_model(), Data())
+    make_trainer(tmp_path, [changing, nm, look], max_epochs=-1, max_steps=8).fit(
+        new_model(), Data()
+    )
     assert set(look.seen) == {8}
 
     class Two(Net):
         automatic_optimization = False
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net[:6], self.net[6:])]
+            return [
+                torch.optim.SGD(part.parameters(), 0.05) for part in (self.net[:6], self.net[6:])
+            ]
 
         def training_step(self, batch, batch_idx):
             for optimizer in self.optimizers():
@@ -200,10 +220,15 @@ def test_bame_adapts_with_manual_optimization(tmp_path):
 def test_statistics_hold_until_the_next_adaptation(tmp_path):
     logger = CSVLogger(tmp_path)
     trainer = make_trainer(
-        tmp_path, [callback(BAME(stop=0.75, every=2, budget=1.0, evidence="batch"))], logger=logger, log_every_n_steps=1
+        tmp_path,
+        [callback(BAME(stop=0.75, every=2, budget=1.0, evidence="batch"))],
+        logger=logger,
+        log_every_n_steps=1,
     )
     trainer.fit(new_model(), Data())
-    header, *rows = (line.split(",") for line in Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    header, *rows = (
+        line.split(",") for line in Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    )
     for name in ("oscillation", "adapted_blocks", "frozen_blocks"):
         assert f"nm/{name}" in header
     column = header.index("nm/predicted_loss_change")
@@ -222,7 +247,9 @@ def test_a_subclass_that_calls_its_bases_step_counts_once(tmp_path):
         def configure_optimizers(self):
             return Twice(self.parameters(), 0.05)
 
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)  # torch hooks a class when it is first used
+    torch.optim.SGD(
+        [nn.Parameter(torch.zeros(1))], 0.1
+    )  # torch hooks a class when it is first used
     nm = callback()
     look = Look(nm, lambda s: (s.clock, s.layers["net.6"].step))
     make_trainer(tmp_path, [nm, look]).fit(Wrapped(), Data())
@@ -250,6 +277,8 @@ def test_averaging_leaves_no_latent_values(tmp_path):
     state = nm.state_dict()["layers"]["net.6"]
     assert state["latent"] is None
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    look = Look(nm, lambda s: int(s.layers["net.6"].weight[~s.layers["net.6"].forward_mask].count_nonzero()))
+    look = Look(
+        nm, lambda s: int(s.layers["net.6"].weight[~s.layers["net.6"].forward_mask].count_nonzero())
+    )
     make_trainer(tmp_path, [nm, look], max_epochs=2).fit(model, Data())
     assert set(look.seen) == {0}

@@ -10,11 +10,21 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.averages import mask_average
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.demo import ExactResume
-from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer, new_model
+from tests.support.lightning_models import (
+    Data,
+    SaveAt,
+    assert_equal_models,
+    callback,
+    make_trainer,
+    new_model,
+)
 from tests.support.outside import ScaledMask, SoftThreshold
 
 MASKED = ["net.3.weight", "net.6.weight"]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("asp-late", "transposable", "bame-bi-mask")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("asp-late", "transposable", "bame-bi-mask")
+]
 SPARSE_IN_THE_END = ["sr-ste", "bi-mask", "bame", *SLOW]
 METHODS = [*SPARSE_IN_THE_END, "three-gemms"]
 OUTSIDE = {"scaled-mask": ScaledMask, "soft-threshold": SoftThreshold}
@@ -34,7 +44,10 @@ class Average(EMAWeightAveraging):
 
     @property
     def weights(self):
-        return {name: tensor.detach().clone() for name, tensor in self._average_model.module.named_parameters()}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in self._average_model.module.named_parameters()
+        }
 
     def on_train_end(self, trainer, pl_module):
         self.last = self.weights
@@ -44,7 +57,9 @@ class Average(EMAWeightAveraging):
 def run(tmp_path, method, *callbacks, model=None, **options):
     model, average = new_model() if model is None else model, Average()
     ckpt_path = options.pop("ckpt_path", None)
-    trainer = make_trainer(tmp_path, [average, sparse(method), ExactResume(), *callbacks], **options)
+    trainer = make_trainer(
+        tmp_path, [average, sparse(method), ExactResume(), *callbacks], **options
+    )
     trainer.fit(model, Data(), ckpt_path=ckpt_path)
     return trainer, model, average.last
 
@@ -58,7 +73,9 @@ def test_a_resumed_average_is_the_uninterrupted_one(tmp_path, method, batch):
     assert_equal_models(straight, resumed)
     for name, weight in expected.items():
         assert torch.equal(average[name], weight), name
-    assert not nmf.is_nm(average["net.6.weight"], "2:4"), "the average must hold more than the mask keeps"
+    assert not nmf.is_nm(average["net.6.weight"], "2:4"), (
+        "the average must hold more than the mask keeps"
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -81,13 +98,17 @@ def test_what_the_checkpoint_holds_beside_the_masked_average(tmp_path, method):
         assert nmf.is_nm(weight, "2:4", dim=1)
         mask = nmf.unpack_mask(layer["forward_mask"], tuple(weight.shape))
         assert torch.equal(weight, torch.where(mask, seen[key], 0))
-        assert torch.equal(state["averages"][key]["dropped"], seen[key][~mask])  # half of the weight
+        assert torch.equal(
+            state["averages"][key]["dropped"], seen[key][~mask]
+        )  # half of the weight
     assert set(state["averages"]) == set(MASKED)
     if layer["masked"]:
         assert verify([str(path)]) == 0
 
 
-LONGER = pytest.mark.filterwarnings("ignore:this training began with .* scheduled at steps", "ignore:.* is over since")
+LONGER = pytest.mark.filterwarnings(
+    "ignore:this training began with .* scheduled at steps", "ignore:.* is over since"
+)
 
 
 @LONGER
@@ -149,7 +170,10 @@ def test_a_module_that_the_model_holds_twice_is_masked_under_both_keys():
     model = torch.nn.ModuleDict({"one": torch.nn.Sequential(torch.nn.Linear(16, 16))})
     model["two"] = torch.compile(model["one"], backend="eager")
     layers = NMSparsifier(model, "2:4", skip_first_last=False).attach().layers
-    average = {key: torch.randn(16, 16) for key in ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")}
+    average = {
+        key: torch.randn(16, 16)
+        for key in ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")
+    }
     weights = dict(average)
     dropped = mask_average(weights, model, layers)
     assert set(dropped) == {"one.0.weight", "two._orig_mod.0.weight"}

@@ -37,7 +37,9 @@ METHODS = {
 }
 STILL = {"dense", "asp"}
 METHODS_THAT_MOVE = [method for method in METHODS if method not in STILL]
-IN_CHECKPOINTS = {method: ("submodule", "block")[k % 2] for k, method in enumerate(METHODS_THAT_MOVE)}
+IN_CHECKPOINTS = {
+    method: ("submodule", "block")[k % 2] for k, method in enumerate(METHODS_THAT_MOVE)
+}
 """How parts are compiled in the test of checkpoints, which compares their training with that of eager code, too."""
 
 
@@ -85,7 +87,11 @@ def new(seed=0, **options):
 
 def sparse(method):
     return NMSparsityCallback(
-        "2:4", METHODS[method](), "mvue" if method == "three-gemms" else None, show_tables=False, grad_snr_every=0
+        "2:4",
+        METHODS[method](),
+        "mvue" if method == "three-gemms" else None,
+        show_tables=False,
+        grad_snr_every=0,
     )
 
 
@@ -109,7 +115,13 @@ class Watch(pl.Callback):
     """Compiles after the masks are there, if asked; then keeps the masks and the number of graphs of every step."""
 
     def __init__(self, how, counter, **options):
-        self.how, self.counter, self.options, self.masks, self.graphs = how, counter, options, [], []
+        self.how, self.counter, self.options, self.masks, self.graphs = (
+            how,
+            counter,
+            options,
+            [],
+            [],
+        )
 
     def on_train_start(self, trainer, pl_module):
         compile_parts(pl_module, self.how, **self.options)
@@ -120,7 +132,17 @@ class Watch(pl.Callback):
         self.graphs.append(self.counter.frame_count)
 
 
-def fit(tmp_path, method, how, later=False, backend="aot_eager", model=None, callbacks=(), ckpt_path=None, **options):
+def fit(
+    tmp_path,
+    method,
+    how,
+    later=False,
+    backend="aot_eager",
+    model=None,
+    callbacks=(),
+    ckpt_path=None,
+    **options,
+):
     counter = CompileCounterWithBackend(backend)
     compiling = {"backend": counter, "fullgraph": True}  # a graph break is an error
     model = model or new()
@@ -172,7 +194,10 @@ def test_each_pair_of_method_way_and_time_occurs():
     ways = {how for _, how, _ in CASES}
     assert {case[:2] for case in covered} == set(product(METHODS, ways))
     assert {case[::2] for case in covered} == set(product(METHODS, (False, True)))
-    assert {case[1:] for case in covered} == {*product(ways, (False,)), *product(ways - {"whole", "in place"}, (True,))}
+    assert {case[1:] for case in covered} == {
+        *product(ways, (False,)),
+        *product(ways - {"whole", "in place"}, (True,)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -198,7 +223,8 @@ def test_inductor(method, eager, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "how"), [(method, ("submodule", "layers")[k % 2]) for k, method in enumerate(METHODS_THAT_MOVE)]
+    ("method", "how"),
+    [(method, ("submodule", "layers")[k % 2]) for k, method in enumerate(METHODS_THAT_MOVE)],
 )
 def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
     class Reload(pl.Callback):
@@ -213,7 +239,9 @@ def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
     model, _, watch = fit(tmp_path, method, how, callbacks=[Reload(), SaveAt(path, 9)])
     check_graphs(method, how, watch)
     again = Watch("not at all", watch.counter)
-    make_trainer(tmp_path, [sparse(method), again], num_sanity_val_steps=0).fit(model, Data(), ckpt_path=path)
+    make_trainer(tmp_path, [sparse(method), again], num_sanity_val_steps=0).fit(
+        model, Data(), ckpt_path=path
+    )
     assert len(again.graphs) == 3
     assert again.graphs[-1] == watch.graphs[-1]
 
@@ -223,7 +251,9 @@ def test_loaded_states_and_second_fits_keep_the_graphs(method, how, tmp_path):
 def test_checkpoints_of_compiled_submodules(method, how, tmp_path):
     path = tmp_path / "mid.ckpt"
     straight = new(dropout=0.2)
-    _, _, watch = fit(tmp_path, method, how, model=straight, callbacks=[ExactResume(), SaveAt(path, 8)])
+    _, _, watch = fit(
+        tmp_path, method, how, model=straight, callbacks=[ExactResume(), SaveAt(path, 8)]
+    )
     check_graphs(method, how, watch)
     assert moves(watch) >= 3
     resumed = new(7, dropout=0.2)
@@ -238,10 +268,19 @@ def test_checkpoints_of_compiled_submodules(method, how, tmp_path):
     assert set(saved["state_dict"]) == {f"net.{wrapper}{key}" for key in new().net.state_dict()}
 
     # The compiled run goes on in eager code, once its keys are those of the plain model.
-    saved["state_dict"] = {key.replace("_orig_mod.", ""): value for key, value in saved["state_dict"].items()}
+    saved["state_dict"] = {
+        key.replace("_orig_mod.", ""): value for key, value in saved["state_dict"].items()
+    }
     torch.save(saved, tmp_path / "plain.ckpt")
     plain = new(9, dropout=0.2)
-    fit(tmp_path, method, "not at all", model=plain, callbacks=[ExactResume()], ckpt_path=tmp_path / "plain.ckpt")
+    fit(
+        tmp_path,
+        method,
+        "not at all",
+        model=plain,
+        callbacks=[ExactResume()],
+        ckpt_path=tmp_path / "plain.ckpt",
+    )
     for a, b in zip(straight.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
@@ -251,7 +290,10 @@ def test_checkpoints_of_compiled_submodules(method, how, tmp_path):
 def test_averages_of_compiled_submodules(how, tmp_path):
     def run(path_to_save=None, seed=0, ckpt_path=None):
         model = compile_parts(new(seed), how, backend="aot_eager", fullgraph=True)
-        average, saves = EMAWeightAveraging(decay=0.7), [SaveAt(path_to_save, 8)] if path_to_save else []
+        average, saves = (
+            EMAWeightAveraging(decay=0.7),
+            [SaveAt(path_to_save, 8)] if path_to_save else [],
+        )
         trainer = make_trainer(tmp_path, [average, sparse("bi-mask"), ExactResume(), *saves])
         trainer.fit(model, Data(), ckpt_path=ckpt_path)
         return model, [p.clone() for p in average._average_model.parameters()]

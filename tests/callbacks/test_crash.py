@@ -89,7 +89,9 @@ def test_a_killed_process_resumes_bit_for_bit(processes, straight, tmp_path, tri
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_again_and_again_resumes_bit_for_bit(processes, straight, tmp_path):
+def test_a_process_that_is_killed_again_and_again_resumes_bit_for_bit(
+    processes, straight, tmp_path
+):
     expected, events = straight("bi-mask", 1)
     draw, codes = random.Random(0), []
     while not codes or codes[-1]:
@@ -111,20 +113,30 @@ def test_a_checkpoint_that_is_copied_from_another_file_system_may_be_partial_and
     for trial in range(12):
         folder = tmp_path / str(trial)
         kill_at = 1 + events["replacing"] * (trial + 1) // 16
-        assert processes(folder, "sr-ste", 1, "replacing", kill_at, across_devices=True) == -signal.SIGKILL
+        assert (
+            processes(folder, "sr-ste", 1, "replacing", kill_at, across_devices=True)
+            == -signal.SIGKILL
+        )
         for path in folder.glob("*.ckpt"):
             try:
                 content = torch.load(path, weights_only=True)
             except UNREADABLE:
                 refused += 1
             else:
-                assert {"state_dict", "optimizer_states", "nm_rng_states", "callbacks"} <= content.keys()
+                assert {
+                    "state_dict",
+                    "optimizer_states",
+                    "nm_rng_states",
+                    "callbacks",
+                } <= content.keys()
     assert refused
 
 
 def saved(tmp_path):
     path = tmp_path / "whole.ckpt"
-    make_trainer(tmp_path, [callback("sr-ste"), SaveAt(path, 3)], max_epochs=1).fit(new_model(), Data())
+    make_trainer(tmp_path, [callback("sr-ste"), SaveAt(path, 3)], max_epochs=1).fit(
+        new_model(), Data()
+    )
     return path.read_bytes()
 
 
@@ -140,25 +152,41 @@ def test_a_truncated_checkpoint_is_refused(tmp_path):
         part.write_bytes(whole[:length])
         model = new_model(1)
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"cannot read '.*part\.ckpt': it is (empty|truncated)"):
+        with pytest.raises(
+            ValueError, match=r"cannot read '.*part\.ckpt': it is (empty|truncated)"
+        ):
             make_trainer(tmp_path, [callback("sr-ste")]).fit(model, Data(), ckpt_path=part)
         assert same(model.state_dict(), before)
 
 
 def test_a_hole_in_a_checkpoint_is_refused(tmp_path):
     whole, part = bytearray(saved(tmp_path)), tmp_path / "part.ckpt"
-    bias = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]["net.8.weight"].numpy().tobytes()
-    assert whole.count(bias) >= 1  # of a layer that is not masked, so no sum of the callback's covers it
+    bias = (
+        torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]["net.8.weight"]
+        .numpy()
+        .tobytes()
+    )
+    assert (
+        whole.count(bias) >= 1
+    )  # of a layer that is not masked, so no sum of the callback's covers it
     start = whole.index(bias)
     whole[start : start + len(bias)] = bytes(len(bias))
     part.write_bytes(whole)
-    assert not torch.load(part, weights_only=True)["state_dict"]["net.8.weight"].any()  # torch does not notice
+    assert not torch.load(part, weights_only=True)["state_dict"][
+        "net.8.weight"
+    ].any()  # torch does not notice
     for act in (
-        lambda: make_trainer(tmp_path, [callback("sr-ste")]).fit(new_model(1), Data(), ckpt_path=part),
-        lambda: make_trainer(tmp_path, [callback("sr-ste")]).test(new_model(1), Data(), ckpt_path=part),
+        lambda: make_trainer(tmp_path, [callback("sr-ste")]).fit(
+            new_model(1), Data(), ckpt_path=part
+        ),
+        lambda: make_trainer(tmp_path, [callback("sr-ste")]).test(
+            new_model(1), Data(), ckpt_path=part
+        ),
         lambda: read_checkpoint(part),
     ):
-        with pytest.raises(ValueError, match=r"part\.ckpt' is damaged: .*record 'archive/data/\d+'"):
+        with pytest.raises(
+            ValueError, match=r"part\.ckpt' is damaged: .*record 'archive/data/\d+'"
+        ):
             act()
     torch.serialization.set_crc32_options(False)
     try:

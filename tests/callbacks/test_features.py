@@ -25,11 +25,20 @@ from lightning_nm import functional as nmf
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.nn.adapters import Adapter
 from tests.support.features import ends_sparse, fit, methods, sparse
-from tests.support.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
+from tests.support.lightning_models import (
+    Data,
+    Inspect,
+    Net,
+    assert_equal_models,
+    make_trainer,
+    new_model,
+)
 
 pytestmark = [
     pytest.mark.parametrize("method", methods("sr-ste", "bame", "three-gemms")),
-    pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling"),
+    pytest.mark.filterwarnings(
+        "ignore:You requested to overfit but enabled train dataloader shuffling"
+    ),
 ]
 
 
@@ -84,7 +93,10 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(self.net[:4].parameters(), 0.05), torch.optim.AdamW(self.net[4:].parameters(), 1e-3)]
+        return [
+            torch.optim.SGD(self.net[:4].parameters(), 0.05),
+            torch.optim.AdamW(self.net[4:].parameters(), 1e-3),
+        ]
 
     def training_step(self, batch, batch_idx):
         loss = self.step(batch, "train")
@@ -141,7 +153,12 @@ def test_averaged_weights_are_masked_where_they_are_used_and_saved(method, tmp_p
         def on_validation_epoch_end(self, trainer, pl_module):
             if not trainer.sanity_checking:
                 weights = pl_module.state_dict()
-                found.append(all(nmf.is_nm(weights[key], "2:4", dim=1) for key in ("net.3.weight", "net.6.weight")))
+                found.append(
+                    all(
+                        nmf.is_nm(weights[key], "2:4", dim=1)
+                        for key in ("net.3.weight", "net.6.weight")
+                    )
+                )
 
     checkpoint = ModelCheckpoint(tmp_path / "kept", save_last=True)
     _, model = fit(tmp_path, method, Validated(), checkpoint, first=[EMAWeightAveraging(decay=0.9)])
@@ -149,11 +166,18 @@ def test_averaged_weights_are_masked_where_they_are_used_and_saved(method, tmp_p
     assert all(found)
     ends_sparse(model)
     include = ["--include", "net.3", "--include", "net.6"]
-    assert verify([str(tmp_path / "kept" / "last.ckpt"), "--pattern", "2:4", "--allow-dense", *include]) == 0
+    assert (
+        verify(
+            [str(tmp_path / "kept" / "last.ckpt"), "--pattern", "2:4", "--allow-dense", *include]
+        )
+        == 0
+    )
 
 
 def test_stochastic_weight_averaging(method, tmp_path):
-    _, model = fit(tmp_path, method, StochasticWeightAveraging(1e-3, swa_epoch_start=1), max_epochs=3)
+    _, model = fit(
+        tmp_path, method, StochasticWeightAveraging(1e-3, swa_epoch_start=1), max_epochs=3
+    )
     assert not any(isinstance(module, Adapter) for module in model.modules())
 
 
@@ -255,7 +279,9 @@ def test_layers_that_are_frozen_at_first(method, tmp_path):
     frozen = model.net[3].weight.detach().clone()
     during = []
     look = Inspect(
-        lambda trainer, module: during.append((trainer.current_epoch, module.net[3].weight.detach().clone()))
+        lambda trainer, module: during.append(
+            (trainer.current_epoch, module.net[3].weight.detach().clone())
+        )
     )
     fit(tmp_path, method, look, model=model, first=[Thaw()])
     ends_sparse(model)
@@ -291,8 +317,13 @@ def test_model_summary_and_sizes(method, tmp_path, capsys):
 class Scheduled(Net):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 1e-2, self.trainer.estimated_stepping_batches
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def test_learning_rate_schedules(method, tmp_path):

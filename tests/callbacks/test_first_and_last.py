@@ -36,7 +36,9 @@ class HeadFirst(Module):
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(32, 4)
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()
+        )
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -66,7 +68,10 @@ class ConvolutionsBackwards(Module):
     [
         (HeadFirst, {"head", "body.1"}),
         (HeadLast, {"body.1", "body.3"}),
-        (ConvolutionsBackwards, {"middle"}),  # `second` is the first one, and `first` has one input channel
+        (
+            ConvolutionsBackwards,
+            {"middle"},
+        ),  # `second` is the first one, and `first` has one input channel
         (Distilled, {"student.1", "student.3"}),
     ],
 )
@@ -105,14 +110,18 @@ def test_an_unknown_value_is_refused_at_once(value):
     if value is None:  # the default
         assert NMSparsifier(HeadLast(), skip_first_last=None).settings.skip_last
         return
-    with pytest.raises(ValueError, match=r"skip_first_last=.* is unknown: use True, False, 'first' or 'last'"):
+    with pytest.raises(
+        ValueError, match=r"skip_first_last=.* is unknown: use True, False, 'first' or 'last'"
+    ):
         NMSparsityCallback(skip_first_last=value)
 
 
 def test_a_resume_keeps_the_choice(tmp_path):
     path = tmp_path / "saved.ckpt"
     _, whole = fit(tmp_path, HeadFirst, callbacks=[SaveAt(path, 8)], skip_first_last="first")
-    with pytest.warns(UserWarning, match="this training began with its last layer masked, which stays"):
+    with pytest.warns(
+        UserWarning, match="this training began with its last layer masked, which stays"
+    ):
         state, resumed = fit(tmp_path, HeadFirst, path)
     assert set(state["layers"]) == {"head", "body.1", "body.3"}
     assert_equal_models(whole, resumed)
@@ -121,10 +130,16 @@ def test_a_resume_keeps_the_choice(tmp_path):
 def test_a_checkpoint_whose_layers_were_found_by_data_flow_resumes(tmp_path):
     """Version 0.2 took the head for the last layer wherever it was registered, and saved that."""
     path = tmp_path / "saved.ckpt"
-    _, whole = fit(tmp_path, HeadFirst, callbacks=[SaveAt(path, 8)], exclude="head", skip_first_last="first")
+    _, whole = fit(
+        tmp_path, HeadFirst, callbacks=[SaveAt(path, 8)], exclude="head", skip_first_last="first"
+    )
     checkpoint = torch.load(path)
     state = checkpoint["callbacks"]["NMSparsityCallback"]
-    state |= {"ends": {"head": "last linear layer, by data flow"}, "skip_first": True, "skip_last": True}
+    state |= {
+        "ends": {"head": "last linear layer, by data flow"},
+        "skip_first": True,
+        "skip_last": True,
+    }
     torch.save(checkpoint, path)
     state, resumed = fit(tmp_path, HeadFirst, path)
     assert set(state["layers"]) == {"body.1", "body.3"}
@@ -134,7 +149,11 @@ def test_a_checkpoint_whose_layers_were_found_by_data_flow_resumes(tmp_path):
 def test_a_state_brings_its_first_and_last_layers():
     state = NMSparsifier(HeadFirst(), "2:4", "asp").attach().state_dict()
     state["ends"] = {}
-    assert list(NMSparsifier(HeadFirst(), "2:4", "asp").attach(state).layers) == ["head", "body.1", "body.3"]
+    assert list(NMSparsifier(HeadFirst(), "2:4", "asp").attach(state).layers) == [
+        "head",
+        "body.1",
+        "body.3",
+    ]
     del state["ends"]  # as version 0.1.0 saved it
     assert list(NMSparsifier(HeadFirst(), "2:4", "asp").attach(state).layers) == ["head", "body.1"]
 
@@ -178,10 +197,14 @@ class LanguageModel(Encoder):
 def test_the_table_hints_at_a_head_that_is_not_last():
     expected = "'body.3' is taken for the output layer because it is registered last. If that is 'head', give "
     assert expected in printed(HeadFirst())
-    assert "taken for the output layer" not in printed(HeadFirst(), skip_first_last="first", exclude="head")
+    assert "taken for the output layer" not in printed(
+        HeadFirst(), skip_first_last="first", exclude="head"
+    )
 
 
-@pytest.mark.parametrize("model", [HeadLast, Bottleneck, Encoder, LanguageModel, ConvolutionsBackwards])
+@pytest.mark.parametrize(
+    "model", [HeadLast, Bottleneck, Encoder, LanguageModel, ConvolutionsBackwards]
+)
 def test_there_is_no_hint_without_a_better_candidate(model):
     assert "taken for the output layer" not in printed(model(), skip_first_last="last")
 

@@ -20,7 +20,9 @@ METHODS = ["ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "three-gem
 
 
 def body():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
 
 
 class Validated(pl.LightningModule):
@@ -53,7 +55,9 @@ class FineTuned(Validated):
 
     def __init__(self):
         super().__init__()
-        self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+        self.backbone = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()
+        )
         self.head = nn.Linear(32, 4)
 
     def training_step(self, batch, batch_idx):
@@ -61,7 +65,9 @@ class FineTuned(Validated):
         return F.cross_entropy(self.head(self.backbone(x)), y)
 
     def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], 0.05, momentum=0.9
+        )
 
 
 class Unfreeze(BaseFinetuning):
@@ -83,7 +89,9 @@ class Thaw(pl.Callback):
     """Lets the backbone train from an epoch on; the optimizer has held it since the start, so a resume is exact."""
 
     def setup(self, trainer, pl_module, stage):
-        pl_module.configure_optimizers = lambda: torch.optim.SGD(pl_module.parameters(), 0.05, momentum=0.9)
+        pl_module.configure_optimizers = lambda: torch.optim.SGD(
+            pl_module.parameters(), 0.05, momentum=0.9
+        )
         pl_module.backbone.requires_grad_(False)
 
     def on_train_batch_start(self, trainer, pl_module, *args):
@@ -102,8 +110,13 @@ def test_a_teacher_stays_as_it_is(tmp_path, method, freezes):
     before = copy.deepcopy(model.teacher.state_dict())
     masks = callback(method)
     make_trainer(tmp_path, [masks]).fit(model, Data())
-    assert all(torch.equal(value, before[name]) for name, value in model.teacher.state_dict().items())
-    assert set(masks.state_dict()["layers"]) == {"student.1", "student.3"}  # student.5 is the last that is trained
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.teacher.state_dict().items()
+    )
+    assert set(masks.state_dict()["layers"]) == {
+        "student.1",
+        "student.3",
+    }  # student.5 is the last that is trained
 
 
 def test_the_reason_is_listed(tmp_path, capsys):
@@ -119,7 +132,10 @@ def test_the_reason_is_listed(tmp_path, capsys):
     [
         ({"include": ["student.*", "teacher.3"]}, {"student.1", "student.3", "teacher.3"}),
         ({"include": ["teacher.3", "*"]}, {"student.1", "student.3", "teacher.3"}),
-        ({"frozen": "mask", "exclude": "*.5"}, {"student.1", "student.3", "teacher.1", "teacher.3"}),
+        (
+            {"frozen": "mask", "exclude": "*.5"},
+            {"student.1", "student.3", "teacher.1", "teacher.3"},
+        ),
     ],
     ids=["named", "named-among-others", "mask"],
 )
@@ -139,7 +155,9 @@ def test_a_layer_is_masked_when_it_is_unfrozen(tmp_path, method):
             seen.append(list(masks.sparsifier.layers))
 
     model, masks = seeded(FineTuned), callback(method)
-    with pytest.warns(UserWarning, match=r"no layer is masked yet: no optimizer trains backbone\.1, backbone\.3"):
+    with pytest.warns(
+        UserWarning, match=r"no layer is masked yet: no optimizer trains backbone\.1, backbone\.3"
+    ):
         make_trainer(tmp_path, [Unfreeze(), masks, Look()], max_epochs=3).fit(model, Data())
     assert seen == [[]] * 6 + [["backbone.1", "backbone.3"]] * 12
     for layer in (model.backbone[1], model.backbone[3]):
@@ -156,7 +174,9 @@ def test_a_layer_is_masked_when_it_is_unfrozen(tmp_path, method):
 def test_a_resume_is_exact_on_both_sides_of_the_unfreezing(tmp_path, method, batch):
     def fit(callbacks, **resume):
         model = seeded(FineTuned)
-        make_trainer(tmp_path, [Thaw(), callback(method), *callbacks], max_epochs=3).fit(model, Data(), **resume)
+        make_trainer(tmp_path, [Thaw(), callback(method), *callbacks], max_epochs=3).fit(
+            model, Data(), **resume
+        )
         return model
 
     path = tmp_path / "saved.ckpt"
@@ -212,7 +232,9 @@ def test_a_layer_that_waited_in_a_checkpoint_may_be_masked_now(tmp_path):
     path, masks = tmp_path / "saved.ckpt", callback("asp")
     saving = [SaveAt(path, 3), ModelCheckpoint(tmp_path, save_top_k=0)]
     with pytest.warns(UserWarning, match="no layer is masked yet"):
-        make_trainer(tmp_path, [Thaw(), callback("asp"), *saving], max_epochs=1).fit(seeded(FineTuned), Data())
+        make_trainer(tmp_path, [Thaw(), callback("asp"), *saving], max_epochs=1).fit(
+            seeded(FineTuned), Data()
+        )
 
     class Free(Thaw):
         def setup(self, trainer, pl_module, stage):
@@ -232,7 +254,9 @@ def test_kernels_of_layers_that_are_unfrozen_are_measured(tmp_path):
     plugin = NMPrecision(kernels="auto", backends=[SimulatedSparseKernel()], decisions=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = make_trainer(tmp_path, [Unfreeze(), callback("ste")], max_epochs=3, plugins=[plugin])
+        trainer = make_trainer(
+            tmp_path, [Unfreeze(), callback("ste")], max_epochs=3, plugins=[plugin]
+        )
         trainer.fit(seeded(FineTuned), Data())
     measured = {used.product.layer for used in plugin.router.used() if used.decision is not None}
     assert measured == {"backbone.1", "backbone.3"}
@@ -257,9 +281,14 @@ def in_a_process(strategy):
     if strategy == "fsdp2":
         strategy = pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     masks = callback("bame")
-    trainer = make_trainer(".", [masks], strategy=strategy, devices=2, max_epochs=1, num_sanity_val_steps=0)
+    trainer = make_trainer(
+        ".", [masks], strategy=strategy, devices=2, max_epochs=1, num_sanity_val_steps=0
+    )
     trainer.fit(model, Data())
-    after = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in model.teacher.state_dict().items()}
+    after = {
+        name: getattr(v, "full_tensor", lambda v=v: v)()
+        for name, v in model.teacher.state_dict().items()
+    }
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     return sorted(masks.state_dict()["layers"])
 
@@ -267,12 +296,17 @@ def in_a_process(strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "nm_ddp", "fsdp2"])
 def test_a_teacher_in_two_processes(tmp_path, strategy):
-    assert in_processes(2, tmp_path / strategy, in_a_process, strategy) == [["student.1", "student.3"]] * 2
+    assert (
+        in_processes(2, tmp_path / strategy, in_a_process, strategy)
+        == [["student.1", "student.3"]] * 2
+    )
 
 
 def test_a_failed_wake_changes_nothing():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
     model[0].weight.requires_grad_(False)
     rules = [{"include": "[0]", "method": "bame"}]
     sparsifier = NMSparsifier(model, "2:4", "ste", rules=rules, planned_steps=100).attach()
@@ -310,7 +344,9 @@ def test_a_waiting_layer_is_not_masked_twice():
 
 def test_steps_in_which_a_layer_waited_count_as_dense():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
     model[0].weight.requires_grad_(False)
     sparsifier = NMSparsifier(model, "2:4", "ste").attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -372,5 +408,7 @@ def test_a_module_that_is_replaced_is_named(tmp_path, waits):
 
     model = seeded(FineTuned)
     model.backbone[3].requires_grad_(not waits)
-    with pytest.warns(UserWarning, match=r"no longer in the model, and what replaced them .*\['backbone\.3'\]"):
+    with pytest.warns(
+        UserWarning, match=r"no longer in the model, and what replaced them .*\['backbone\.3'\]"
+    ):
         make_trainer(tmp_path, [callback("ste"), Replace()]).fit(model, Data())

@@ -23,7 +23,14 @@ from lightning_nm import functional as nmf
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.demo import ExactResume
 from tests.support.features import ends_sparse, fit, methods, sparse
-from tests.support.lightning_models import Data, Inspect, Net, assert_equal_models, make_trainer, new_model
+from tests.support.lightning_models import (
+    Data,
+    Inspect,
+    Net,
+    assert_equal_models,
+    make_trainer,
+    new_model,
+)
 
 pytestmark = pytest.mark.parametrize("method", methods("bame"))
 
@@ -36,7 +43,9 @@ def images():
 def test_fit_goes_on_from_the_last_checkpoint(method, tmp_path):
     def run(folder, seed=0, stops=False, **options):
         stop = LambdaCallback(
-            on_train_epoch_end=lambda trainer, _: setattr(trainer, "should_stop", stops and trainer.current_epoch == 1)
+            on_train_epoch_end=lambda trainer, _: setattr(
+                trainer, "should_stop", stops and trainer.current_epoch == 1
+            )
         )
         save = ModelCheckpoint(tmp_path / folder, save_last=True)
         model, trainer = (
@@ -86,7 +95,9 @@ def test_two_of_them(method, names, disjoint, tmp_path):
         part.name = name
         parts.append(part)
     if names == (None, None):
-        with pytest.raises(RuntimeError, match="more than one stateful callback of type `NMSparsityCallback`"):
+        with pytest.raises(
+            RuntimeError, match="more than one stateful callback of type `NMSparsityCallback`"
+        ):
             make_trainer(tmp_path, parts)
         return
     save = ModelCheckpoint(tmp_path / "kept")
@@ -121,11 +132,23 @@ def test_copies_of_the_model_while_it_trains(method, tmp_path):
 def test_observers_change_nothing(method, tmp_path):
     pytest.importorskip("psutil", reason="DeviceStatsMonitor asks it for a CPU's figures")
     _, alone = fit(tmp_path, method)
-    observers = [LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True), Timer(), RichProgressBar()]
+    observers = [
+        LearningRateMonitor("step"),
+        DeviceStatsMonitor(cpu_stats=True),
+        Timer(),
+        RichProgressBar(),
+    ]
     logger = CSVLogger(tmp_path)
-    _, model = fit(tmp_path, method, *observers, logger=logger, profiler="simple", enable_progress_bar=True)
+    _, model = fit(
+        tmp_path, method, *observers, logger=logger, profiler="simple", enable_progress_bar=True
+    )
     assert_equal_models(alone, model)
-    written = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    written = (
+        (tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+        .read_text()
+        .splitlines()[0]
+        .split(",")
+    )
     assert {"lr-SGD", "nm/density", "nm/flip_rate", "train_loss"} <= set(written)
 
 
@@ -155,7 +178,14 @@ def test_a_checkpoint_on_exceptions(method, tmp_path):
                 raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        fit(tmp_path, method, ExactResume(), Fails(), OnExceptionCheckpoint(tmp_path, "failed"), max_epochs=3)
+        fit(
+            tmp_path,
+            method,
+            ExactResume(),
+            Fails(),
+            OnExceptionCheckpoint(tmp_path, "failed"),
+            max_epochs=3,
+        )
     assert verify([str(tmp_path / "failed.ckpt")]) == 0
     resumed = new_model(5)
     trainer = make_trainer(tmp_path, [sparse(method), ExactResume()], max_epochs=3)
@@ -167,21 +197,31 @@ def test_a_checkpoint_on_exceptions(method, tmp_path):
 
 def test_batch_size_finder_callback(method, tmp_path):
     data = Data()
-    _, model = fit(tmp_path, method, BatchSizeFinder(steps_per_trial=1, init_val=16, max_trials=1), data=data)
+    _, model = fit(
+        tmp_path, method, BatchSizeFinder(steps_per_trial=1, init_val=16, max_trials=1), data=data
+    )
     assert data.batch_size == 16
     ends_sparse(model)
 
 
 def test_other_clipping_and_loaders_that_are_made_again(method, tmp_path):
     class Clips(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]))
 
     pl.seed_everything(0, verbose=False)
     model = Clips()
     model.norms = []
-    fit(tmp_path, method, model=model, reload_dataloaders_every_n_epochs=1, enable_model_summary=True)
+    fit(
+        tmp_path,
+        method,
+        model=model,
+        reload_dataloaders_every_n_epochs=1,
+        enable_model_summary=True,
+    )
     assert max(model.norms) < 0.1 * 1.001
     ends_sparse(model)
 

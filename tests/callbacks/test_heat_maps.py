@@ -18,7 +18,14 @@ from torch import nn
 
 from lightning_nm import MaskMonitor, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks import monitor as monitor_file
-from lightning_nm.callbacks.report.figures import COLOUR_MAP, PLOT_WIDTH, UNKNOWN, HeatMapFigure, first_edge, shortened
+from lightning_nm.callbacks.report.figures import (
+    COLOUR_MAP,
+    PLOT_WIDTH,
+    UNKNOWN,
+    HeatMapFigure,
+    first_edge,
+    shortened,
+)
 from lightning_nm.callbacks.report.history import COLUMNS, MAPS, LayerHistory, layer_column
 from lightning_nm.functional import mask_margin
 from tests.callbacks.test_monitor import fit
@@ -100,7 +107,9 @@ def test_layers_that_join_later_keep_the_models_order():
     history.add(1, ["b"], torch.full((3, 1), 0.5))
     history.add(2, ["a", "b"], torch.tensor([[0.25, 0.75]] * 3))
     assert history.layers == ["a", "b"]
-    assert torch.equal(history.values[:, 0].nan_to_num(-1), torch.tensor([[-1, 0.5], [0.25, 0.75]]).half())
+    assert torch.equal(
+        history.values[:, 0].nan_to_num(-1), torch.tensor([[-1, 0.5], [0.25, 0.75]]).half()
+    )
     again = LayerHistory.from_state(history.state_dict())
     assert (again.layers, again.steps) == (history.layers, history.steps)
     assert torch.equal(again.values.nan_to_num(-1), history.values.nan_to_num(-1))
@@ -144,7 +153,10 @@ def test_a_figure_shows_every_value_at_its_place(layers, columns, root, seed):
     low, high = (0 if root else known.min(), known.max()) if known.size else (0, 1)
     edges = [first_edge(steps), *steps]
     for column in range(columns):
-        middle, share = (edges[column] + edges[column + 1]) / 2, (edges[column + 1] - edges[column]) / np.ptp(edges)
+        middle, share = (
+            (edges[column] + edges[column + 1]) / 2,
+            (edges[column + 1] - edges[column]) / np.ptp(edges),
+        )
         if share * PLOT_WIDTH < 5:  # the frame covers a part of it
             continue
         for row in range(layers):
@@ -160,7 +172,10 @@ def test_columns_begin_at_the_step_before_them():
 
 @pytest.mark.parametrize("layers", [1, 37, 38, 90, 2500])
 def test_figures_stay_small_and_names_are_thinned(layers):
-    names = [f"model.layers.{k}.some_block_with_a_long_name.attention.q_projection" for k in range(layers)]
+    names = [
+        f"model.layers.{k}.some_block_with_a_long_name.attention.q_projection"
+        for k in range(layers)
+    ]
     figure = HeatMapFigure(names, [1, 2]).show("title", torch.rand(2, layers), False)
     picture = pixels(figure)
     assert picture.shape[0] < 1200
@@ -181,7 +196,9 @@ def test_rows_that_layers_share_show_their_mean(layers):
     every = -(-layers // 1000)
     means = np.array([np.nanmean(values[:, k : k + every], 1) for k in range(0, layers, every)])
     assert f"mean of {every} layers in a row" in figure.axes[0].get_title(loc="left")
-    np.testing.assert_allclose(maps._image.get_array(), (means - means.min()) / (means.max() - means.min()))
+    np.testing.assert_allclose(
+        maps._image.get_array(), (means - means.min()) / (means.max() - means.min())
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, float("nan")])
@@ -197,7 +214,10 @@ def test_names_may_hold_any_character():
 
 def test_names_are_shortened_by_what_they_share():
     long = "some_block_with_a_long_name.attention.q_projection"
-    assert shortened([f"model.a.{long}", "model.b"]) == ["...a.some_block_with_a...ention.q_projection", "...b"]
+    assert shortened([f"model.a.{long}", "model.b"]) == [
+        "...a.some_block_with_a...ention.q_projection",
+        "...b",
+    ]
     assert shortened(["model.a", "model.b"]) == ["model.a", "model.b"]
     assert max(map(len, shortened([long, f"{long}.{long}"]))) <= 44
 
@@ -251,8 +271,14 @@ def test_a_resumed_run_goes_on_with_its_columns(tmp_path):
 
     def run(name, epochs, ckpt=None):
         nm = callback("bi-mask", monitor=Capture())
-        options = {"max_epochs": epochs, "logger": TensorBoardLogger(str(tmp_path), name=name), "ckpt_path": ckpt}
-        return fit(tmp_path, nm, model=new_model(dropout=0.0), data=Data(96), **options), nm.monitor.last
+        options = {
+            "max_epochs": epochs,
+            "logger": TensorBoardLogger(str(tmp_path), name=name),
+            "ckpt_path": ckpt,
+        }
+        return fit(
+            tmp_path, nm, model=new_model(dropout=0.0), data=Data(96), **options
+        ), nm.monitor.last
 
     _, whole = run("whole", 4)
     first, half = run("half", 2)
@@ -268,7 +294,12 @@ def test_a_resumed_run_goes_on_with_its_columns(tmp_path):
 def test_a_checkpoint_without_columns_resumes(tmp_path):
     trainer = fit(tmp_path, callback("sr-ste", monitor=False), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    assert "history" not in torch.load(tmp_path / "one.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    assert (
+        "history"
+        not in torch.load(tmp_path / "one.ckpt", weights_only=True)["callbacks"][
+            "NMSparsityCallback"
+        ]
+    )
     fit(tmp_path, callback("sr-ste"), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
     assert list(written(tmp_path / "logs" / "version_1")[0]) == [7, 9, 11]
 
@@ -298,7 +329,9 @@ def test_maps_are_drawn_again_when_the_run_is_a_quarter_longer(tmp_path):
     assert [events.steps(tag) for tag in TAGS] == [[1, 3, 5, 7, 9, 13, 17, 23]] * 3
 
 
-@pytest.mark.parametrize(("options", "maps", "numbers"), [({"heat_maps": False}, 0, 0), ({"images_every": 0}, 0, 6)])
+@pytest.mark.parametrize(
+    ("options", "maps", "numbers"), [({"heat_maps": False}, 0, 0), ({"images_every": 0}, 0, 6)]
+)
 def test_maps_can_be_left_out(tmp_path, options, maps, numbers):
     fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(**options)))
     events = Events(tmp_path / "logs" / "version_0")
@@ -308,13 +341,19 @@ def test_maps_can_be_left_out(tmp_path, options, maps, numbers):
 
 
 def test_two_loggers_get_the_same_maps_and_two_callbacks_maps_of_their_own(tmp_path):
-    a, b = (NMSparsityCallback(method="ste", include=x, name=x, show_tables=False) for x in ("net.3", "net.6"))
+    a, b = (
+        NMSparsityCallback(method="ste", include=x, name=x, show_tables=False)
+        for x in ("net.3", "net.6")
+    )
     loggers = [TensorBoardLogger(str(tmp_path), name=name) for name in ("one", "two")]
     fit(tmp_path, a, b, MaskMonitor(), logger=loggers)
     one, two = (Events(logger.log_dir) for logger in loggers)
     for layer in ("net.3", "net.6"):
         assert json.loads(one.texts[f"nm/map_rows/{layer}"][0].strip("`json\n")) == [layer]
         for tag in TAGS:
-            pictures = [[event.encoded_image_string for event in log.images[f"{tag}/{layer}"]] for log in (one, two)]
+            pictures = [
+                [event.encoded_image_string for event in log.images[f"{tag}/{layer}"]]
+                for log in (one, two)
+            ]
             assert pictures[0] == pictures[1]
             assert pictures[0]

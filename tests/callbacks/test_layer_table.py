@@ -15,9 +15,16 @@ from lightning_nm.callbacks.report.tables import broken_name, print_layers, prin
 from lightning_nm.nn.selection.ranges import expanded, grouped
 
 NAMES = st.lists(
-    st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]), min_size=1, max_size=4
+    st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]),
+    min_size=1,
+    max_size=4,
 ).map(".".join)
-ROWS = st.lists(st.tuples(NAMES, st.sampled_from(["2:4", "-"])), unique_by=lambda row: row[0], min_size=1, max_size=30)
+ROWS = st.lists(
+    st.tuples(NAMES, st.sampled_from(["2:4", "-"])),
+    unique_by=lambda row: row[0],
+    min_size=1,
+    max_size=30,
+)
 
 
 def spread(name):
@@ -28,7 +35,9 @@ def spread(name):
         places = [part]
         if part.startswith("{"):
             first, dots, last = part[1:-1].partition("..")
-            places = list(map(str, range(int(first), int(last) + 1))) if dots else part[1:-1].split(",")
+            places = (
+                list(map(str, range(int(first), int(last) + 1))) if dots else part[1:-1].split(",")
+            )
         names = [known + place for known in names for place in places]
     assert len(names) == int(count or 1)
     return names
@@ -42,11 +51,15 @@ def test_groups_stand_for_the_rows_and_no_others(rows):
 
 @given(ROWS)
 def test_a_printed_name_is_read_as_the_names_that_it_stands_for(rows):
-    assert sorted((name, cell) for group, cell in grouped(rows) for name in expanded(group)) == sorted(rows)
+    assert sorted(
+        (name, cell) for group, cell in grouped(rows) for name in expanded(group)
+    ) == sorted(rows)
 
 
 def test_names_in_braces_are_read_and_too_many_are_refused():
-    assert expanded("layers.{0..2}.{q,v}_proj") == tuple(f"layers.{k}.{p}_proj" for k in range(3) for p in "qv")
+    assert expanded("layers.{0..2}.{q,v}_proj") == tuple(
+        f"layers.{k}.{p}_proj" for k in range(3) for p in "qv"
+    )
     assert expanded("{}.[!a]*x {a}") == ("{}.[!a]*x {a}",)
     for text in ("a.{0..9999999999}", "{0..999}.{0..999}"):
         with pytest.raises(ValueError, match=r"stands for more than 100000 names"):
@@ -72,7 +85,9 @@ def test_a_parameter_as_input_is_told_to_drop_its_last_part(option, glob):
 def test_groups_are_as_large_as_they_can_be():
     rows = [(f"blocks.{b}.heads.{h}.q", "2:4") for b in range(12) for h in (0, 2)] + [("head", "-")]
     assert grouped(rows) == [("blocks.{0..11}.heads.{0,2}.q x24", "2:4"), ("head", "-")]
-    assert grouped(rows[1:]) == [(name, cell) for name, cell in rows[1:]], "one is missing, so no range is true"
+    assert grouped(rows[1:]) == [(name, cell) for name, cell in rows[1:]], (
+        "one is missing, so no range is true"
+    )
 
 
 @given(NAMES, st.integers(1, 40))
@@ -88,7 +103,9 @@ class Deep(nn.Module):
     def __init__(self, depth=32):
         super().__init__()
         self.transformer_layers = nn.ModuleList(
-            nn.ModuleDict({"self_attention": nn.ModuleDict({"query_projection": nn.Linear(16, 16)})})
+            nn.ModuleDict(
+                {"self_attention": nn.ModuleDict({"query_projection": nn.Linear(16, 16)})}
+            )
             for _ in range(depth)
         )
         self.odd, self.head = nn.Linear(7, 5), nn.Linear(16, 8)
@@ -101,13 +118,22 @@ def test_nothing_is_cut_at_any_width(width, terminal):
     print_layers(NMSparsifier(Deep(), "2:4", "transposable").attach(), console)
     text = console.file.getvalue()
     assert "…" not in text
-    for word in ("transformer_layers.", "query_projection x32", "transposable", "2:4", "dgrad", "why"):
+    for word in (
+        "transformer_layers.",
+        "query_projection x32",
+        "transposable",
+        "2:4",
+        "dgrad",
+        "why",
+    ):
         assert word in text
     assert re.search(r"^\(\d\) in 7 % 4 != 0$", text, re.MULTILINE)
     assert re.search(r"^\(\d\) last linear layer$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("method", "overlaps"), [("bi-mask", True), ("sr-ste", False), ("transposable", False)])
+@pytest.mark.parametrize(
+    ("method", "overlaps"), [("bi-mask", True), ("sr-ste", False), ("transposable", False)]
+)
 def test_overlap_is_told_where_there_are_two_masks(method, overlaps):
     trainer = SimpleNamespace(callback_metrics={}, checkpoint_callback=None, loggers=[])
     console = Console(width=120, file=io.StringIO())

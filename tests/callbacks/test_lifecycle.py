@@ -37,7 +37,11 @@ def test_a_second_fit_carries_the_state_over():
     lifecycle.end(STATE)
     assert lifecycle.origin is Origin.CARRIED_OVER
     fit(lifecycle, 0)
-    assert (lifecycle.phase, lifecycle.origin, lifecycle.state) == (Phase.INSTALLED, Origin.CARRIED_OVER, None)
+    assert (lifecycle.phase, lifecycle.origin, lifecycle.state) == (
+        Phase.INSTALLED,
+        Origin.CARRIED_OVER,
+        None,
+    )
     assert not lifecycle.is_new
 
 
@@ -107,6 +111,8 @@ def test_an_interrupted_fit_keeps_its_batch_until_it_ends():
     lifecycle.phase = Phase.INTERRUPTED
     assert (lifecycle.phase, lifecycle.batch_open) == (Phase.INTERRUPTED, True)
     lifecycle.end(STATE)
-    assert (lifecycle.phase, lifecycle.batch_open) == (Phase.IDLE, True), "the saved state says so as well"
+    assert (lifecycle.phase, lifecycle.batch_open) == (Phase.IDLE, True), (
+        "the saved state says so as well"
+    )
     lifecycle.begin_fit()
     assert not lifecycle.batch_open

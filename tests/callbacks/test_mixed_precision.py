@@ -22,15 +22,21 @@ METHODS = {
     "transposable": lambda: (TransposableMask(update_every=1, decay=1e-2), None),
     "bi-mask": lambda: (BiMask(permute_every=3), None),
     "bame": lambda: (BAME(start=1, stop=7, every=2, budget=1.0, evidence_rate=0.5), None),
-    "bame-bi-mask": lambda: (BAME(stop=6, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"), None),
+    "bame-bi-mask": lambda: (
+        BAME(stop=6, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
+        None,
+    ),
     "three-gemms": lambda: (TransposableMask(update_every=3), MVUE("1:2", dense_start=1)),
 }
 FAST = ("sr-ste", "bame")
 every_method = pytest.mark.parametrize(
-    "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "method",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
 OPTIMIZERS = {
-    "sgd": lambda parameters, **how: torch.optim.SGD(parameters, 0.2, momentum=0.9, weight_decay=1e-3, **how),
+    "sgd": lambda parameters, **how: torch.optim.SGD(
+        parameters, 0.2, momentum=0.9, weight_decay=1e-3, **how
+    ),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, 1e-2, **how),
 }
 LOOP = {"foreach": False, "fused": False}
@@ -42,7 +48,9 @@ class Net(pl.LightningModule):
     def __init__(self, optimizer="sgd", how=LOOP, infinite=()):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)
+        )
         self.optimizer, self.how, self.infinite = optimizer, how, infinite
 
     def training_step(self, batch, batch_idx):
@@ -89,12 +97,18 @@ def plain(value):
     """Tensors as bytes, to compare with ``==``, bit for bit."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
-    return value.detach().contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+    return (
+        value.detach().contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+    )
 
 
 def state(layer):
     """All of a layer but the number of its noise, which is another one in every micro-batch."""
-    pending = {"clock": layer.clock, "dense_gradient": layer.dense_gradient, "estimating": layer.estimating}
+    pending = {
+        "clock": layer.clock,
+        "dense_gradient": layer.dense_gradient,
+        "estimating": layer.estimating,
+    }
     saved = {key: value for key, value in layer_state(layer).items() if key != "draws"}
     return plain({**saved, **pending, "weight": layer.weight})
 
@@ -131,20 +145,27 @@ WINDOWS = 11
 @pytest.mark.parametrize("fused", [False, True])
 @every_method
 def test_steps_that_a_scaler_skips_leave_no_trace(method, fused, optimizer, accumulate, tmp_path):
-    how = {**LOOP, "fused": fused}  # a fused optimizer is called even then, and skips the step by itself
+    how = {
+        **LOOP,
+        "fused": fused,
+    }  # a fused optimizer is called even then, and skips the step by itself
     # torch's own: fused SGD whose very first step is skipped goes on with a momentum that was never written.
     windows = SKIPPED[1:] if fused and optimizer == "sgd" else SKIPPED
     of_window = [range(w * accumulate, (w + 1) * accumulate) for w in range(WINDOWS)]
     skipped = [batch for w in windows for batch in of_window[w]]
     options = {"accumulate_grad_batches": accumulate}
     watch, batches = Watch(), WINDOWS * accumulate
-    model = Net(optimizer, how, infinite=[of_window[w][-1] for w in windows])  # in the last micro-batch of a window
+    model = Net(
+        optimizer, how, infinite=[of_window[w][-1] for w in windows]
+    )  # in the last micro-batch of a window
     fit(tmp_path, method, model, data(batches), watch, **options, **fp16())
     for batch in skipped:
         assert watch.states[batch + 1] == watch.states[batch]
 
     left = [batch for batch in range(batches) if batch not in skipped]
-    draws = {k: batch - before - 1 for k, (before, batch) in enumerate(itertools.pairwise([-1, *left]))}
+    draws = {
+        k: batch - before - 1 for k, (before, batch) in enumerate(itertools.pairwise([-1, *left]))
+    }
     other, without = Watch(draws), Net(optimizer, how)
     fit(tmp_path, method, without, data(batches, left_out=skipped), other, **options, **fp16())
     assert [watch.states[batch + 1] for batch in left] == other.states[1:]
@@ -167,7 +188,14 @@ def test_fused_and_foreach_are_the_loop(method, optimizer, scaled, tmp_path):
     for how in (LOOP, {"foreach": True}, {"fused": True}):
         masks, weights = [], []
         options = fp16(torch.amp.GradScaler) if scaled else {}
-        fit(tmp_path, method, Net(optimizer, how).double(), data(12, torch.float64), Inspect(look), **options)
+        fit(
+            tmp_path,
+            method,
+            Net(optimizer, how).double(),
+            data(12, torch.float64),
+            Inspect(look),
+            **options,
+        )
         found.append((masks, torch.cat(weights)))
     (masks, weights), *others = found
     for other_masks, other_weights in others:
@@ -209,13 +237,17 @@ def test_masks_are_selected_on_the_master_weight(method, precision, tmp_path):
             assert nmf.is_nm(layer.forward_weight(), "2:4", dim=1)
             if method in ("sr-ste", "bi-mask", "transposable"):  # at every step anew
                 assert torch.equal(layer.forward_mask, selected(method, layer, weight))
-            coarse.append(bool((layer.forward_mask ^ selected(method, layer, weight.bfloat16())).any()))
+            coarse.append(
+                bool((layer.forward_mask ^ selected(method, layer, weight.bfloat16())).any())
+            )
 
     class First(pl.Callback):
         def on_train_start(self, trainer, model):
             for layer in (module.nm_layers["weight"] for module in model.net[::2]):
                 if layer.forward_mask is not None:
-                    assert torch.equal(layer.forward_mask, selected(method, layer, before[layer.name].to(dtype)))
+                    assert torch.equal(
+                        layer.forward_mask, selected(method, layer, before[layer.name].to(dtype))
+                    )
 
     model = Net()
     before = {f"net.{k}": model.net[k].weight.detach().clone() for k in (0, 2, 4)}

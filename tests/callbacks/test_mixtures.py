@@ -42,7 +42,9 @@ class Whole(TensorDataset):
 class Tokens(ResumableDataModule):
     def __init__(self):
         super().__init__(batch_size=8)
-        tokens = torch.randint(0, VOCABULARY, (64, TOKENS), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            0, VOCABULARY, (64, TOKENS), generator=torch.Generator().manual_seed(0)
+        )
         self.train_set = Whole(tokens)
 
 
@@ -91,7 +93,9 @@ def experts_of(model):
 
 
 CASES = [  # all pairs of a model and a method, and of a model and a way to run it
-    pytest.param(kind, IMPLEMENTATIONS[(row + column) % 3], method, (None, "mvue")[(row + column) % 2])
+    pytest.param(
+        kind, IMPLEMENTATIONS[(row + column) % 3], method, (None, "mvue")[(row + column) % 2]
+    )
     for row, kind in enumerate(MODELS)
     for column, method in enumerate(METHODS)
 ]
@@ -100,7 +104,9 @@ CASES = [  # all pairs of a model and a method, and of a model and a way to run 
 @pytest.mark.parametrize(("kind", "implementation", "method", "estimator"), CASES)
 def test_a_resume_is_bit_exact_and_verified(tmp_path, kind, implementation, method, estimator):
     def callbacks():
-        nm = NMSparsityCallback("2:4", METHODS[method](), grad_estimator=estimator, show_tables=False)
+        nm = NMSparsityCallback(
+            "2:4", METHODS[method](), grad_estimator=estimator, show_tables=False
+        )
         return [nm, ExactResume()]
 
     straight = LanguageModel(kind, implementation=implementation)
@@ -110,14 +116,19 @@ def test_a_resume_is_bit_exact_and_verified(tmp_path, kind, implementation, meth
     trainer.save_checkpoint(tmp_path / "end.ckpt")
 
     resumed = LanguageModel(kind, seed=7, implementation=implementation)
-    make_trainer(tmp_path, callbacks(), max_epochs=1).fit(resumed, Tokens(), ckpt_path=tmp_path / "mid.ckpt")
+    make_trainer(tmp_path, callbacks(), max_epochs=1).fit(
+        resumed, Tokens(), ckpt_path=tmp_path / "mid.ckpt"
+    )
     assert_equal_models(straight, resumed)
     for checkpoint in ("mid.ckpt", "end.ckpt"):
         result = verify(tmp_path / checkpoint)
         assert result.ok
         keys = {verdict.key for verdict in result.verdicts if verdict.verdict == "N:M"}
         assert keys >= set(experts_of(straight))
-    assert type(next(m for m in straight.modules() if "Experts" in type(m).__name__)).__name__[:2] != "NM"
+    assert (
+        type(next(m for m in straight.modules() if "Experts" in type(m).__name__)).__name__[:2]
+        != "NM"
+    )
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
@@ -158,7 +169,9 @@ def test_transposed_experts_of_transformers_are_known(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read at a graph break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # read at a graph break
 @pytest.mark.parametrize("kind", ["own", "mixtral"])
 def test_compiled_models_run_their_experts_eagerly(kind):
     found = []
@@ -186,17 +199,25 @@ def test_products_are_counted_by_tokens_and_once(exclude):
     model.own(tokens).sum().backward()
     each = 3 * TOKENS * WIDTH
     expected = {"embed": 0, "router": each * EXPERTS, "head": each * VOCABULARY}
-    expected |= {f"{name}.{weight}": each * HIDDEN for name in ("first", "second") for weight in ("up", "down")}
+    expected |= {
+        f"{name}.{weight}": each * HIDDEN
+        for name in ("first", "second")
+        for weight in ("up", "down")
+    }
     assert sparsifier.macs == expected
     assert OTHERS not in sparsifier.macs
     masked = sum(expected[name] for name in sparsifier.layers)
     assert sparsifier.shares()["flops"] == pytest.approx(masked / sum(expected.values()))
 
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense")
+@pytest.mark.skipif(
+    not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense"
+)
 def test_the_table_shows_experts_and_warns_of_a_small_share(capsys):
     model = Own()
-    sparsifier = NMSparsifier(model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False
+    ).attach()
     model(torch.zeros(2, TOKENS, dtype=torch.int64))
     print_layers(sparsifier)
     assert "less than half of the model's weight FLOPs is masked" in capsys.readouterr().out

@@ -30,7 +30,12 @@ def fit(path, *callbacks, model=None, data=None, logger=None, ckpt_path=None, **
 def run(tmp_path_factory):
     """A fit with everything on, its events, and the masks and margins as they were at each batch's end."""
     path = tmp_path_factory.mktemp("monitor")
-    settings = {"histograms_every": 4, "images_every": 3, "image_layers": ["net.3", "net.6"], "log_layers": True}
+    settings = {
+        "histograms_every": 4,
+        "images_every": 3,
+        "image_layers": ["net.3", "net.6"],
+        "log_layers": True,
+    }
     nm = callback("bi-mask", monitor=MaskMonitor(**settings))
     seen = []
 
@@ -94,8 +99,28 @@ def test_histograms_hold_the_margins(run):
 def test_the_table_of_layers_is_a_text(run):
     (text,) = run[0].texts["nm/layers"]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
-    assert rows[0] == ["layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel"]
-    assert ["net.3", "16x16x3x3", "2:4", "bi-mask", "2:4", "2:4", "dense", "", "dense product"] in rows
+    assert rows[0] == [
+        "layer",
+        "shape",
+        "pattern",
+        "method",
+        "fwd",
+        "dgrad",
+        "wgrad",
+        "why",
+        "kernel",
+    ]
+    assert [
+        "net.3",
+        "16x16x3x3",
+        "2:4",
+        "bi-mask",
+        "2:4",
+        "2:4",
+        "dense",
+        "",
+        "dense product",
+    ] in rows
     last = next(row for row in rows if row[0] == "net.8")
     assert last[1:7] == ["4x32", "-", "-", "dense", "dense", "dense"]
     assert last[7].startswith("last linear layer")
@@ -104,7 +129,9 @@ def test_the_table_of_layers_is_a_text(run):
 def test_the_layout_has_every_scalar_once(run):
     events, layout = run[0], run[0].layout()
     charts = [tags for part in layout.values() for tags in part.values()]
-    assert layout["N:M masks"]["kept"] == [f"^(.+-)?nm/{name}$" for name in ("density", "kept_magnitude", "overlap")]
+    assert layout["N:M masks"]["kept"] == [
+        f"^(.+-)?nm/{name}$" for name in ("density", "kept_magnitude", "overlap")
+    ]
     scalars = [tag for tag in events.scalars if tag.startswith("nm/")]
     for tag in scalars:
         assert sum(bool(re.match(one, tag)) for tags in charts for one in tags) == 1, tag
@@ -131,13 +158,29 @@ def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, counted)
     seen = []
-    nm = callback("bi-mask", monitor=MaskMonitor(log_layers=True, histograms_every=1, images_every=1))
-    fit(tmp_path, nm, Inspect(lambda *args: seen.append(list(calls)) or calls.clear()), log_every_n_steps=4)
-    every = ["stats", "layer_stats", "layer_column", "margin_histogram", "margin_histogram", "mask_pictures"]
+    nm = callback(
+        "bi-mask", monitor=MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
+    )
+    fit(
+        tmp_path,
+        nm,
+        Inspect(lambda *args: seen.append(list(calls)) or calls.clear()),
+        log_every_n_steps=4,
+    )
+    every = [
+        "stats",
+        "layer_stats",
+        "layer_column",
+        "margin_histogram",
+        "margin_histogram",
+        "mask_pictures",
+    ]
     assert seen == [every if step % 4 == 3 else [] for step in range(12)]
 
 
-@pytest.mark.parametrize("method", ["dense", "sr-ste", "asp-late", "transposable", "bame", "three-gemms"])
+@pytest.mark.parametrize(
+    "method", ["dense", "sr-ste", "asp-late", "transposable", "bame", "three-gemms"]
+)
 def test_every_method_has_what_it_has(tmp_path, method):
     monitor = MaskMonitor(histograms_every=1, images_every=1)
     fit(tmp_path, callback(method, monitor=monitor))
@@ -174,7 +217,10 @@ def test_manual_optimization_logs_at_the_same_steps(tmp_path):
                     optimizer.step()
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(self.net[:4].parameters(), 0.05), torch.optim.SGD(self.net[4:].parameters(), 0.05)]
+            return [
+                torch.optim.SGD(self.net[:4].parameters(), 0.05),
+                torch.optim.SGD(self.net[4:].parameters(), 0.05),
+            ]
 
     nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=4, images_every=4))
     calls = []
@@ -238,7 +284,11 @@ def test_without_tensorboard(tmp_path, monkeypatch):
     for name in ("tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     logger = CSVLogger(str(tmp_path))
-    fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(histograms_every=1, images_every=1)), logger=logger)
+    fit(
+        tmp_path,
+        callback("sr-ste", monitor=MaskMonitor(histograms_every=1, images_every=1)),
+        logger=logger,
+    )
     assert "nm/density" in header(logger.log_dir)
 
 
@@ -247,14 +297,19 @@ def test_a_logger_that_refuses_costs_one_warning(tmp_path, monkeypatch, refused)
     class Refuses(TensorBoardLogger):
         pass
 
-    logger, other = Refuses(str(tmp_path), name="refuses"), TensorBoardLogger(str(tmp_path), name="takes")
+    logger, other = (
+        Refuses(str(tmp_path), name="refuses"),
+        TensorBoardLogger(str(tmp_path), name="takes"),
+    )
 
     def no(*args, **kwargs):
         raise OSError("disk full")
 
     monkeypatch.setattr(logger.experiment, refused, no)
     nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=1, images_every=1))
-    with pytest.warns(UserWarning, match=r"Refuses gets scalars alone from now on.*OSError: disk full") as warned:
+    with pytest.warns(
+        UserWarning, match=r"Refuses gets scalars alone from now on.*OSError: disk full"
+    ) as warned:
         fit(tmp_path, nm, logger=[logger, other])
     assert len([one for one in warned if "scalars alone" in str(one.message)]) == 1
     assert len(Events(logger.log_dir).scalars["nm/density"]) == 6

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import ASP, NMSparsifier
-from lightning_nm.callbacks.report.pictures import CROP, EDGES, margin_histogram, mask_pictures, merge
+from lightning_nm.callbacks.report.pictures import (
+    CROP,
+    EDGES,
+    margin_histogram,
+    mask_pictures,
+    merge,
+)
 from lightning_nm.callbacks.report.tensorboard import layers_markdown
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
@@ -23,7 +29,12 @@ def layer_of(module, method="bi-mask", pattern="2:4", **options):
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**16), st.sampled_from(["channels", "flat"]), st.integers(1, 3), st.integers(1, 3))
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from(["channels", "flat"]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_blocks_stay_together_in_pictures(seed, conv_layout, out, taps):
     torch.manual_seed(seed)
     layer = layer_of(nn.Conv2d(8, 4 * out, taps, bias=False), conv_layout=conv_layout)
@@ -36,7 +47,11 @@ def test_blocks_stay_together_in_pictures(seed, conv_layout, out, taps):
     blocks = (pictures["forward_mask"] == 255).view(-1, 4).sum(1)
     assert (blocks == 2).all()
     weight = layer.forward_weight().numpy()
-    order = weight.reshape(4 * out, -1) if conv_layout == "flat" else weight.transpose(0, 2, 3, 1).reshape(4 * out, -1)
+    order = (
+        weight.reshape(4 * out, -1)
+        if conv_layout == "flat"
+        else weight.transpose(0, 2, 3, 1).reshape(4 * out, -1)
+    )
     assert np.array_equal(order != 0, pictures["forward_mask"][0].numpy() == 255)
 
 
@@ -58,7 +73,9 @@ def test_a_layer_of_one_column_has_only_what_it_has():
     layer = layer_of(nn.Linear(1, 8, bias=False))
     assert layer.forward_reason
     pictures = mask_pictures(layer)
-    assert {name: picture.shape for name, picture in pictures.items()} == {"backward_mask": (1, 8, 1)}
+    assert {name: picture.shape for name, picture in pictures.items()} == {
+        "backward_mask": (1, 8, 1)
+    }
     assert margin_histogram(layer) is None
 
 
@@ -70,7 +87,11 @@ def test_without_masks_there_is_nothing(method):
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**16), st.sampled_from(["sr-ste", "transposable"]), st.sampled_from(["any", "rounded", "zero"]))
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from(["sr-ste", "transposable"]),
+    st.sampled_from(["any", "rounded", "zero"]),
+)
 def test_histograms_are_those_of_numpy(seed, method, values):
     torch.manual_seed(seed)
     layer = layer_of(nn.Linear(16, 8), method)
@@ -99,8 +120,12 @@ def test_blocks_with_nan_are_left_out():
 
 
 def test_the_table_names_the_kernels_that_ran():
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
-    sparsifier = NMSparsifier(model, method="transposable", skip_first_last=False, exclude="2").attach()
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+    sparsifier = NMSparsifier(
+        model, method="transposable", skip_first_last=False, exclude="2"
+    ).attach()
     router = Router("sparse", backends=[SimulatedSparseKernel()])
     with routing(router):
         model(torch.randn(16, 32)).sum().backward()

@@ -15,11 +15,18 @@ from tests.support.lightning_models import Net, callback
 
 
 def test_what_is_switched_off_is_not_written(tmp_path):
-    settings = {"histograms_every": 0, "images_every": 0, "custom_scalars": False, "layer_table": False}
+    settings = {
+        "histograms_every": 0,
+        "images_every": 0,
+        "custom_scalars": False,
+        "layer_table": False,
+    }
     settings["heat_maps"] = False
     fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(["density", "overlap"], True, **settings)))
     events = Events(tmp_path / "logs" / "version_0")
-    layers = {f"nm/{name}/{layer}" for name in ("density", "overlap") for layer in ("net.3", "net.6")}
+    layers = {
+        f"nm/{name}/{layer}" for name in ("density", "overlap") for layer in ("net.3", "net.6")
+    }
     assert events.tags() == {"nm/density", "nm/overlap", *layers}
     assert "custom_scalars__config__" not in events.accumulator.Tags()["tensors"]
 
@@ -39,7 +46,10 @@ def test_without_a_monitor_nothing_is_logged(tmp_path, monitor):
 
 
 def test_every_callback_of_a_trainer_is_watched(tmp_path):
-    a, b = (NMSparsityCallback(method="ste", include=x, name=x, show_tables=False) for x in ("net.3", "net.6"))
+    a, b = (
+        NMSparsityCallback(method="ste", include=x, name=x, show_tables=False)
+        for x in ("net.3", "net.6")
+    )
     monitor = MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
     fit(tmp_path, a, b, monitor)
     tags = Events(tmp_path / "logs" / "version_0").tags()
@@ -53,16 +63,25 @@ def test_every_callback_of_a_trainer_is_watched(tmp_path):
     [
         (lambda: [MaskMonitor()], "no masks for it to watch: add an NMSparsityCallback"),
         (lambda: [callback(monitor=False), MaskMonitor()], "no masks for it to watch"),
-        (lambda: [callback(monitor=MaskMonitor()), MaskMonitor()], "without a `monitor` of its own"),
+        (
+            lambda: [callback(monitor=MaskMonitor()), MaskMonitor()],
+            "without a `monitor` of its own",
+        ),
         (lambda: [callback(), MaskMonitor(), MaskMonitor()], "there are 2 MaskMonitors"),
-        (lambda: [callback(log_layers=True), MaskMonitor()], r"write MaskMonitor\(log_layers=True\)"),
+        (
+            lambda: [callback(log_layers=True), MaskMonitor()],
+            r"write MaskMonitor\(log_layers=True\)",
+        ),
         (
             lambda: [callback(), MaskMonitor(["density", "flips"])],
             r"no statistic 'flips' in this training, only \['density', 'flip_rate'",
         ),
         (lambda: [callback(), MaskMonitor(["grad_snr"])], "no statistic 'grad_snr'"),
         (lambda: [callback(), MaskMonitor(["oscillation"])], "no statistic 'oscillation'"),
-        (lambda: [callback(), MaskMonitor(image_layers="net.8")], r"'net\.8' matches no masked layer.*'net\.3'"),
+        (
+            lambda: [callback(), MaskMonitor(image_layers="net.8")],
+            r"'net\.8' matches no masked layer.*'net\.3'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(tmp_path, callbacks, message):
@@ -80,7 +99,9 @@ def test_bad_settings_are_refused_at_once():
         for bad in (-1, 1.5, None, True):
             with pytest.raises(ValueError, match=f"{name}={bad}"):
                 MaskMonitor(**{name: bad})
-    with pytest.raises(TypeError, match=r"statistics='density' must be a list of names, as in \['density'\]"):
+    with pytest.raises(
+        TypeError, match=r"statistics='density' must be a list of names, as in \['density'\]"
+    ):
         MaskMonitor("density")
     with pytest.raises(TypeError, match="image_layers"):
         MaskMonitor(image_layers=3)
@@ -98,7 +119,9 @@ def test_statistics_of_the_method_and_the_estimator_can_be_asked_for(tmp_path):
         monitor=MaskMonitor(names),
     )
     trainer = fit(tmp_path, nm, logger=False)
-    assert {name for name in trainer.callback_metrics if name.startswith("nm")} == {f"nm/{name}" for name in names}
+    assert {name for name in trainer.callback_metrics if name.startswith("nm")} == {
+        f"nm/{name}" for name in names
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,7 +157,12 @@ def test_the_bar_and_the_tables(tmp_path, capsys, bar, method, figures):
 
 
 def test_the_bar_can_do_without(tmp_path):
-    trainer = fit(tmp_path, callback(monitor=MaskMonitor(progress_bar=False)), enable_progress_bar=True, max_epochs=1)
+    trainer = fit(
+        tmp_path,
+        callback(monitor=MaskMonitor(progress_bar=False)),
+        enable_progress_bar=True,
+        max_epochs=1,
+    )
     assert not any(name.startswith("nm") for name in trainer.progress_bar_metrics)
 
 
@@ -161,7 +189,9 @@ data: lightning_nm.demo.Digits
     )
     with pytest.raises(SystemExit):
         main(["fit", "-c", str(file), "--print_config"])
-    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]["monitor"]
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"][
+        "monitor"
+    ]
     assert printed["class_path"].endswith("MaskMonitor")
     assert printed["init_args"]["statistics"] == ["density"]
     assert printed["init_args"]["images_every"] == 500

@@ -23,10 +23,19 @@ ONLY_WITH_KERNELS = {"nm/kernels"}  # tests/commands/report/test_report.py
 TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels", "nm/map_rows"}
 
 RUNS = {
-    **{method: {"method": method} for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")},
-    **{name: {"method": "transposable", "grad_estimator": name} for name in ("mvue", "approx-mvue", "top-n")},
+    **{
+        method: {"method": method}
+        for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")
+    },
+    **{
+        name: {"method": "transposable", "grad_estimator": name}
+        for name in ("mvue", "approx-mvue", "top-n")
+    },
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
-    "bame-bi-mask": {"method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"), "grad_estimator": "mvue"},
+    "bame-bi-mask": {
+        "method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"),
+        "grad_estimator": "mvue",
+    },
 }
 
 
@@ -37,11 +46,13 @@ def written(tmp_path_factory):
     found = {}
     for name, options in RUNS.items():
         monitor = MaskMonitor(log_layers=True, histograms_every=1, images_every=1)
-        nm = NMSparsityCallback("2:4", grad_snr_every=1, show_tables=False, monitor=monitor, **options)
-        logger = TensorBoardLogger(str(path), name=name)
-        make_trainer(path, [nm], logger=logger, max_steps=3, log_every_n_steps=1, limit_val_batches=0).fit(
-            new_model(), Data(48)
+        nm = NMSparsityCallback(
+            "2:4", grad_snr_every=1, show_tables=False, monitor=monitor, **options
         )
+        logger = TensorBoardLogger(str(path), name=name)
+        make_trainer(
+            path, [nm], logger=logger, max_steps=3, log_every_n_steps=1, limit_val_batches=0
+        ).fit(new_model(), Data(48))
         found[name] = Events(logger.log_dir).tags()
     return found
 
@@ -59,7 +70,9 @@ def test_what_is_logged_is_documented(written, name):
 
 
 def test_what_is_documented_is_logged(written):
-    assert set(ROWS) - ONLY_IN_PROCESSES - ONLY_WITH_KERNELS == {base(tag) for tags in written.values() for tag in tags}
+    assert set(ROWS) - ONLY_IN_PROCESSES - ONLY_WITH_KERNELS == {
+        base(tag) for tags in written.values() for tag in tags
+    }
 
 
 def test_each_row_says_all():

@@ -74,7 +74,11 @@ def train(folder, name, kind, ranks, ckpt_path):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Plain(0 if ckpt_path is None else 5), Data(batch_size=GLOBAL_BATCH // ranks), ckpt_path=ckpt_path)
+    ).fit(
+        Plain(0 if ckpt_path is None else 5),
+        Data(batch_size=GLOBAL_BATCH // ranks),
+        ckpt_path=ckpt_path,
+    )
 
 
 def run(folder, name, kind, ranks, ckpt_path=None):
@@ -107,7 +111,9 @@ def test_resume_on_another_number_of_processes(tmp_path, kind, before, after):
             assert rank["ended"][name]["draws"] == straight[0]["ended"][name]["draws"]
     for rank in (*straight[1:], *resumed[1:]):
         first = straight[0] if rank in straight[1:] else resumed[0]
-        assert all(torch.equal(value, first["weights"][key]) for key, value in rank["weights"].items())
+        assert all(
+            torch.equal(value, first["weights"][key]) for key, value in rank["weights"].items()
+        )
     if kind == "three-gemms":  # the noise of its gradients depends on the ranks
         return
     moved = 0

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def nm(**options):
-    return NMSparsityCallback(**{"pattern": "2:4", "method": "sr-ste", "show_tables": False, **options})
+    return NMSparsityCallback(
+        **{"pattern": "2:4", "method": "sr-ste", "show_tables": False, **options}
+    )
 
 
 def save(tmp_path, **options):
@@ -35,19 +37,43 @@ RULE = {"include": "net.6", "pattern": "1:4"}
 @pytest.mark.parametrize(
     ("saved", "change", "message"),
     [
-        ({}, {"pattern": "1:4"}, r"model: layer 'net\.\{3,6\}' \(2\): pattern 2:4 in the checkpoint, 1:4 here\. C"),
-        ({}, {"rules": [RULE]}, r"another sparse model: layer 'net\.6': pattern 2:4 in the checkpoint, 1:4 here\. C"),
+        (
+            {},
+            {"pattern": "1:4"},
+            r"model: layer 'net\.\{3,6\}' \(2\): pattern 2:4 in the checkpoint, 1:4 here\. C",
+        ),
+        (
+            {},
+            {"rules": [RULE]},
+            r"another sparse model: layer 'net\.6': pattern 2:4 in the checkpoint, 1:4 here\. C",
+        ),
         ({"method": BiMask()}, {}, "method bi-mask in the checkpoint, sr-ste here"),
         ({}, {"method": BAME(stop=4, every=2)}, "method sr-ste in the checkpoint, bame here"),
-        (SAVED, {**SAVED, "method": BAME(stop=4, every=2, dgrad="bi-mask")}, "dgrad masked in the checkpoint, bi-mask"),
+        (
+            SAVED,
+            {**SAVED, "method": BAME(stop=4, every=2, dgrad="bi-mask")},
+            "dgrad masked in the checkpoint, bi-mask",
+        ),
         ({}, {"grad_estimator": "mvue"}, "estimator none in the checkpoint, mvue here"),
         (SAVED, {**SAVED, "grad_estimator": None}, "estimator mvue in the checkpoint, none here"),
-        (SAVED, {**SAVED, "grad_estimator": TopN("1:2")}, "estimator mvue in the checkpoint, top-n here"),
-        (SAVED, {**SAVED, "grad_estimator": MVUE()}, "estimator pattern 1:2 in the checkpoint, 2:4 here"),
+        (
+            SAVED,
+            {**SAVED, "grad_estimator": TopN("1:2")},
+            "estimator mvue in the checkpoint, top-n here",
+        ),
+        (
+            SAVED,
+            {**SAVED, "grad_estimator": MVUE()},
+            "estimator pattern 1:2 in the checkpoint, 2:4 here",
+        ),
         ({}, {"conv_layout": "flat"}, r"layer 'net\.3': layout plain in the checkpoint, flat here"),
         ({}, {"exclude": "net.6"}, r"layer 'net\.6' is masked only in the checkpoint"),
         ({"exclude": "net.6"}, {}, r"layer 'net\.6' is masked only here"),
-        (SAVED, {}, r"(?s)'net\.3' is masked only here.*method bame .* sr-ste here, estimator mvue .* none here"),
+        (
+            SAVED,
+            {},
+            r"(?s)'net\.3' is masked only here.*method bame .* sr-ste here, estimator mvue .* none here",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_sparse_model_is_refused(tmp_path, saved, change, message):
@@ -58,7 +84,9 @@ def test_a_checkpoint_of_another_sparse_model_is_refused(tmp_path, saved, change
 def test_other_shapes_are_refused_whoever_looks_first(tmp_path):
     save(tmp_path)
     model = new_model(1, width=32)
-    with pytest.raises(RuntimeError, match=r"size mismatch for net\.3\.weight"):  # Lightning loads weights first
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for net\.3\.weight"
+    ):  # Lightning loads weights first
         make_trainer(tmp_path, [nm()]).fit(model, Data(), ckpt_path=tmp_path / "a.ckpt")
 
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
@@ -89,13 +117,19 @@ def test_weights_of_another_run_are_refused(tmp_path):
             {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
             "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.015 in the checkpoint, 0.5 here",
         ),
-        ({"method": ASP()}, {"method": ASP(start=5)}, r"ASP scheduled at steps \(\), which stays.* make that \(5,\)"),
+        (
+            {"method": ASP()},
+            {"method": ASP(start=5)},
+            r"ASP scheduled at steps \(\), which stays.* make that \(5,\)",
+        ),
     ],
 )
 def test_settings_that_may_change_are_said_and_used(tmp_path, saved, change, message):
     save(tmp_path, **saved)
     with pytest.warns(UserWarning, match=message):
-        make_trainer(tmp_path, [nm(**change)]).fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
+        make_trainer(tmp_path, [nm(**change)]).fit(
+            new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt"
+        )
 
 
 def test_the_same_settings_say_nothing(tmp_path):

@@ -50,17 +50,23 @@ def test_resume_is_bit_exact(tmp_path, method, optimizer, batch, accumulate):
     assert_equal_models(straight, resumed)
 
 
-def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_it_removed(tmp_path):
+def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_it_removed(
+    tmp_path,
+):
     save = SaveAt(tmp_path / "dense.ckpt", 6)
     make_trainer(tmp_path, [save]).fit(new_model(), Data())
     model = new_model(1)
     sparse_save = SaveAt(tmp_path / "sparse.ckpt", 3)
-    make_trainer(tmp_path, [callback(), sparse_save]).fit(model, Data(), ckpt_path=tmp_path / "dense.ckpt")
+    make_trainer(tmp_path, [callback(), sparse_save]).fit(
+        model, Data(), ckpt_path=tmp_path / "dense.ckpt"
+    )
     assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
 
     model = new_model(2)
     trainer = make_trainer(tmp_path, max_epochs=3)
-    with pytest.warns(UserWarning, match="NMSparsityCallback"):  # Lightning says that its state is not used
+    with pytest.warns(
+        UserWarning, match="NMSparsityCallback"
+    ):  # Lightning says that its state is not used
         trainer.fit(model, Data(), ckpt_path=tmp_path / "sparse.ckpt")
     assert not nmf.is_nm(model.state_dict()["net.6.weight"], "2:4", dim=1)
 
@@ -69,11 +75,17 @@ def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_
 def test_a_second_fit_continues_exactly(tmp_path, method):
     def run(*epochs):
         model, nm = new_model(dropout=0.0), callback(method)
-        optimizer = model.configure_optimizers()  # the same in all fits, so that only our own state could differ
+        optimizer = (
+            model.configure_optimizers()
+        )  # the same in all fits, so that only our own state could differ
         model.configure_optimizers = lambda: optimizer
         for number in epochs:
             trainer = make_trainer(tmp_path, [nm], max_epochs=number, num_sanity_val_steps=0)
-            trainer.fit(model, train_dataloaders=Data().val_dataloader(), val_dataloaders=Data().val_dataloader())
+            trainer.fit(
+                model,
+                train_dataloaders=Data().val_dataloader(),
+                val_dataloaders=Data().val_dataloader(),
+            )
         return model
 
     assert_equal_models(run(8), run(5, 3))
@@ -115,7 +127,9 @@ def test_interruption_leaves_a_model_that_resumes(tmp_path):
     assert not any(isinstance(m, Adapter) for m in model.modules())
     assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
     trainer.save_checkpoint(tmp_path / "crash.ckpt")
-    state = torch.load(tmp_path / "crash.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    state = torch.load(tmp_path / "crash.ckpt", weights_only=True)["callbacks"][
+        "NMSparsityCallback"
+    ]
     assert state["layers"]["net.6"]["step"] == 4
     assert state["layers"]["net.6"]["latent"].numel() == 256 * 32 // 2
 
@@ -126,10 +140,13 @@ def test_a_future_schema_is_refused():
 
 
 @pytest.mark.parametrize(
-    "method", ["sr-ste", "bi-mask", "asp-late", "bame", "bame-bi-mask", "three-gemms", "bi-mask-phases"]
+    "method",
+    ["sr-ste", "bi-mask", "asp-late", "bame", "bame-bi-mask", "three-gemms", "bi-mask-phases"],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_checkpoint_between_a_step_and_the_move_of_the_masks_resumes_exactly(tmp_path, method, accumulate):
+def test_a_checkpoint_between_a_step_and_the_move_of_the_masks_resumes_exactly(
+    tmp_path, method, accumulate
+):
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     straight = new_model()
     save = SaveAt(tmp_path / "early.ckpt", 4)  # before our callback
@@ -152,7 +169,9 @@ def test_evaluating_a_checkpoint_between_fits_does_not_break_the_next(tmp_path):
             trainer.fit(model, Data())
         assert model.net[6].weight.count_nonzero() == 256 * 32 // 2
         trainer.save_checkpoint(tmp_path / "fold.ckpt")
-        trainer.test(model, Data(), ckpt_path=tmp_path / "fold.ckpt", verbose=False, weights_only=True)
+        trainer.test(
+            model, Data(), ckpt_path=tmp_path / "fold.ckpt", verbose=False, weights_only=True
+        )
 
 
 class Fails(pl.Callback):
@@ -163,7 +182,9 @@ class Fails(pl.Callback):
         raise RuntimeError("a typo")
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_batch_start"])
+@pytest.mark.parametrize(
+    "hook", ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_batch_start"]
+)
 @pytest.mark.parametrize("method", ["bi-mask", "asp", "bame"])
 def test_a_crash_before_the_first_step_leaves_the_model_as_it_came(tmp_path, hook, method):
     model = new_model()

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def draw():
-    return [torch.rand(1).item(), np.random.randn(), np.random.rand(), random.random(), random.gauss(0, 1)]
+    return [
+        torch.rand(1).item(),
+        np.random.randn(),
+        np.random.rand(),
+        random.random(),
+        random.gauss(0, 1),
+    ]
 
 
 @settings(max_examples=30, deadline=None)
@@ -43,7 +49,9 @@ def test_states_go_round_at_any_point_of_the_streams(seed, drawn, odd):
 
 def run(tmp_path, *callbacks, seed=0, ckpt_path=None, **options):
     drawn = []
-    trainer = make_trainer(tmp_path, [*callbacks, Inspect(lambda *_: drawn.append(draw()))], **options)
+    trainer = make_trainer(
+        tmp_path, [*callbacks, Inspect(lambda *_: drawn.append(draw()))], **options
+    )
     trainer.fit(new_model(seed), Data(), ckpt_path=ckpt_path)
     return drawn
 
@@ -84,7 +92,9 @@ def test_a_second_fit_without_a_checkpoint_is_left_alone(tmp_path):
 def test_a_checkpoint_that_is_only_tested_is_left_alone(tmp_path):
     run(tmp_path, RNGState(), SaveAt(tmp_path / "a.ckpt", 3), max_epochs=1)
     keep = RNGState()
-    make_trainer(tmp_path, [keep]).test(new_model(3), Data(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    make_trainer(tmp_path, [keep]).test(
+        new_model(3), Data(), ckpt_path=tmp_path / "a.ckpt", verbose=False
+    )
     assert run(tmp_path, keep, seed=3, max_epochs=1) == run(tmp_path, seed=3, max_epochs=1)
 
 
@@ -99,7 +109,9 @@ def test_a_checkpoint_of_more_processes_gives_this_one_its_state(tmp_path):
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     checkpoint["nm_rng_states"] += [rng_state(), rng_state()]
     torch.save(checkpoint, tmp_path / "three.ckpt")
-    with pytest.warns(UserWarning, match=r"of 3 processes, this run has 1: .* ranks \[1, 2\] are not used"):
+    with pytest.warns(
+        UserWarning, match=r"of 3 processes, this run has 1: .* ranks \[1, 2\] are not used"
+    ):
         resumed = run(tmp_path, RNGState(), seed=5, ckpt_path=tmp_path / "three.ckpt")
     assert resumed == run(tmp_path, RNGState(), seed=6, ckpt_path=tmp_path / "a.ckpt")
     assert len(straight) == 12
@@ -125,7 +137,9 @@ def test_devices_that_are_missing_are_said(tmp_path):
 def test_states_of_devices_are_kept_in_their_order(monkeypatch):
     streams = {0: torch.tensor([1, 2]), 1: torch.tensor([3, 4])}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: streams[device].clone())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda words, device: streams.update({device: words}))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda words, device: streams.update({device: words})
+    )
     state = rng_state([0, 1])
     streams.update({0: torch.tensor([7]), 1: torch.tensor([8])})
     set_rng_state(state, [1])  # one device only: the first state
@@ -157,7 +171,9 @@ class Small(pl.LightningModule):
         return self.net(batch).square().mean()
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.arange(32.0).view(8, 4), batch_size=1, generator=torch.Generator())
+        return torch.utils.data.DataLoader(
+            torch.arange(32.0).view(8, 4), batch_size=1, generator=torch.Generator()
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -167,7 +183,13 @@ class Draws(pl.Callback):
     """Draws in each batch, each rank from a stream of its own; saves after an epoch and writes what was drawn."""
 
     def __init__(self, folder, name, save_at=None, seed=0):
-        self.folder, self.name, self.save_at, self.seed, self.drawn = folder, name, save_at, seed, []
+        self.folder, self.name, self.save_at, self.seed, self.drawn = (
+            folder,
+            name,
+            save_at,
+            seed,
+            [],
+        )
 
     def on_fit_start(self, trainer, pl_module):
         pl.seed_everything(self.seed + trainer.global_rank, verbose=False)
@@ -200,20 +222,30 @@ def drawn(folder, name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Lightning about samplers, and of this run's other number of processes
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # of Lightning about samplers, and of this run's other number of processes
 def test_each_process_gets_its_own_state_back(tmp_path):
     saved = tmp_path / "straight.ckpt"
-    in_processes(2, tmp_path / "a", fit_small, 2, [RNGState(), Draws(tmp_path, "straight", save_at=1)])
+    in_processes(
+        2, tmp_path / "a", fit_small, 2, [RNGState(), Draws(tmp_path, "straight", save_at=1)]
+    )
     straight = drawn(tmp_path, "straight", 2)
     assert straight[0] != straight[1]
     assert len(torch.load(saved, weights_only=True)["nm_rng_states"]) == 2
-    in_processes(2, tmp_path / "b", fit_small, 2, [RNGState(), Draws(tmp_path, "two", seed=7)], saved)
+    in_processes(
+        2, tmp_path / "b", fit_small, 2, [RNGState(), Draws(tmp_path, "two", seed=7)], saved
+    )
     assert drawn(tmp_path, "two", 2) == [steps[2:] for steps in straight]
     fit_small(1, [RNGState(), Draws(tmp_path, "one", seed=7)], saved)
     (one,) = drawn(tmp_path, "one", 1)
-    assert [draws[1:] for draws in one] == [draws[1:] for draws in straight[0][2:]]  # dropout of more batches
+    assert [draws[1:] for draws in one] == [
+        draws[1:] for draws in straight[0][2:]
+    ]  # dropout of more batches
     # With one rank more than were saved, the new one goes on as it was seeded.
-    in_processes(3, tmp_path / "c", fit_small, 3, [RNGState(), Draws(tmp_path, "three", seed=7)], saved)
+    in_processes(
+        3, tmp_path / "c", fit_small, 3, [RNGState(), Draws(tmp_path, "three", seed=7)], saved
+    )
     three = drawn(tmp_path, "three", 3)
     assert [[draws[1:] for draws in steps] for steps in three[:2]] == [
         [draws[1:] for draws in steps[2:]] for steps in straight
@@ -231,7 +263,9 @@ class OnlySome(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         connector = trainer._checkpoint_connector
         if trainer.global_rank in ((0, 1), (1,), (0,), (0, 1))[batch_idx]:
-            torch.save(connector.dump_checkpoint(), f"{self.folder}/{batch_idx}-{trainer.global_rank}.ckpt")
+            torch.save(
+                connector.dump_checkpoint(), f"{self.folder}/{batch_idx}-{trainer.global_rank}.ckpt"
+            )
 
 
 def alone_at_times(folder):
@@ -252,7 +286,9 @@ def test_ranks_that_save_alone_wait_for_nobody_for_ever(tmp_path):
     assert not torch.equal(rank_0[0]["torch"], all_ranks[0]["torch"])
 
 
-@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # Lightning looks for a checkpoint of its own accord
+@pytest.mark.filterwarnings(
+    "ignore:.*fit.ckpt_path="
+)  # Lightning looks for a checkpoint of its own accord
 def test_a_checkpoint_made_by_an_exception_holds_the_state(tmp_path):
     def stop(trainer, module):
         if trainer.global_step == 3:

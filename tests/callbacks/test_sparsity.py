@@ -49,12 +49,16 @@ def test_scalars_are_in_the_event_files(tensorboard_run):
     # 2:4 in forward and dgrad of the masked layers; the stem and the head are dense
     macs = {"stem": 8 * 8 * 9 * 16, "conv": 4 * 4 * 9 * 16 * 16, "fc": 256 * 32, "head": 32 * 4}
     masked, total = macs["conv"] + macs["fc"], sum(macs.values())
-    assert scalars["nm/train_flops_ratio"][0].value == pytest.approx(1 - masked / total / 3, abs=1e-6)
+    assert scalars["nm/train_flops_ratio"][0].value == pytest.approx(
+        1 - masked / total / 3, abs=1e-6
+    )
 
 
 def test_every_logger_gets_them(tmp_path):
     logger = CSVLogger(str(tmp_path))
-    make_trainer(tmp_path, [NMSparsityCallback(show_tables=False)], logger=logger).fit(new_model(), Data())
+    make_trainer(tmp_path, [NMSparsityCallback(show_tables=False)], logger=logger).fit(
+        new_model(), Data()
+    )
     logger.save()
     header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
     assert set(header.split(",")) >= SCALARS
@@ -107,7 +111,9 @@ def test_many_masked_parameters_of_few_flops_are_a_reason_for_a_warning():
     sparsifier = NMSparsifier(model, include="0").attach()
     model[0](torch.zeros(1, 64))
     model[1](torch.zeros(1000, 16))
-    assert "less than half of the model's weight FLOPs" in render(lambda console: print_layers(sparsifier, console))
+    assert "less than half of the model's weight FLOPs" in render(
+        lambda console: print_layers(sparsifier, console)
+    )
 
 
 def test_the_summary_names_every_figure_and_where_things_are(tensorboard_run, tmp_path):
@@ -115,7 +121,15 @@ def test_the_summary_names_every_figure_and_where_things_are(tensorboard_run, tm
     model = new_model()
     sparsifier = NMSparsifier(model).attach()
     text = render(lambda console: print_summary(sparsifier, trainer, console))
-    for word in ("val_loss", "density", "N:M violations", "flip rate", "arithmetic", "paper", "eligible"):
+    for word in (
+        "val_loss",
+        "density",
+        "N:M violations",
+        "flip rate",
+        "arithmetic",
+        "paper",
+        "eligible",
+    ):
         assert word in text
     assert folder in text.replace("\n", "")
     assert trainer.checkpoint_callback.best_model_path in text.replace("\n", "")
@@ -170,7 +184,9 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         callbacks=[NMSparsityCallback()], logger=False, enable_checkpointing=False, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path), max_epochs=1,
     )  # fmt: skip
-    with pytest.raises(TypeError, match=r"made for lightning\.pytorch.*not from `pytorch_lightning`"):
+    with pytest.raises(
+        TypeError, match=r"made for lightning\.pytorch.*not from `pytorch_lightning`"
+    ):
         trainer.fit(Other(), torch.utils.data.DataLoader(torch.randn(8, 8)))
 
 
@@ -183,7 +199,10 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"method": "BiMask"}, r"'BiMask' does not exist.*; did you mean 'bi-mask'\?"),
         ({"method": "SRSTE"}, "did you mean 'sr-ste'"),
         ({"grad_estimator": "mvu"}, "'mvu' does not exist: use one of 'dense', 'mvue'"),
-        ({"rules": [{"include": "x", "grad_estimator": "topn"}]}, "'topn' does not exist.*did you mean 'top-n'"),
+        (
+            {"rules": [{"include": "x", "grad_estimator": "topn"}]},
+            "'topn' does not exist.*did you mean 'top-n'",
+        ),
         ({"grad_snr_every": -1}, "grad_snr_every=-1"),
         ({"grad_snr_every": None}, "grad_snr_every=None"),
         ({"grad_snr_every": 1.5}, r"grad_snr_every=1\.5"),
@@ -195,11 +214,15 @@ def test_bad_options_fail_before_any_trainer(options, message):
         NMSparsityCallback(**options)
 
 
-@pytest.mark.parametrize("options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}])
+@pytest.mark.parametrize(
+    "options", [{"include": "nothing"}, {"include": "net.1"}, {"pattern": "1:512"}]
+)
 def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_path):
     model = Net()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"matches no layer|cannot be masked|no layer can be masked"):
+    with pytest.raises(
+        ValueError, match=r"matches no layer|cannot be masked|no layer can be masked"
+    ):
         make_trainer(tmp_path, [NMSparsityCallback(**options)]).fit(model, Data())
     assert not any(isinstance(m, Adapter) for m in model.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -208,14 +231,23 @@ def test_bad_selections_fail_before_training_and_install_nothing(options, tmp_pa
 def test_evaluation_alone_needs_nothing(tmp_path):
     model, nm = new_model(), NMSparsityCallback()
     trainer, plain = make_trainer(tmp_path, [nm]), make_trainer(tmp_path)
-    for evaluate, evaluate_plain in ((trainer.validate, plain.validate), (trainer.test, plain.test)):
-        assert evaluate(model, Data(), verbose=False) == evaluate_plain(new_model(), Data(), verbose=False)
+    for evaluate, evaluate_plain in (
+        (trainer.validate, plain.validate),
+        (trainer.test, plain.test),
+    ):
+        assert evaluate(model, Data(), verbose=False) == evaluate_plain(
+            new_model(), Data(), verbose=False
+        )
     assert not any(isinstance(module, Adapter) for module in model.modules())
     assert nm.sparsifier is None
     assert nm.state_dict() == {}
 
 
 def test_another_pruning_of_the_same_weights_is_refused_by_name(tmp_path):
-    trainer = make_trainer(tmp_path, [NMSparsityCallback("2:4"), ModelPruning("l1_unstructured", amount=0.5)])
-    with pytest.raises(ValueError, match=r"ModelPruning and NMSparsityCallback in one Trainer .* twice: remove one"):
+    trainer = make_trainer(
+        tmp_path, [NMSparsityCallback("2:4"), ModelPruning("l1_unstructured", amount=0.5)]
+    )
+    with pytest.raises(
+        ValueError, match=r"ModelPruning and NMSparsityCallback in one Trainer .* twice: remove one"
+    ):
         trainer.fit(new_model(), Data())

@@ -81,7 +81,9 @@ def test_learning_rate_finder_in_between(tmp_path, placed):
     pl.seed_everything(0, verbose=False)
     model, nm, data = Tunable(), callback(), Data()
     steps = []
-    look = Inspect(lambda trainer, module: steps.append({n: x.step for n, x in nm.sparsifier.layers.items()}))
+    look = Inspect(
+        lambda trainer, module: steps.append({n: x.step for n, x in nm.sparsifier.layers.items()})
+    )
     finder = LearningRateFinder(num_training_steps=5)
     extra = {"callback-before": [finder, nm], "callback-after": [nm, finder]}.get(placed, [nm])
     trainer = make_trainer(tmp_path, [*extra, look], enable_checkpointing=False)
@@ -112,7 +114,9 @@ def test_gradient_accumulation_and_manual_steps_count_real_steps(tmp_path):
     counts = []
     nm = callback("sr-ste")
     look = Inspect(lambda trainer, module: counts.append(nm.sparsifier.layers["net.6"].step))
-    make_trainer(tmp_path, [nm, look], max_epochs=1, accumulate_grad_batches=4).fit(new_model(), Data())
+    make_trainer(tmp_path, [nm, look], max_epochs=1, accumulate_grad_batches=4).fit(
+        new_model(), Data()
+    )
     assert counts == [0, 0, 0, 1, 1, 2]
 
 
@@ -133,7 +137,9 @@ class TwoOptimizers(Net):
 def test_a_layer_follows_the_optimizer_that_owns_it(tmp_path):
     nm = callback("sr-ste")
     counts = []
-    look = Inspect(lambda trainer, module: counts.append({n: x.step for n, x in nm.sparsifier.layers.items()}))
+    look = Inspect(
+        lambda trainer, module: counts.append({n: x.step for n, x in nm.sparsifier.layers.items()})
+    )
     make_trainer(tmp_path, [nm, look], max_epochs=1).fit(TwoOptimizers(), Data())
     assert counts[-1] == {"net.3": 6, "net.6": 3}
 
@@ -198,7 +204,9 @@ def test_masks_follow_the_weights_whether_or_not_anything_is_logged(tmp_path, ev
 
     nm = callback("ste")
     inspect = Inspect(look)
-    make_trainer(tmp_path, [nm, inspect], max_epochs=1, log_every_n_steps=every).fit(new_model(), Data())
+    make_trainer(tmp_path, [nm, inspect], max_epochs=1, log_every_n_steps=every).fit(
+        new_model(), Data()
+    )
     assert inspect.calls == 6
 
 

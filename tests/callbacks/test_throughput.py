@@ -24,7 +24,11 @@ class Cuda:
 def fit(tmp_path, monkeypatch, plugin, name="NVIDIA H100 80GB HBM3", given=None):
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     trainer = make_trainer(
-        tmp_path, [monitor, callback()], plugins=[plugin], logger=Recorder(tmp_path), log_every_n_steps=1
+        tmp_path,
+        [monitor, callback()],
+        plugins=[plugin],
+        logger=Recorder(tmp_path),
+        log_every_n_steps=1,
     )
     model = new_model()
     model.flops_per_batch = 10**9
@@ -54,7 +58,9 @@ class Recorder(CSVLogger):
 
 
 def plugin(cls=NMMixedPrecision, **options):
-    return cls(backends=[SimulatedSparseKernel()], decisions=None, **{"kernels": "sparse", **options})
+    return cls(
+        backends=[SimulatedSparseKernel()], decisions=None, **{"kernels": "sparse", **options}
+    )
 
 
 def logs_mfu(trainer):
@@ -78,7 +84,9 @@ def test_a_peak_that_was_given_stays(tmp_path, monkeypatch, caplog):
     assert logs_mfu(trainer)
 
 
-@pytest.mark.parametrize(("cls", "kernels"), [(NMPrecision, "sparse"), (NMMixedPrecision, "reference")])
+@pytest.mark.parametrize(
+    ("cls", "kernels"), [(NMPrecision, "sparse"), (NMMixedPrecision, "reference")]
+)
 def test_mfu_stays_where_nothing_is_routed(cls, kernels, tmp_path, monkeypatch):
     trainer, monitor = fit(tmp_path, monkeypatch, plugin(cls, kernels=kernels))
     assert monitor.available_flops == TABLE

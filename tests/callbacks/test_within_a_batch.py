@@ -28,7 +28,10 @@ class Swap(pl.Callback):
 
     def on_validation_start(self, trainer, pl_module):
         self.kept = {key: value.clone() for key, value in pl_module.state_dict().items()}
-        other = {key: 0.9 * value if value.is_floating_point() else value for key, value in self.kept.items()}
+        other = {
+            key: 0.9 * value if value.is_floating_point() else value
+            for key, value in self.kept.items()
+        }
         pl_module.load_state_dict(other)
 
     def on_validation_end(self, trainer, pl_module):
@@ -38,14 +41,18 @@ class Swap(pl.Callback):
 def test_weights_that_are_swapped_within_a_window_do_not_rewind_the_noise(tmp_path):
     def draws(*others):
         seen = []
-        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws))
+        look = Inspect(
+            lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws)
+        )
         options = {
             "accumulate_grad_batches": 6,
             "val_check_interval": 1,
             "limit_val_batches": 1,
             "num_sanity_val_steps": 0,
         }
-        make_trainer(tmp_path, [callback("mvue"), *others, look], **options).fit(new_model(), Data())
+        make_trainer(tmp_path, [callback("mvue"), *others, look], **options).fit(
+            new_model(), Data()
+        )
         return seen
 
     assert draws(Swap()) == draws() == sorted(set(draws()))
@@ -62,7 +69,9 @@ def test_weights_that_are_swapped_leave_the_figures_alone(tmp_path, method):
             seen.append((s.stats(), s.mean_flip_rate(), s.mean_flops_ratios(), s.layer_stats()))
 
         options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-        make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(new_model(), Data())
+        make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(
+            new_model(), Data()
+        )
         return seen
 
     assert figures(Swap()) == figures()
@@ -75,7 +84,9 @@ def test_a_fit_that_dies_within_a_batch_leaves_none_open(tmp_path):
 
     def draws(nm):
         seen = []
-        look = Inspect(lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws))
+        look = Inspect(
+            lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws)
+        )
         make_trainer(tmp_path, [nm, look], max_epochs=1).fit(new_model(), Data())
         return seen
 
@@ -93,7 +104,9 @@ def test_batches_that_are_skipped_leave_none_open(tmp_path):
     def run(seed, **options):
         pl.seed_everything(seed, verbose=False)
         model = Skips()
-        save = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+        save = ModelCheckpoint(
+            tmp_path / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1
+        )
         trainer = make_trainer(tmp_path, [callback("mvue"), ExactResume(), save], max_epochs=3)
         trainer.fit(model, Data(), **options)
         return model

@@ -69,7 +69,10 @@ def made(owner, *args, **options):
 class TestOwners:
     def test_arguments_and_config_are_the_same(self, owner):
         config = SparsityConfig("1:4", "sr-ste", "mvue", exclude="head", seed=3, frozen="mask")
-        assert made(owner, "1:4", "sr-ste", "mvue", exclude="head", seed=3, frozen="mask").config == config
+        assert (
+            made(owner, "1:4", "sr-ste", "mvue", exclude="head", seed=3, frozen="mask").config
+            == config
+        )
         assert made(owner, config=config).config is config
 
     def test_both_are_refused(self, owner):
@@ -77,7 +80,9 @@ class TestOwners:
             made(owner, "1:4", seed=1, config=SparsityConfig())
 
     def test_a_mistyped_argument_is_named(self, owner):
-        with pytest.raises(TypeError, match=f"{owner.__name__} has no argument 'exlude'; did you mean 'exclude'"):
+        with pytest.raises(
+            TypeError, match=f"{owner.__name__} has no argument 'exlude'; did you mean 'exclude'"
+        ):
             made(owner, exlude="head")
 
     @pytest.mark.parametrize(
@@ -95,13 +100,17 @@ class TestOwners:
 
 @pytest.mark.parametrize("rules", [{"include": "a", "pattern": "1:4"}, ["a"], "a", 3])
 def test_rules_are_a_list_of_mappings(rules):
-    with pytest.raises(TypeError, match=r"`rules` takes a list of mappings, for example \[\{'include'"):
+    with pytest.raises(
+        TypeError, match=r"`rules` takes a list of mappings, for example \[\{'include'"
+    ):
         SparsityConfig(rules=rules)
 
 
 CONFIGS = [
     SparsityConfig(),
-    SparsityConfig("1:8", "asp", include=["a.*", "b"], skip_first_last="first", conv_layout="flat", seed=7),
+    SparsityConfig(
+        "1:8", "asp", include=["a.*", "b"], skip_first_last="first", conv_layout="flat", seed=7
+    ),
     SparsityConfig("2:8", rules=[{"include": "a", "pattern": "1:4", "method": "ste"}], preset=None),
     SparsityConfig("1:16", "sr-ste", "mvue", preset="paper", frozen="mask", grad_snr_every=0),
 ]
@@ -135,7 +144,9 @@ def test_yaml_takes_the_settings_and_the_config(written):
 
 
 def test_objects_become_their_class_and_arguments():
-    config = SparsityConfig(NMPattern(1, 4), ASP(start=5), MVUE(dense_end=3), rules=[{"include": "a", "method": STE()}])
+    config = SparsityConfig(
+        NMPattern(1, 4), ASP(start=5), MVUE(dense_end=3), rules=[{"include": "a", "method": STE()}]
+    )
     settings = json.loads(json.dumps(config.to_dict()))
     assert settings["pattern"] == "1:4"
     assert settings["method"]["init_args"]["start"] == 5
@@ -147,7 +158,9 @@ def test_objects_become_their_class_and_arguments():
 
 
 def test_an_unknown_key_is_refused():
-    with pytest.raises(TypeError, match=r"SparsityConfig has no argument 'patern'; did you mean 'pattern'\?"):
+    with pytest.raises(
+        TypeError, match=r"SparsityConfig has no argument 'patern'; did you mean 'pattern'\?"
+    ):
         SparsityConfig.from_dict({"patern": "2:4"})
 
 

@@ -27,7 +27,9 @@ from lightning_nm.config.presets import _PRESETS
 from tests.support.lightning_models import Data, SaveAt, make_trainer, new_model
 from tests.test_cli import config
 
-ALL = [(preset, method) for preset, known in _PRESETS.items() for method in known if method != "dense"]
+ALL = [
+    (preset, method) for preset, known in _PRESETS.items() for method in known if method != "dense"
+]
 
 
 SKIPS = {True: (True, True), "first": (True, False), "last": (False, True), False: (False, False)}
@@ -40,11 +42,15 @@ def _no_words_of_pytest(monkeypatch):
 
 
 def model():
-    return nn.Sequential(nn.Conv2d(4, 8, 2), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 2), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 4)
+    )
 
 
 def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
-    return NMSparsifier(model(), pattern, method, preset=preset, planned_steps=100, **options).attach()
+    return NMSparsifier(
+        model(), pattern, method, preset=preset, planned_steps=100, **options
+    ).attach()
 
 
 @pytest.mark.parametrize(
@@ -56,16 +62,34 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
             "paper",
             ["1", "3"],
             "flat",
-            {"permute_every": 100, "candidates": 100, "search": "redraw", "criterion": "retained", "first_search": 99},
+            {
+                "permute_every": 100,
+                "candidates": 100,
+                "search": "redraw",
+                "criterion": "retained",
+                "first_search": 99,
+            },
         ),
         ("asp", "paper", ["0", "1", "3", "4"], "plain", {"start": 0, "init": "magnitude"}),
-        ("transposable", "paper", ["0", "1", "3"], "flat", {"update_every": 40, "first_update": 39, "decay": 0}),
+        (
+            "transposable",
+            "paper",
+            ["0", "1", "3"],
+            "flat",
+            {"update_every": 40, "first_update": 39, "decay": 0},
+        ),
         (
             "transposable",
             "fst",
             ["1", "3"],
             "plain",
-            {"update_every": 40, "first_update": None, "decay": 6e-5, "decay_at": "after-clipping", "dense_end": 1 / 6},
+            {
+                "update_every": 40,
+                "first_update": None,
+                "decay": 6e-5,
+                "decay_at": "after-clipping",
+                "dense_end": 1 / 6,
+            },
         ),
     ],
 )
@@ -86,7 +110,9 @@ def test_what_is_given_precedes_the_preset(preset, method):
             "flat" if layout == "flat" else "plain"
         }
         assert list(made.layers) == ["0"] * (not first) + ["1", "3"] + ["4"] * (not last)
-    assert isinstance(sparsifier(method, preset, grad_estimator="top-n").layers["1"].estimator, TopN)
+    assert isinstance(
+        sparsifier(method, preset, grad_estimator="top-n").layers["1"].estimator, TopN
+    )
 
 
 def test_a_method_that_is_an_object_is_taken_as_it_is():
@@ -99,7 +125,12 @@ def test_a_method_that_is_an_object_is_taken_as_it_is():
 
 def test_a_method_of_the_paper_with_changes():
     method = preset_method("bi-mask", permute_every=7, decay=0.5)
-    assert (method.permute_every, method.decay, method.search, method.first_search) == (7, 0.5, "redraw", 99)
+    assert (method.permute_every, method.decay, method.search, method.first_search) == (
+        7,
+        0.5,
+        "redraw",
+        99,
+    )
     assert preset_method("transposable", "fst", decay=2e-4).decay_at == "after-clipping"
     with pytest.raises(TypeError, match="permute_evry"):
         preset_method("bi-mask", permute_evry=7)
@@ -117,11 +148,18 @@ def test_rules_take_their_own_methods_preset():
     assert not isinstance(first.method, BiMask)
     assert first.method.decay_scale == "world-size"
     assert first.spec.layout == "plain"
-    assert (type(second.method), str(second.pattern), second.method.search) == (BiMask, "1:4", "redraw")
+    assert (type(second.method), str(second.pattern), second.method.search) == (
+        BiMask,
+        "1:4",
+        "redraw",
+    )
     assert len(made.settings.presets) == 2
     rules[0]["conv_layout"] = "flat"
     assert sparsifier(rules=rules).layers["0"].spec.layout == "flat"
-    assert sparsifier(rules=rules[1:], include="0", conv_layout="channels").layers["0"].spec.layout == "plain"
+    assert (
+        sparsifier(rules=rules[1:], include="0", conv_layout="channels").layers["0"].spec.layout
+        == "plain"
+    )
 
 
 def test_a_preset_is_trained_without_its_estimator():
@@ -149,7 +187,9 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
     made = sparsifier("dense", preset, rules=listed)
     assert "".join(made.layers) == masked
     assert all((layer.estimator is None) == (preset == "paper") for layer in made.layers.values())
-    given = sparsifier("dense", preset, rules=listed, skip_first_last="last", grad_estimator="dense")
+    given = sparsifier(
+        "dense", preset, rules=listed, skip_first_last="last", grad_estimator="dense"
+    )
     assert "".join(given.layers) == "013"
     assert all(layer.estimator is None for layer in given.layers.values())
 
@@ -158,12 +198,24 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
     ("options", "words"),
     [
         ({"preset": "papers"}, "preset='papers' is unknown: use 'paper' or 'fst'"),
-        ({"preset": "fst"}, "preset='fst' has no settings for method 'bi-mask': it has them for 'transposable'"),
-        ({"preset": "paper", "method": "bame"}, "preset='paper' has no settings for method 'bame': it has them for 's"),
+        (
+            {"preset": "fst"},
+            "preset='fst' has no settings for method 'bi-mask': it has them for 'transposable'",
+        ),
+        (
+            {"preset": "paper", "method": "bame"},
+            "preset='paper' has no settings for method 'bame': it has them for 's",
+        ),
         ({"preset": "fst", "method": ASP()}, "preset='fst' has no settings for method ASP objects"),
-        ({"preset": "paper", "rules": [{"include": "a", "method": "ste"}]}, "no settings for method 'ste'"),
+        (
+            {"preset": "paper", "rules": [{"include": "a", "method": "ste"}]},
+            "no settings for method 'ste'",
+        ),
         ({"preset": "paper", "method": "bi-msak"}, "method 'bi-msak' does not exist"),
-        ({"rules": [{"include": "a", "conv_layout": "hwc"}]}, "conv_layout='hwc' is unknown: use 'channels' or 'flat'"),
+        (
+            {"rules": [{"include": "a", "conv_layout": "hwc"}]},
+            "conv_layout='hwc' is unknown: use 'channels' or 'flat'",
+        ),
     ],
 )
 def test_what_no_preset_has_is_refused_at_once(options, words):
@@ -175,9 +227,15 @@ def test_it_is_seen_in_the_table_the_log_and_the_state():
     made, out = sparsifier(rules=[{"include": "0", "method": "sr-ste"}]), io.StringIO()
     print_layers(made, Console(file=out, width=300))
     text = out.getvalue()
-    assert "preset paper, arXiv 2302.06058: permute_every=100, first_search=99, candidates=100, search=redraw" in text
+    assert (
+        "preset paper, arXiv 2302.06058: permute_every=100, first_search=99, candidates=100, search=redraw"
+        in text
+    )
     assert "conv_layout=flat, skip_first=True, skip_last=True" in text
-    assert "preset paper, arXiv 2102.04010: decay=0.0002, decay_scale=world-size, conv_layout=channels" in text
+    assert (
+        "preset paper, arXiv 2102.04010: decay=0.0002, decay_scale=world-size, conv_layout=channels"
+        in text
+    )
     found = hyperparameters(made)
     assert found["nm/preset"] == "paper"
     assert (found["nm/conv_layout"], found["nm/rules/0/conv_layout"]) == ("flat", "channels")
@@ -192,7 +250,9 @@ LINES = ["pattern: 2:4", "method: sr-ste", "preset: paper", "skip_first_last: fi
 def test_yaml(tmp_path, capsys):
     rule = "rules: [{include: 'stages.*', conv_layout: flat}]"
     with pytest.raises(SystemExit):
-        main(["fit", "-c", config(tmp_path, *LINES, "grad_estimator: dense", rule), "--print_config"])
+        main(
+            ["fit", "-c", config(tmp_path, *LINES, "grad_estimator: dense", rule), "--print_config"]
+        )
     printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
     names = ("preset", "skip_first_last", "conv_layout")
     assert [printed[name] for name in names] == ["paper", "first", None]
@@ -204,7 +264,10 @@ def test_yaml(tmp_path, capsys):
     ("lines", "words"),
     [
         (["preset: papers"], "preset: 'papers' is none of paper, fst; did you mean 'paper'?"),
-        (["rules: [{include: a, conv_layot: flat}]"], "rules: there is no 'conv_layot'; did you mean 'conv_layout'?"),
+        (
+            ["rules: [{include: a, conv_layot: flat}]"],
+            "rules: there is no 'conv_layot'; did you mean 'conv_layout'?",
+        ),
         (["method: bame", "preset: paper"], "preset='paper' has no settings for method 'bame'"),
     ],
 )
@@ -223,11 +286,15 @@ def test_a_trainer_trains_and_resumes_with_a_preset(tmp_path):
         return trained
 
     whole = fit(callbacks=[SaveAt(tmp_path / "saved.ckpt", 8)])
-    state = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]["NMSparsityCallback"]
+    state = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"][
+        "NMSparsityCallback"
+    ]
     assert state["preset"] == "paper"
     assert set(state["layers"]) == {"net.3", "net.6"}
     resumed = fit(tmp_path / "saved.ckpt")
-    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert all(
+        torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items()
+    )
 
 
 def test_a_state_without_the_new_entries_goes_on():
@@ -253,7 +320,9 @@ def test_first_and_last_layers_are_dense_by_the_option_else_by_the_preset(skips,
     by_default = of_preset[method] if preset else (True, True)
     first, last = by_default if skips is None else SKIPS[skips]
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))
-    masked = list(NMSparsifier(net, "2:4", method, preset=preset, skip_first_last=skips).attach().layers)
+    masked = list(
+        NMSparsifier(net, "2:4", method, preset=preset, skip_first_last=skips).attach().layers
+    )
     assert masked == ["0"] * (not first) + ["1"] + ["2"] * (not last)
     if preset is None and skips is not None:
         net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4))

@@ -12,7 +12,9 @@ INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 
 
 def write_idx(path, values):
-    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    header = bytes([0, 0, 8, values.ndim]) + b"".join(
+        size.to_bytes(4, "big") for size in values.shape
+    )
     raw = header + bytes(values.flatten().tolist())
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
 
@@ -106,9 +108,14 @@ def test_fashion_mnist_tunes_without_the_test_file(tiny_folder, tmp_path):
 
 
 def test_fashion_mnist_says_what_is_wrong(tiny_folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}.*apt-get install dataset-fashion-mnist"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{tmp_path}.*apt-get install dataset-fashion-mnist"
+    ):
         FashionMNIST(str(tmp_path)).setup("fit")
-    with pytest.raises(ValueError, match=r"train_size=12 and val_size=9 need 21 images, but the training file has 20"):
+    with pytest.raises(
+        ValueError,
+        match=r"train_size=12 and val_size=9 need 21 images, but the training file has 20",
+    ):
         FashionMNIST(str(tiny_folder), train_size=12, val_size=9).setup("fit")
     with pytest.raises(ValueError, match="the training file has 60000"):
         FashionMNIST(train_size=70_000)
@@ -175,14 +182,23 @@ def test_help_topics():
 
 
 def test_help_topics_tunes_on_training_text():
-    data, tuning = (HelpTopics(context=16, val_fraction=0.2, tuning=tuning) for tuning in (False, True))
+    data, tuning = (
+        HelpTopics(context=16, val_fraction=0.2, tuning=tuning) for tuning in (False, True)
+    )
     for module in (data, tuning):
         module.setup("fit")
-    whole = bytes(data.train_set.windows[:, :-1].flatten().tolist())  # what the held-out text follows
-    train, test = (bytes(part.windows[:, :-1].flatten().tolist()) for part in (tuning.train_set, tuning.test_set))
+    whole = bytes(
+        data.train_set.windows[:, :-1].flatten().tolist()
+    )  # what the held-out text follows
+    train, test = (
+        bytes(part.windows[:, :-1].flatten().tolist())
+        for part in (tuning.train_set, tuning.test_set)
+    )
     assert whole.startswith(train)
     assert whole.find(test[:400]) >= len(train)
-    assert 0 <= len(whole) - len(train) - len(test) < 2 * 16  # ends of the texts that fill no window
+    assert (
+        0 <= len(whole) - len(train) - len(test) < 2 * 16
+    )  # ends of the texts that fill no window
     assert len(test) == pytest.approx(0.2 * len(whole), abs=32)
 
 
@@ -210,11 +226,15 @@ def test_python_source_is_the_same_each_time(python_source):
     again.setup("fit")
     assert torch.equal(again.train_set.windows, python_source.train_set.windows)
     held_out = len(again.val_set)
-    assert held_out / (held_out + len(again.train_set)) == pytest.approx(0.1, abs=0.08)  # a file is a large part here
+    assert held_out / (held_out + len(again.train_set)) == pytest.approx(
+        0.1, abs=0.08
+    )  # a file is a large part here
 
 
 def test_python_source_tunes_on_training_files(python_source):
-    tuning = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, val_size=10**9, tuning=True)
+    tuning = PythonSource(
+        ["lightning-utilities"], context=16, val_fraction=0.1, val_size=10**9, tuning=True
+    )
     tuning.setup("fit")
     whole, train, held_out = (
         bytes(part.windows[:, :-1].flatten().tolist())
@@ -234,7 +254,10 @@ def test_python_source_of_one_text_alone():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PythonSource(["no-such-package"]).setup("fit"), "'no-such-package' is not installed: run `pip inst"),
+        (
+            lambda: PythonSource(["no-such-package"]).setup("fit"),
+            "'no-such-package' is not installed: run `pip inst",
+        ),
         (lambda: PythonSource(context=0), "context must be at least 1"),
         (lambda: PythonSource(val_size=0), "val_size must be at least 1"),
         (lambda: Digits(batch_size=0), "batch_size must be at least 1, got 0"),
@@ -245,7 +268,10 @@ def test_python_source_of_one_text_alone():
         (lambda: HelpTopics(train_size=0), "train_size must be at least 1"),
         (lambda: HelpTopics(train_size=10**6).setup("fit"), "but the text has"),
         (lambda: HelpTopics(context=10**6).setup("fit"), "too short for a context of 1000000"),
-        (lambda: ImageArrays(torch.zeros(2, 1, 1, 1), torch.zeros(3), scale=1), "2 images but 3 labels"),
+        (
+            lambda: ImageArrays(torch.zeros(2, 1, 1, 1), torch.zeros(3), scale=1),
+            "2 images but 3 labels",
+        ),
     ],
 )
 def test_bad_arguments(make, message):

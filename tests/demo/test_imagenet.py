@@ -17,7 +17,11 @@ from lightning_nm.demo.seeding import keyed_generator
 def test_random_images():
     data = ImageNet(synthetic=10, image_size=16, batch_size=4, num_classes=3)
     batches = list(data.train_dataloader())
-    assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 16, 16), (4, 3, 16, 16), (2, 3, 16, 16)]
+    assert [tuple(images.shape) for images, _ in batches] == [
+        (4, 3, 16, 16),
+        (4, 3, 16, 16),
+        (2, 3, 16, 16),
+    ]
     labels = torch.cat([labels for _, labels in batches])
     assert labels.dtype == torch.int64
     assert set(labels.tolist()) <= {0, 1, 2}
@@ -29,12 +33,16 @@ def test_random_images():
 
 
 def test_a_missing_folder_and_a_missing_torchvision_are_named(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*train: pass the folder .* or synthetic=N"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no folder .*train: pass the folder .* or synthetic=N"
+    ):
         ImageNet(str(tmp_path)).setup("fit")
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ImportError, match=r"reads the images of .*train with torchvision, .* or pass synthetic=N"):
+    with pytest.raises(
+        ImportError, match=r"reads the images of .*train with torchvision, .* or pass synthetic=N"
+    ):
         ImageNet(str(tmp_path)).setup("fit")
 
 
@@ -62,7 +70,14 @@ def torchvision(monkeypatch):
             super().__init__((number, number % 2) for number in range(6))
 
     datasets.ImageFolder = Folder
-    for name in ("RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Resize", "CenterCrop", "Normalize"):
+    for name in (
+        "RandomResizedCrop",
+        "RandomHorizontalFlip",
+        "ToTensor",
+        "Resize",
+        "CenterCrop",
+        "Normalize",
+    ):
         setattr(transforms, name, lambda *args, name=name: (name, *args))
     transforms.Compose = Noise
     monkeypatch.setitem(sys.modules, "torchvision", package)
@@ -112,7 +127,9 @@ def test_draws_depend_on_seed_epoch_and_index_alone():
 
 def test_light_has_the_colours_of_imagenet():
     """The main colour is a grey of deviation 0.2175; the three are orthonormal."""
-    lights = torch.stack([random_light(1.0, keyed_generator(0, k)).flatten() for k in range(4000)]) * torch.tensor(STD)
+    lights = torch.stack(
+        [random_light(1.0, keyed_generator(0, k)).flatten() for k in range(4000)]
+    ) * torch.tensor(STD)
     deviations, colours = torch.linalg.eigh(lights.T.cov())
     assert deviations.sqrt().tolist() == pytest.approx([0.0045, 0.0188, 0.2175], rel=0.05)
     assert colours[:, 2].abs().tolist() == pytest.approx([0.5675, 0.5808, 0.5836], abs=0.01)

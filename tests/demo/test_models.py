@@ -66,7 +66,9 @@ def test_cnn_loads_from_its_checkpoint(trained_cnn, tmp_path):
 def test_cnn_channels_fit_every_pattern(width, depth, channels):
     model = ResidualCNN(in_channels=channels, num_classes=7, width=width, depth=depth)
     assert model(torch.rand(2, channels, 12, 12)).shape == (2, 7)
-    convolutions = [m for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and "stem" not in name]
+    convolutions = [
+        m for name, m in model.named_modules() if isinstance(m, nn.Conv2d) and "stem" not in name
+    ]
     assert len(convolutions) == 6 * depth + 2
     assert all(c.in_channels % 16 == 0 and c.out_channels % 16 == 0 for c in convolutions)
 
@@ -75,7 +77,9 @@ def test_transformer_learns_text(trained_transformer):
     _, trainer = trained_transformer
     metrics = trainer.callback_metrics
     assert metrics["val_loss"] < 3.2  # log(256) is 5.5, the entropy of single bytes about 3.3
-    assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_loss"].item() / math.log(2), rel=1e-5)
+    assert metrics["val_bits_per_byte"] == pytest.approx(
+        metrics["val_loss"].item() / math.log(2), rel=1e-5
+    )
 
 
 def test_transformer_does_not_look_ahead(trained_transformer):
@@ -88,7 +92,9 @@ def test_transformer_does_not_look_ahead(trained_transformer):
 
 
 def test_transformer_is_built_of_plain_linear_layers():
-    names = {name for name, m in TinyTransformer(depth=1).named_modules() if isinstance(m, nn.Linear)}
+    names = {
+        name for name, m in TinyTransformer(depth=1).named_modules() if isinstance(m, nn.Linear)
+    }
     assert names == {"blocks.0.qkv", "blocks.0.proj", "blocks.0.fc1", "blocks.0.fc2", "head"}
 
 
@@ -101,7 +107,10 @@ def test_transformer_is_built_of_plain_linear_layers():
         (lambda: TinyTransformer(dim=64, heads=5), "of heads=5"),
         (lambda: TinyTransformer(warmup=1.0), r"warmup=1\.0 must be a share of the steps"),
         (lambda: ResidualCNN(width=16, warmup=-0.1), r"warmup=-0\.1 must be a share of the steps"),
-        (lambda: TinyTransformer(context=8)(torch.zeros(1, 9, dtype=torch.long)), "9 tokens, but context=8"),
+        (
+            lambda: TinyTransformer(context=8)(torch.zeros(1, 9, dtype=torch.long)),
+            "9 tokens, but context=8",
+        ),
     ],
 )
 def test_bad_arguments(make, message):
@@ -143,13 +152,19 @@ def test_command_line_reads_the_signatures(model, data, monkeypatch):
     assert cli.datamodule.batch_size == 16
 
 
-@pytest.mark.parametrize("model", [ResidualCNN(width=16, warmup=0.5), TinyTransformer(dim=16, heads=2, warmup=0.5)])
+@pytest.mark.parametrize(
+    "model", [ResidualCNN(width=16, warmup=0.5), TinyTransformer(dim=16, heads=2, warmup=0.5)]
+)
 def test_the_warmup_is_a_share_of_the_steps(model):
-    model.trainer = Trainer(accelerator="cpu", logger=False, max_steps=20, enable_checkpointing=False)
+    model.trainer = Trainer(
+        accelerator="cpu", logger=False, max_steps=20, enable_checkpointing=False
+    )
     model.trainer.fit_loop.setup_data = lambda: None  # the plan is max_steps; there is no data
     schedule = model.configure_optimizers()["lr_scheduler"]["scheduler"]
     (rate,) = schedule.base_lrs
-    assert [schedule.lr_lambdas[0](step) for step in range(11)] == pytest.approx([*(n / 10 for n in range(1, 11)), 1.0])
+    assert [schedule.lr_lambdas[0](step) for step in range(11)] == pytest.approx(
+        [*(n / 10 for n in range(1, 11)), 1.0]
+    )
     assert rate == model.lr
 
 
@@ -158,7 +173,9 @@ def test_nothing_depends_on_the_rest_of_the_package():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            ours = {name for name in names if name.startswith("lightning_nm")} - {"lightning_nm.callbacks.rng_state"}
+            ours = {name for name in names if name.startswith("lightning_nm")} - {
+                "lightning_nm.callbacks.rng_state"
+            }
             assert all(name.startswith("lightning_nm.demo") for name in ours)
 
 

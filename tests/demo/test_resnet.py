@@ -63,7 +63,11 @@ def test_forward_and_initial_variance():
 
 def small(**options):
     trainer = Trainer(
-        max_epochs=4, logger=False, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False
+        max_epochs=4,
+        logger=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_checkpointing=False,
     )
     with torch.device("meta"):
         model = ResNet50(**options)
@@ -106,7 +110,10 @@ def test_the_rate_rises_for_epochs_and_falls_to_zero():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"no_decay": ["*bm1*"]}, "no_decay: '\\*bm1\\*' matches no parameter; they are named like .*bn1"),
+        (
+            {"no_decay": ["*bm1*"]},
+            "no_decay: '\\*bm1\\*' matches no parameter; they are named like .*bn1",
+        ),
         ({"label_smoothing": 1.5}, "label_smoothing must lie within \\[0, 1\\], got 1.5"),
         ({"warmup_epochs": -1}, "warmup_epochs must be a number of epochs, 0 or more, got -1"),
     ],

@@ -21,14 +21,18 @@ class Numbered(ResumableDataModule):
 
     def setup(self, stage):
         images = torch.arange(22 * 16).remainder(251).to(torch.uint8).reshape(22, 1, 4, 4)
-        self.train_set = ImageArrays(images, torch.arange(22), scale=255, augment=True, seed=self.seed)
+        self.train_set = ImageArrays(
+            images, torch.arange(22), scale=255, augment=True, seed=self.seed
+        )
         self.val_set = ImageArrays(images[:4], torch.arange(4), scale=255)
 
 
 class Regression(LightningModule):
     def __init__(self, dropout):
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 1))
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 1)
+        )
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
@@ -57,7 +61,9 @@ class Watch(Callback):
             self.saved.append((path, len(self.seen)))
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.seen.append((trainer.current_epoch, batch_idx, batch[1].tolist(), batch[0].sum().item()))
+        self.seen.append(
+            (trainer.current_epoch, batch_idx, batch[1].tolist(), batch[0].sum().item())
+        )
 
     def on_train_batch_end(self, trainer, *args):
         self.save(trainer, "batch")
@@ -99,7 +105,12 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("setting", "hook"),
-    [(s, h) for s in SETTINGS for h in ("batch", "validation", "epoch") if (s, h) != ("no-validation", "validation")],
+    [
+        (s, h)
+        for s in SETTINGS
+        for h in ("batch", "validation", "epoch")
+        if (s, h) != ("no-validation", "validation")
+    ],
 )
 def test_every_checkpoint_resumes_exactly(tmp_path, setting, hook):
     kwargs = SETTINGS[setting]
@@ -149,7 +160,10 @@ def test_lightning_drops_the_gradients_of_an_unfinished_window(tmp_path):
         assert torch.equal(resumed_weights, weights) == stepped
 
 
-@pytest.mark.xfail(reason="Lightning counts the epoch twice when it resumes a max_steps run at its end", strict=False)
+@pytest.mark.xfail(
+    reason="Lightning counts the epoch twice when it resumes a max_steps run at its end",
+    strict=False,
+)
 def test_exact_by_steps_when_saved_at_the_end_of_an_epoch(tmp_path):
     kwargs = {"max_steps": 10, "max_epochs": -1}
     whole, _ = run(tmp_path, "epoch", **kwargs)
@@ -160,7 +174,12 @@ def test_exact_by_steps_when_saved_at_the_end_of_an_epoch(tmp_path):
 def test_a_checkpoint_that_is_only_tested_does_not_move_the_next_fit(tmp_path):
     whole, _ = run(tmp_path, "batch", max_epochs=1)
     data, watch = Numbered(), Watch(tmp_path, None)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, callbacks=[watch], **options)
     trainer.validate(Regression(0.0), data, ckpt_path=whole.saved[2][0], verbose=False)
     trainer.fit(Regression(0.0), data)

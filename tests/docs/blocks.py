@@ -29,7 +29,11 @@ def prose(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+    return "\n".join(
+        "".join(cell["source"])
+        for cell in json.loads(text)["cells"]
+        if cell["cell_type"] == "markdown"
+    )
 
 
 def execute(page, **names):
@@ -44,7 +48,9 @@ def run_commands(block):
     for line in block.splitlines():
         program, *words = shlex.split(line, comments=True)
         assert program == "lightning-nm"
-        expanded = [found for word in words for found in sorted(map(str, Path().glob(word))) or [word]]
+        expanded = [
+            found for word in words for found in sorted(map(str, Path().glob(word))) or [word]
+        ]
         assert main(expanded) == 0, line
 
 
@@ -52,7 +58,12 @@ class QuietTrainer(pl.Trainer):
     """A Trainer on the CPU that prints no progress; takes the place of ``pl.Trainer`` in a page."""
 
     def __init__(self, **options):
-        quiet = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
         super().__init__(**quiet | options)
 
 
@@ -60,4 +71,6 @@ class ShortTrainer(QuietTrainer):
     """One epoch, without files."""
 
     def __init__(self, **options):
-        super().__init__(**options | {"max_epochs": 1, "logger": False, "enable_checkpointing": False})
+        super().__init__(
+            **options | {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
+        )

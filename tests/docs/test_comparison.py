@@ -47,7 +47,9 @@ def test_what_torchao_does():
 
 def test_a_run_of_model_pruning_that_prunes_nothing_resumes(tmp_path, monkeypatch):
     """The question can be answered with yes: what does not resume is the masks."""
-    monkeypatch.setattr(model_pruning, "pruning", lambda: model_pruning.ModelPruning("l1_unstructured", amount=0.0))
+    monkeypatch.setattr(
+        model_pruning, "pruning", lambda: model_pruning.ModelPruning("l1_unstructured", amount=0.0)
+    )
     assert model_pruning.resumes(tmp_path)
 
 
@@ -67,7 +69,9 @@ def test_the_question_of_masks():
 
 def test_the_table_of_the_page():
     text = PAGE.read_text(encoding="utf-8")
-    shown = re.search(r"<!-- begin: python -m benchmarks.peers -->\n(.*?)<!-- end -->", text, re.DOTALL).group(1)
+    shown = re.search(
+        r"<!-- begin: python -m benchmarks.peers -->\n(.*?)<!-- end -->", text, re.DOTALL
+    ).group(1)
     assert shown.strip() == table(RAN)
 
 

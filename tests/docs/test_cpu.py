@@ -27,7 +27,10 @@ def test_switched_on(tmp_path, monkeypatch, capsys):
     router = trainer.precision_plugin.router
     assert {used.product.key.gemm for used in router.used()} == {"forward", "dgrad", "wgrad"}
     if not library.unavailable():
-        assert any(used.decision is not None and used.decision.source == "measured" for used in router.used())
+        assert any(
+            used.decision is not None and used.decision.source == "measured"
+            for used in router.used()
+        )
         assert (tmp_path / ".cache/lightning_nm/kernels.json").is_file()
 
 

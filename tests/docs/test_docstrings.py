@@ -19,7 +19,10 @@ NAMES = {"BAME": "lightning_nm.methods.BAME", "nm_mask": "lightning_nm.functiona
         (":class:`BAME` is", "[`BAME`][lightning_nm.methods.BAME] is"),
         (":class:`~lightning_nm.BAME`", "[`BAME`][lightning_nm.methods.BAME]"),
         (":meth:`BAME.update`", "[`BAME.update`][lightning_nm.methods.BAME]"),
-        (":func:`~a.b.nm_mask`, :func:`other()`", "[`nm_mask`][lightning_nm.functional.nm_mask], `other`"),
+        (
+            ":func:`~a.b.nm_mask`, :func:`other()`",
+            "[`nm_mask`][lightning_nm.functional.nm_mask], `other`",
+        ),
         ("``x`` and `y`", "``x`` and `y`"),
         ("As follows::\n\n    x = 1", "As follows:\n\n    x = 1"),
     ],

@@ -41,7 +41,9 @@ CONTRACTS = {
         test_contract.test_state_round_trip_is_exact("lazy", "linear", "adamw"),
     ],
     "estimator": lambda: [
-        test_gradient_estimators.test_blocks_lie_along_tokens_and_are_padded_with_zeros("random-n", 6),
+        test_gradient_estimators.test_blocks_lie_along_tokens_and_are_padded_with_zeros(
+            "random-n", 6
+        ),
         test_gradient_estimators.test_what_is_not_finite_stays_visible("random-n", float("nan")),
     ],
     "kernel": lambda: test_routing.test_the_same_numbers("bi-mask", "linear", "3:8"),
@@ -59,7 +61,9 @@ def test_contracts(page):
     (rows,) = (block for block in others if "# from my_package" in block)
     exec(example + rows, {})
     CONTRACTS[page]()
-    (command,) = (block for block in blocks("", PAGES[page]) if block.startswith("python -m pytest "))
+    (command,) = (
+        block for block in blocks("", PAGES[page]) if block.startswith("python -m pytest ")
+    )
     plugin, files = re.fullmatch(r"python -m pytest -p (\w+) (.+) -k [\w-]+\n", command).groups()
     assert f"`{plugin}.py`" in PAGES[page]
     assert all((ROOT / file).is_file() for file in files.split())
@@ -67,6 +71,8 @@ def test_contracts(page):
 
 def test_hooks_of_a_method_are_listed_as_they_are():
     assert hooks.PAGE.read_text(encoding="utf-8") == hooks.page(), "run `python -m tools.hooks`"
-    listed = {signature.partition("(")[0] for signature, _ in hooks.hooks()} | {name for name, *_ in hooks.flags()}
+    listed = {signature.partition("(")[0] for signature, _ in hooks.hooks()} | {
+        name for name, *_ in hooks.flags()
+    }
     assert listed == {name for name in dir(Method) if not name.startswith("_")} - hooks.NOT_HOOKS
     assert all(meaning for _, meaning in hooks.hooks())

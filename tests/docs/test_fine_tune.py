@@ -18,10 +18,14 @@ def test_from_dense_to_a_verified_sparse_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pl, "Trainer", QuietTrainer)
     names = execute(page)
     printed = capsys.readouterr().out
-    assert re.search(r"^14 layers are 2:4, the largest error of an output is 0\.\d\d$", printed, re.MULTILINE)
+    assert re.search(
+        r"^14 layers are 2:4, the largest error of an output is 0\.\d\d$", printed, re.MULTILINE
+    )
     module = names["module"]
     masked = [module.get_submodule(name) for name in names["result"].layers]
-    assert all(type(layer).__name__ == "Linear" and nmf.is_nm(layer.weight, "2:4") for layer in masked)
+    assert all(
+        type(layer).__name__ == "Linear" and nmf.is_nm(layer.weight, "2:4") for layer in masked
+    )
     assert "lm_head" not in "".join(names["result"].layers)
 
     run_commands("".join(blocks("", page)))

@@ -14,7 +14,9 @@ from lightning_nm.cli import main
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "flops.md").read_text(encoding="utf-8")
 CONFIGS = sorted((ROOT / "configs" / "imagenet").glob("*.yaml"))
-PUBLISHED = re.findall(r"^\| (SR-STE|Bi-Mask|BAME) (\d+:\d+) \| ([\d.]+)x, recalled \| (.*) \|$", PAGE, re.MULTILINE)
+PUBLISHED = re.findall(
+    r"^\| (SR-STE|Bi-Mask|BAME) (\d+:\d+) \| ([\d.]+)x, recalled \| (.*) \|$", PAGE, re.MULTILINE
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,9 @@ def counted(capsys, *words):
 
 @pytest.mark.slow
 def test_the_output_is_as_shown(capsys):
-    command, shown = re.search(r"^```\n(lightning-nm flops .*)\n```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S).groups()
+    command, shown = re.search(
+        r"^```\n(lightning-nm flops .*)\n```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S
+    ).groups()
     program, *words = shlex.split(command)
     assert program == "lightning-nm"
     assert main(words) == 0
@@ -45,16 +49,29 @@ def test_the_output_is_as_shown(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["SR-STE", "Bi-Mask"])
 def test_the_factors_of_the_papers(capsys, method):
-    rows = {pattern: (float(value), cells) for name, pattern, value, cells in PUBLISHED if name == method}
+    rows = {
+        pattern: (float(value), cells)
+        for name, pattern, value, cells in PUBLISHED
+        if name == method
+    }
     config = f"configs/imagenet/resnet50-{method.lower()}.yaml"
     for report in counted(capsys, config, "--pattern", *rows):
         published, shown = rows[report["pattern"]]
         n, m = map(int, report["pattern"].split(":"))
         alone, whole = (report[kind]["paper"]["all"] for kind in ("masked_ratios", "ratios"))
-        assert alone == pytest.approx((n / m + 2) / 3 if method == "SR-STE" else (2 * n / m + 1) / 3)
+        assert alone == pytest.approx(
+            (n / m + 2) / 3 if method == "SR-STE" else (2 * n / m + 1) / 3
+        )
         # Two digits, rounded or cut.
-        assert published in (round(alone, 2), math.floor(100 * alone) / 100, math.ceil(100 * alone) / 100 - 0.01)
-        cells = (f"{share:.4f} | {share / published - 1:+.1%}".replace("%", " %") for share in (alone, whole))
+        assert published in (
+            round(alone, 2),
+            math.floor(100 * alone) / 100,
+            math.ceil(100 * alone) / 100 - 0.01,
+        )
+        cells = (
+            f"{share:.4f} | {share / published - 1:+.1%}".replace("%", " %")
+            for share in (alone, whole)
+        )
         assert shown == " | ".join(cells)
         stem = next(layer for layer in report["layers"] if layer["name"] == "conv1")
         assert stem["macs"] / report["macs"] == pytest.approx(0.029, abs=5e-4)
@@ -63,12 +80,16 @@ def test_the_factors_of_the_papers(capsys, method):
 @pytest.mark.slow
 def test_bame_against_sr_ste(capsys, tmp_path):
     bame = tmp_path / "bame.yaml"
-    callback = "{class_path: lightning_nm.NMSparsityCallback, init_args: {pattern: 1:16, method: bame}}"
+    callback = (
+        "{class_path: lightning_nm.NMSparsityCallback, init_args: {pattern: 1:16, method: bame}}"
+    )
     bame.write_text(f"trainer: {{callbacks: [{callback}]}}")
     config = "configs/imagenet/resnet50-sr-ste.yaml"
     (evolved,) = counted(capsys, config, str(bame), "--steps", "10000")
     (ste,) = counted(capsys, config, "--pattern", "1:16")
-    masked_stem = ste["ratios"]["paper"]["all"] - (1 - 1 / 16) / 3 * ste["layers"][0]["macs"] / ste["macs"]
+    masked_stem = (
+        ste["ratios"]["paper"]["all"] - (1 - 1 / 16) / 3 * ste["layers"][0]["macs"] / ste["macs"]
+    )
     pairs = [(ste["ratios"]["paper"]["all"], evolved["ratios"]["paper"]["all"])]
     pairs.append((masked_stem, evolved["ratios"]["paper"]["all"]))
     pairs.append((ste["masked_ratios"]["paper"]["all"], evolved["masked_ratios"]["paper"]["all"]))
@@ -84,8 +105,16 @@ def test_the_configs_run_on_random_images(capsys, monkeypatch, config, tmp_path)
     (command,) = re.findall(r"^```\n(lightning-nm fit .*?)^```$", PAGE, re.M | re.S)
     program, fit, flag, shown, *words = shlex.split(command.replace("\\\n", ""))
     assert (program, fit, flag, ROOT / shown in CONFIGS) == ("lightning-nm", "fit", "-c", True)
-    small = ["--data.init_args.image_size=32", "--data.init_args.num_workers=0", "--trainer.accelerator=cpu"]
-    small += ["--data.init_args.synthetic=12", "--data.init_args.batch_size=4", "--trainer.fast_dev_run=2"]
+    small = [
+        "--data.init_args.image_size=32",
+        "--data.init_args.num_workers=0",
+        "--trainer.accelerator=cpu",
+    ]
+    small += [
+        "--data.init_args.synthetic=12",
+        "--data.init_args.batch_size=4",
+        "--trainer.fast_dev_run=2",
+    ]
     monkeypatch.chdir(tmp_path)
     assert main([fit, flag, str(config), *words, *small]) == 0
     out = capsys.readouterr().out

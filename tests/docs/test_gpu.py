@@ -9,7 +9,9 @@ from lightning_nm import BAME, NMSparsifier, NMSparsityCallback
 from tests.docs.blocks import blocks, read
 
 PAGE = read("gpu.md")
-ROWS = re.findall(r"^\| (`.*`) \| (2:4|dense) \| (2:4|dense) \| (2:4|dense) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (`.*`) \| (2:4|dense) \| (2:4|dense) \| (2:4|dense) \|$", PAGE, re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("names", "forward", "dgrad", "wgrad"), ROWS)
@@ -18,7 +20,9 @@ def test_operands_that_are_2_4(names, forward, dgrad, wgrad, estimator):
     assert wgrad == "dense"
     for name in re.findall(r"`([^`]+)`", names):
         method = BAME(dgrad="bi-mask", stop=10) if name.startswith("BAME") else name
-        layers = NMSparsifier(nn.Linear(32, 32), "2:4", method, estimator, skip_first_last=False, planned_steps=10)
+        layers = NMSparsifier(
+            nn.Linear(32, 32), "2:4", method, estimator, skip_first_last=False, planned_steps=10
+        )
         (layer,) = layers.attach().layers.values()
         found = [gemm.treatment if gemm.treatment == "2:4" else "dense" for gemm in layer.gemms()]
         assert found == [forward, dgrad, "2:4" if estimator else wgrad], name

@@ -26,7 +26,9 @@ def page(name):
 
 
 def new_model():
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
 
 
 def a_loop():
@@ -78,8 +80,12 @@ def test_model_pruning():
     assert is_sparse(names["other"], "net.3", "net.6")
     pruned = torch.load("pruned.ckpt", weights_only=True)["state_dict"]
     assert set(pruned) == set(Net().state_dict())
-    share = sum((value == 0).sum().item() for key, value in pruned.items() if key.endswith("weight"))
-    assert share == pytest.approx(0.5 * sum(v.numel() for k, v in pruned.items() if k.endswith("weight")), abs=1)
+    share = sum(
+        (value == 0).sum().item() for key, value in pruned.items() if key.endswith("weight")
+    )
+    assert share == pytest.approx(
+        0.5 * sum(v.numel() for k, v in pruned.items() if k.endswith("weight")), abs=1
+    )
     assert not nmf.is_nm(pruned["net.6.weight"], "2:4")
     assert main(["verify", "nm.ckpt"]) == 0
 
@@ -112,7 +118,10 @@ def test_amounts_and_lottery_tickets_of_model_pruning():
 def test_model_pruning_without_permanent_zeros():
     """A checkpoint with masks does not load into a new model, unless the converter reads it."""
     once = {"amount": 0.5, "parameter_names": ["weight"], "use_lottery_ticket_hypothesis": False}
-    pruning, again = (pl.callbacks.ModelPruning("l1_unstructured", make_pruning_permanent=False, **once) for _ in "ab")
+    pruning, again = (
+        pl.callbacks.ModelPruning("l1_unstructured", make_pruning_permanent=False, **once)
+        for _ in "ab"
+    )
     trainer = pl.Trainer(max_epochs=1, callbacks=[pruning])
     trainer.fit(Net(), Data())
     trainer.save_checkpoint("masks.ckpt")
@@ -122,7 +131,9 @@ def test_model_pruning_without_permanent_zeros():
     names = {"torch": torch}
     exec(code.partition("fresh =")[0], names)
     model = Net()
-    model.load_state_dict(names["without_prune"](torch.load("masks.ckpt", weights_only=True)["state_dict"]))
+    model.load_state_dict(
+        names["without_prune"](torch.load("masks.ckpt", weights_only=True)["state_dict"])
+    )
     assert (model.net[6].weight == 0).float().mean() > 0.3
 
 
@@ -146,7 +157,9 @@ def test_torch_ao_pruning():
     assert not any("mask" in key for key in keys)
 
 
-@pytest.mark.parametrize(("layer", "error"), [(nn.Conv2d(16, 16, 3), RuntimeError), (nn.Linear(30, 8), AssertionError)])
+@pytest.mark.parametrize(
+    ("layer", "error"), [(nn.Conv2d(16, 16, 3), RuntimeError), (nn.Linear(30, 8), AssertionError)]
+)
 def test_what_torch_ao_pruning_does_not_take(layer, error):
     theirs = torch.ao.pruning.WeightNormSparsifier(1.0, (1, 4), 2)
     theirs.prepare(nn.Sequential(layer), [{"tensor_fqn": "0.weight"}])
@@ -181,7 +194,9 @@ def test_weights_behind_masks():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed"
+)
 @pytest.mark.usefixtures("_in_folder")
 @pytest.mark.filterwarnings("ignore")  # of its own
 def test_modelopt():
@@ -192,7 +207,9 @@ def test_modelopt():
     kept = names["model"][2].weight.detach()
     assert torch.equal(kept, torch.where(kept != 0, before, 0)), "SparseGPT changed kept weights"
     assert list(names["model"][2].state_dict()) == ["weight", "bias", "_weight_mask"]
-    assert torch.equal(names["model"][2].state_dict()["weight"], before), "the state dict was masked"
+    assert torch.equal(names["model"][2].state_dict()["weight"], before), (
+        "the state dict was masked"
+    )
     assert hidden_weight_moves(names["model"], lambda: names["model"].state_dict()["0.weight"])
     names = run("modelopt", a_loop())
     assert is_sparse(names["model"], "0", "2")
@@ -205,13 +222,19 @@ def test_a_checkpoint_with_the_keys_of_modelopt():
     """The converter, without the tool: its keys are a weight that is not masked and a mask."""
     *_, code = blocks("python", page("modelopt"))
     model = new_model()
-    masks = {name: nmf.nm_mask(model.get_submodule(name).weight.detach().abs(), "2:4") for name in ("0", "2")}
+    masks = {
+        name: nmf.nm_mask(model.get_submodule(name).weight.detach().abs(), "2:4")
+        for name in ("0", "2")
+    }
     state = {**model.state_dict(), **{f"{name}._weight_mask": mask for name, mask in masks.items()}}
     torch.save({"model_state_dict": state, "modelopt_state": {}}, "modelopt.pt")
     names = {"torch": torch, "new_model": new_model, "NMSparsifier": NMSparsifier, "ASP": ASP}
     names["result"] = type("Pruned", (), {"layers": ["0", "2"]})
     exec(code, names)
-    assert all(torch.equal(names["sparsifier"].layers[name].forward_mask, mask) for name, mask in masks.items())
+    assert all(
+        torch.equal(names["sparsifier"].layers[name].forward_mask, mask)
+        for name, mask in masks.items()
+    )
 
 
 @pytest.mark.usefixtures("_in_folder")

@@ -21,7 +21,10 @@ def test_every_module_says_what_it_is():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_files_that_a_page_names_exist(path):
     named = re.findall(
-        r"`((?:lightning_nm|nn|kernels|functional|training|tests|benchmarks|tools)/[\w/]+\.py)`", prose(path)
+        r"`((?:lightning_nm|nn|kernels|functional|training|tests|benchmarks|tools)/[\w/]+\.py)`",
+        prose(path),
     )
-    missing = [name for name in named if not (ROOT / name).is_file() and not (PACKAGE / name).is_file()]
+    missing = [
+        name for name in named if not (ROOT / name).is_file() and not (PACKAGE / name).is_file()
+    ]
     assert missing == []

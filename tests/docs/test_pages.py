@@ -50,7 +50,12 @@ OPTIONS = [
 @pytest.mark.parametrize(("page", "count", "command"), OPTIONS)
 def test_commands_have_these_options(page, count, command, tmp_path, monkeypatch, capsys):
     """Their files are missing here, which is the only complaint."""
-    lines = [line for block in blocks("", read(page)) for line in block.splitlines() if line.startswith("lightning-nm")]
+    lines = [
+        line
+        for block in blocks("", read(page))
+        for line in block.splitlines()
+        if line.startswith("lightning-nm")
+    ]
     assert len(lines) == count
     monkeypatch.chdir(tmp_path)
     for line in lines:

@@ -43,13 +43,19 @@ def value(text):
 
 
 def test_the_table():
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in PAGE.splitlines()
+        if line.startswith("| `")
+    ]
     assert len(rows) == sum(name != "dense" for known in _PRESETS.values() for name in known)
     for method, preset, source, layout, first, last, settings in rows:
         known = _PRESETS[preset.strip("`")][method.strip("`")]
         assert source[1:].split("]")[0] in known.source
         assert layout == f"`{known.conv_layout}`" or preset == "`fst`"
-        assert (first, last) == tuple("dense" if skips else "sparse" for skips in (known.skip_first, known.skip_last))
+        assert (first, last) == tuple(
+            "dense" if skips else "sparse" for skips in (known.skip_first, known.skip_last)
+        )
         found = {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]*)`", settings)}
         assert found.pop("grad_estimator", None) == known.grad_estimator
         assert found == dict(known.settings)

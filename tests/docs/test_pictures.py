@@ -36,7 +36,9 @@ def test_a_picture_of_other_data(tmp_path):
 
 def test_the_permutation_loses_less():
     found = permutation.data()
-    kept = {title: sum(map(sum, order["kept"])) for title, order in found.items() if title != "forward"}
+    kept = {
+        title: sum(map(sum, order["kept"])) for title, order in found.items() if title != "forward"
+    }
     assert kept["rows permuted"] > kept["rows as they are"]
     for order in (found[title] for title in kept):
         permuted = [order["kept"][row] for row in order["rows"]]
@@ -52,17 +54,31 @@ def test_evidence_passes_the_kept_weight():
 
 
 def test_inference(tmp_path, monkeypatch):
-    ms = {"dense fp32": 10.0, "dense bf16": 6.0, "openvino bf16": 4.0, "packed 1:16 fp32": 2.0, "packed 1:16 bf16": 1.0}
+    ms = {
+        "dense fp32": 10.0,
+        "dense bf16": 6.0,
+        "openvino bf16": 4.0,
+        "packed 1:16 fp32": 2.0,
+        "packed 1:16 bf16": 1.0,
+    }
     ms["packed 1:16 fp32, compiled"] = 1.5
-    sizes = {name: [int(1e6 * value), None] for name, value in ms.items() if "openvino" not in name and "," not in name}
+    sizes = {
+        name: [int(1e6 * value), None]
+        for name, value in ms.items()
+        if "openvino" not in name and "," not in name
+    }
     (tmp_path / "inference-minilm.json").write_text(json.dumps({"ms": {"1x1": ms}, "bytes": sizes}))
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     monkeypatch.setattr(style, "RESULTS", tmp_path)
     pictures = inference.pictures()
-    assert [name for name, picture in pictures.items() if picture.can_be_drawn()] == ["inference-minilm"]
+    assert [name for name, picture in pictures.items() if picture.can_be_drawn()] == [
+        "inference-minilm"
+    ]
     points = pictures["inference-minilm"].data()["1x1"]
     assert ["openvino bf16", 6.0, 4.0] in points
-    assert [point for point in points if "1:16 fp32" in point[0]] == [["packed 1:16 fp32", 2.0, 1.5]]
+    assert [point for point in points if "1:16 fp32" in point[0]] == [
+        ["packed 1:16 fp32", 2.0, 1.5]
+    ]
     pictures["inference-minilm"].save(tmp_path / "a.png")
     assert stamp_of(tmp_path / "a.png") == pictures["inference-minilm"].stamp()
 
@@ -73,11 +89,20 @@ def test_speed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(style, "RESULTS", tmp_path)
     monkeypatch.setattr(program, "ROOT", tmp_path)
     assert program.main(["speed"]) == program.main(["speed", "--check"]) == 0
-    assert capsys.readouterr().out.count("skipped: docs/speed.png, because benchmarks/results/speed.json is not") == 2
+    assert (
+        capsys.readouterr().out.count(
+            "skipped: docs/speed.png, because benchmarks/results/speed.json is not"
+        )
+        == 2
+    )
     assert not list(tmp_path.iterdir())
 
-    sparse = Curve("sparse", "32-true", 100, 1.0, [0.5] * 20, [float(k) for k in range(20, 0, -1)], 1.2)
-    dense = Curve("dense", "32-true", 100, 1.0, [1.0] * 10, [float(k) for k in range(10, 0, -1)], 1.4)
+    sparse = Curve(
+        "sparse", "32-true", 100, 1.0, [0.5] * 20, [float(k) for k in range(20, 0, -1)], 1.2
+    )
+    dense = Curve(
+        "dense", "32-true", 100, 1.0, [1.0] * 10, [float(k) for k in range(10, 0, -1)], 1.4
+    )
     facts = {"machine": machine(1), "setting": Setting()._asdict()}
     write_json(tmp_path / "speed.json", sparse, dense, facts)
     shown = speed.data()["sides"]

@@ -25,7 +25,10 @@ def test_its_python_has_the_settings_of_the_transformer():
     found = {}
     (code,) = fenced("python")
     exec(code, found)
-    for name, masks in (("transposable", found["transposable"]), ("three-gemms", found["three_gemms"])):
+    for name, masks in (
+        ("transposable", found["transposable"]),
+        ("three-gemms", found["three_gemms"]),
+    ):
         settings = recipe(f"help-topics-{name}")
         for key, value in settings["method"]["init_args"].items():
             assert getattr(masks.config.method, key) == value, (name, key)
@@ -51,7 +54,9 @@ def test_its_commands_name_what_is_there():
 def test_the_table_has_the_settings_of_the_configs():
     rows = [row for row in PAGE.splitlines() if row.startswith("| [")]
     names = [re.match(r"\| \[([\w-]+)\]", row).group(1) for row in rows]
-    assert sorted(names) == sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml"))
+    assert sorted(names) == sorted(
+        path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")
+    )
     for name, row in zip(names, rows, strict=True):
         for key, value in recipe(name)["method"].get("init_args", {}).items():
             assert f"{key}={value:g}" in row.replace("`", ""), (name, key)

@@ -45,7 +45,11 @@ def navigation(entry):
     """The pages of a part of the navigation."""
     if isinstance(entry, str):
         return [entry]
-    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in navigation(part)]
+    return [
+        page
+        for part in (entry.values() if isinstance(entry, dict) else entry)
+        for page in navigation(part)
+    ]
 
 
 def nav():
@@ -89,7 +93,11 @@ def test_no_link_leads_nowhere(page):
 
 def directives():
     """The names in the API reference."""
-    return re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE)
+    return re.findall(
+        r"^::: (\S+)$",
+        "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")),
+        re.MULTILINE,
+    )
 
 
 def resolve(name):
@@ -112,7 +120,9 @@ def test_every_public_name_is_in_the_reference():
             found = getattr(module, name)
             if name == "__version__" or found in modules:
                 continue
-            assert any(found is each or found == each for each in documented), f"{module.__name__}.{name}"
+            assert any(found is each or found == each for each in documented), (
+                f"{module.__name__}.{name}"
+            )
 
 
 def test_links_of_staged_pages(tmp_path):
@@ -130,10 +140,15 @@ def test_staged_folder(tmp_path):
     stage(tmp_path)
     assert (tmp_path / "changelog.md").is_file()
     assert (tmp_path / "api/methods.md").is_file()
-    assert not list(tmp_path.rglob("*.py")) or all("source" in path.parts for path in tmp_path.rglob("*.py"))
+    assert not list(tmp_path.rglob("*.py")) or all(
+        "source" in path.parts for path in tmp_path.rglob("*.py")
+    )
     for page in tmp_path.rglob("*.md"):
         for _, target, _ in LINK.findall(prose(page)):
             name = target.partition("#")[0]
             if name and not re.match(r"[a-z]+:", target):
                 linked = Path(os.path.normpath(page.parent / name))
-                assert linked.exists() or linked.relative_to(tmp_path).as_posix() in NOT_YET, (page.name, target)
+                assert linked.exists() or linked.relative_to(tmp_path).as_posix() in NOT_YET, (
+                    page.name,
+                    target,
+                )

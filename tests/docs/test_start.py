@@ -25,5 +25,7 @@ def test_from_nothing_to_answers(tmp_path, monkeypatch, capsys):
     run_commands("".join(block for block in blocks("", serving)))
     assert re.search(r"^OK", capsys.readouterr().out, re.MULTILINE)
     execute(serving, **names)
-    (share,) = re.findall(r"^(\d+)% of the held-out examples are right$", capsys.readouterr().out, re.MULTILINE)
+    (share,) = re.findall(
+        r"^(\d+)% of the held-out examples are right$", capsys.readouterr().out, re.MULTILINE
+    )
     assert int(share) > 60

@@ -19,10 +19,14 @@ def test_pages_agree_with_their_data(capsys):
 
 def test_every_table_is_in_a_page():
     used = {name for page in regions.pages() for name in names(page.read_text(encoding="utf-8"))}
-    assert [name for name in program.TABLES if name not in used and not name.startswith("inference-")] == []
+    assert [
+        name for name in program.TABLES if name not in used and not name.startswith("inference-")
+    ] == []
 
 
-@pytest.mark.parametrize("module", [markdown, regions, inference, pages], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [markdown, regions, inference, pages], ids=lambda module: module.__name__
+)
 def test_examples(module):
     found = doctest.testmod(module)
     assert found.attempted
@@ -69,20 +73,31 @@ def test_a_row_of_another_length():
 
 def test_differences_are_those_of_the_study():
     """The pair of one seed, computed here."""
-    rows = {(r["variant"], r["seed"]): r["test_acc"] for r in markdown.read_csv("study-bame-fashion-mnist.csv")}
+    rows = {
+        (r["variant"], r["seed"]): r["test_acc"]
+        for r in markdown.read_csv("study-bame-fashion-mnist.csv")
+    }
     seeds = {seed for _, seed in rows}
     mean = sum(rows["bame", seed] - rows["sr-ste", seed] for seed in seeds) / len(seeds)
-    assert f"| bame - sr-ste | {len(seeds)} | {mean:+.4f} |" in studies.differences("bame-fashion-mnist")
+    assert f"| bame - sr-ste | {len(seeds)} | {mean:+.4f} |" in studies.differences(
+        "bame-fashion-mnist"
+    )
 
 
 def test_inference(tmp_path, monkeypatch):
-    ms = {"dense fp32": 10.0, "dense bf16, compiled": 4.0, "onnxruntime fp32": 8.0, "packed 1:16 fp32": 2.0}
+    ms = {
+        "dense fp32": 10.0,
+        "dense bf16, compiled": 4.0,
+        "onnxruntime fp32": 8.0,
+        "packed 1:16 fp32": 2.0,
+    }
     sizes = {"dense fp32": [8_000_000, 9_000_000], "packed 1:16 fp32": [1_000_000, None]}
     (tmp_path / "a.json").write_text(json.dumps({"ms": {"1x64": ms}, "bytes": sizes}))
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     latency = inference.latency("a.json").splitlines()
     assert (
-        latency[-1] == "| 1 x 64 | packed 1:16 fp32 | 2.00 | 2.00x (dense bf16, compiled) | 4.00x (onnxruntime fp32) |"
+        latency[-1]
+        == "| 1 x 64 | packed 1:16 fp32 | 2.00 | 2.00x (dense bf16, compiled) | 4.00x (onnxruntime fp32) |"
     )
     assert latency[3] == "| 1 x 64 | dense bf16, compiled | 4.00 | the fastest dense |  |"
     assert inference.summary("a.json").splitlines()[-1] == "| 1:16 fp32 | 2.0 ms: 2.00x, 4.00x |"
@@ -103,12 +118,16 @@ def test_inference(tmp_path, monkeypatch):
 def test_the_costs_of_a_matrix(tmp_path, monkeypatch, capsys, name, benchmark, words):
     """The table of the file is what the benchmark printed beside the load, which is last."""
     path = tmp_path / f"{name}.json"
-    benchmark.main(["--size", "32", "--repeats", "1", "--patterns", "2:4", "1:2", "--json", str(path), *words])
+    benchmark.main(
+        ["--size", "32", "--repeats", "1", "--patterns", "2:4", "1:2", "--json", str(path), *words]
+    )
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     made = program.TABLES[name]().splitlines()
     assert len(made) == len(printed)
-    assert all(line.startswith(own.removesuffix("|")) for line, own in zip(printed, made, strict=True))
+    assert all(
+        line.startswith(own.removesuffix("|")) for line, own in zip(printed, made, strict=True)
+    )
     content = json.loads(path.read_text())
     assert content["settings"]["size"] == 32
     assert content["machine"]["torch"] == torch.__version__

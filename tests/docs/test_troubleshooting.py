@@ -45,7 +45,9 @@ def texts():
         for node in ast.walk(tree):
             if id(node) in docstrings:
                 continue
-            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            if isinstance(node, ast.JoinedStr) or (
+                isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ):
                 yield template(node)
 
 
@@ -101,15 +103,17 @@ RAISED = {
     "cannot read ... as an N:M pattern: ": lambda path: NMPattern.parse("two of four"),
     "pattern '...' prunes nothing: ": lambda path: NMPattern.parse("4:4"),
     "method ... does not exist: ": lambda path: NMSparsityCallback("2:4", "sr_ste"),
-    "layer '...' is not ... sparse, so init='zeros' cannot take its mask": lambda path: NMSparsifier(
-        model(), "2:4", ASP(init="zeros")
-    ).attach(),
+    "layer '...' is not ... sparse, so init='zeros' cannot take its mask": lambda path: (
+        NMSparsifier(model(), "2:4", ASP(init="zeros")).attach()
+    ),
     "no optimizer is registered: ": lambda path: attached().step(),
     "the sparsifier is not attached: ": lambda path: NMSparsifier(model()).state_dict(),
     "layer '...' is masked already: ": lambda path: NMSparsifier(attached().model, "2:4").attach(),
     "layer '...' is masked by a sparsifier: ": lambda path: pack(attached().model),
     "score=... needs calibration batches: ": lambda path: prune(model(), score="wanda"),
-    "`data` can be read only once, but every layer reads it: ": lambda path: prune(model(), data=iter([])),
+    "`data` can be read only once, but every layer reads it: ": lambda path: prune(
+        model(), data=iter([])
+    ),
     "kernels=... is unknown: ": lambda path: NMPrecision(kernels="fast"),
     "'...' has no sparsifier state that names its masked layers: ": lambda path: verify(
         saved(path, model().state_dict())

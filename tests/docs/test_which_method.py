@@ -12,7 +12,9 @@ from tests.test_readme import ROOT
 
 PAGE = ROOT / "docs" / "which-method.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-SOURCES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "pruning.md")]
+SOURCES = [
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "pruning.md")
+]
 SETTINGS = re.findall(r"`((?:NMSparsityCallback|NMPrecision)\(.*?\))`", TEXT)
 
 
@@ -46,8 +48,12 @@ def test_the_table_of_methods_is_that_of_the_classes():
             assert (forward, dgrad, wgrad) == ("dense", "dense", "dense")
             continue
         assert forward == "N:M"
-        assert (dgrad == "N:M") == (method.sparse_dgrad or getattr(method, "transposable", False)), name
-        assert (wgrad == "kept entries") == (type(method).gradient_at_pruned is not base_gradient_at_pruned), name
+        assert (dgrad == "N:M") == (
+            method.sparse_dgrad or getattr(method, "transposable", False)
+        ), name
+        assert (wgrad == "kept entries") == (
+            type(method).gradient_at_pruned is not base_gradient_at_pruned
+        ), name
         assert (latent == "yes") == method.latent, name
         for number in re.findall(r"\[(\d{4}\.\d{5})\]", source):
             assert name == "asp" or number in (method.__doc__ or ""), name
@@ -57,7 +63,9 @@ base_gradient_at_pruned = lightning_nm.Method.gradient_at_pruned
 
 
 def test_every_estimator_is_there():
-    assert [cells[0] for cells in rows("Gradients")] == [f"`{name}`" for name in get_args(EstimatorName)]
+    assert [cells[0] for cells in rows("Gradients")] == [
+        f"`{name}`" for name in get_args(EstimatorName)
+    ]
 
 
 def prose():
@@ -77,13 +85,18 @@ def test_every_figure_is_one_of_the_benchmarks():
     figures = re.findall(r"(?<![\d.])[+-]?\d+\.\d+", rest)
     assert len(figures) > 60
     for figure in figures:
-        assert any(re.search(rf"(?<![\d.]){re.escape(figure.lstrip('+-'))}(?!\d)", text) for text in SOURCES), figure
+        assert any(
+            re.search(rf"(?<![\d.]){re.escape(figure.lstrip('+-'))}(?!\d)", text)
+            for text in SOURCES
+        ), figure
     assert len(in_points) >= 5  # the next test finds them
 
 
 def test_every_interval_stands_beside_its_mean():
     """A mean and its interval are in one row, bullet or paragraph of the benchmarks, with these signs."""
-    lines = [" ".join(block.split()) for text in SOURCES for block in re.split(r"\n\n|\n(?=[-|])", text)]
+    lines = [
+        " ".join(block.split()) for text in SOURCES for block in re.split(r"\n\n|\n(?=[-|])", text)
+    ]
     pairs = re.findall(r"([+-]?\d+\.\d+) (points|bits) (\[[^\]]*\d\.\d[^\]]*\])", prose())
     assert len(pairs) >= 18
     assert len(pairs) == len(re.findall(r"\[[+-]?\d", prose())), "an interval has no unit"
@@ -91,4 +104,6 @@ def test_every_interval_stands_beside_its_mean():
         forms = [(mean, interval)]
         if unit == "points":
             forms.append((as_shares(mean), as_shares(interval)))
-        assert any(interval in line and mean in line for line in lines for mean, interval in forms), (mean, interval)
+        assert any(
+            interval in line and mean in line for line in lines for mean, interval in forms
+        ), (mean, interval)

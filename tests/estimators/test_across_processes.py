@@ -44,8 +44,12 @@ class ByGlobalSample:
         pattern, (tokens, out) = self.pattern_of(layer), grad.shape
         assert tokens % pattern.m == 0
         blocks = tokens // pattern.m
-        everyone = counter_uniform(self.numbers * world * blocks * out, fold_seed(layer.name, layer.noise.draws))
-        uniform = everyone.view(world * blocks, self.numbers, out)[rank * blocks : (rank + 1) * blocks]
+        everyone = counter_uniform(
+            self.numbers * world * blocks * out, fold_seed(layer.name, layer.noise.draws)
+        )
+        uniform = everyone.view(world * blocks, self.numbers, out)[
+            rank * blocks : (rank + 1) * blocks
+        ]
         return self.prune(grad, pattern, uniform.movedim(1, 0))
 
 
@@ -78,7 +82,12 @@ class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 4)
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(128, 32),
+            nn.Tanh(),
+            nn.Linear(32, 4),
         )
 
     def training_step(self, batch, batch_idx):
@@ -96,7 +105,9 @@ def fit(method, estimator, strategy, accumulate, devices=1):
     data = TensorDataset(x, torch.randint(0, 4, (192,), generator=generator))
     pl.seed_everything(0, verbose=False)
     model = Net().double()
-    nm = NMSparsityCallback("2:4", METHODS[method](), ESTIMATORS[estimator](), skip_first_last=False, show_tables=False)
+    nm = NMSparsityCallback(
+        "2:4", METHODS[method](), ESTIMATORS[estimator](), skip_first_last=False, show_tables=False
+    )
     pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -111,10 +122,16 @@ def fit(method, estimator, strategy, accumulate, devices=1):
         enable_model_summary=False,
     ).fit(model, DataLoader(data, batch_size=16))
     layers = nm.state_dict()["layers"].values()
-    masks = [layer[key] for layer in layers for key in ("forward_mask", "backward_mask", "permutation")]
+    masks = [
+        layer[key] for layer in layers for key in ("forward_mask", "backward_mask", "permutation")
+    ]
     weights = [*model.state_dict().values(), *(layer["latent"] for layer in layers)]
     moved = sum(int(layer["total_flips"]) for layer in layers)
-    return [part for part in weights if part is not None], [part for part in masks if part is not None], moved
+    return (
+        [part for part in weights if part is not None],
+        [part for part in masks if part is not None],
+        moved,
+    )
 
 
 RUNS = [(method, "shared 2:4", strategy, 1) for method in METHODS for strategy in ("ddp", "nm_ddp")]
@@ -128,7 +145,10 @@ def fits():
 
 def same(found, expected, tolerance):
     masks = all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
-    close = (torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(found[0], expected[0], strict=True))
+    close = (
+        torch.allclose(a, b, rtol=0, atol=tolerance)
+        for a, b in zip(found[0], expected[0], strict=True)
+    )
     return masks and all(close)
 
 
@@ -209,7 +229,9 @@ def all_gradients():
 def deviation(found, expected, along):
     """The largest deviation of the mean, in standard errors, in some fixed directions and in that of `along`."""
     generator = torch.Generator().manual_seed(1)
-    directions = torch.cat([torch.randn(DIRECTIONS, found.shape[1], generator=generator).double(), along[None]])
+    directions = torch.cat(
+        [torch.randn(DIRECTIONS, found.shape[1], generator=generator).double(), along[None]]
+    )
     differences = (found - expected) @ directions.t()
     return float((differences.mean(0).abs() / (differences.std(0) / SEEDS**0.5)).max())
 
@@ -217,10 +239,14 @@ def deviation(found, expected, along):
 @pytest.mark.slow
 def test_processes_equal_one_in_the_mean(tmp_path):
     first, second = in_processes(2, tmp_path / "run", all_gradients)
-    alone = {name: (gradients(*case), gradients(case[0], EXACT, seeds=1)) for name, case in CASES.items()}
+    alone = {
+        name: (gradients(*case), gradients(case[0], EXACT, seeds=1)) for name, case in CASES.items()
+    }
     for (name, strategy), found in first.items():
         assert torch.equal(found, second[name, strategy])
         one, exact = alone[INSTEAD_OF.get(name, name)]
         for expected in (one, exact):
             z = deviation(found, expected, along=exact[0])
-            assert (z > LIMIT) == (name in INSTEAD_OF), f"{name} under {strategy} is off by {z:.1f} standard errors"
+            assert (z > LIMIT) == (name in INSTEAD_OF), (
+                f"{name} under {strategy} is off by {z:.1f} standard errors"
+            )

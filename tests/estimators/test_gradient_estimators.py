@@ -45,7 +45,9 @@ def gradients(module, x, dy_seed=0):
             layer.draw_noise(layer.noise.draws)
     x = x.detach().clone().requires_grad_()
     y = module(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed), dtype=y.dtype))
+    y.backward(
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(dy_seed), dtype=y.dtype)
+    )
     return {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
@@ -77,7 +79,9 @@ def test_the_weight_gradient_is_unbiased_and_nothing_else_changes(kind):
         # The worst of all entries, of which there are thousands, each with 200 draws.
         assert ((mean - expected).abs() <= 6 * error + 1e-9 * expected.abs().max()).all()
         score = ((mean - expected) / error.clamp(min=1e-12)).square().mean()
-        assert 0.3 < score < 3  # on the average over the entries their errors are what their spread says
+        assert (
+            0.3 < score < 3
+        )  # on the average over the entries their errors are what their spread says
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 6, 13, 16])
@@ -134,10 +138,17 @@ def test_activation_checkpointing_changes_nothing(kind, use_reentrant):
 
     recomputed = gradients(Checkpointed(), x)
     for name, value in plain.items():
-        torch.testing.assert_close(recomputed[name if name == "input" else f"inner.{name}"], value, rtol=0, atol=0)
+        torch.testing.assert_close(
+            recomputed[name if name == "input" else f"inner.{name}"], value, rtol=0, atol=0
+        )
 
 
-QUICK = {("mvue", "linear"), ("mvue", "cross-attention"), ("approx-mvue", "conv2d"), ("top-n", "hugging-face-conv1d")}
+QUICK = {
+    ("mvue", "linear"),
+    ("mvue", "cross-attention"),
+    ("approx-mvue", "conv2d"),
+    ("top-n", "hugging-face-conv1d"),
+}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,9 @@ def test_compiled_and_eager_draw_the_same(estimator, kind):
             sparsifier.step()
         runs.append([p.detach().clone() for p in trained.parameters()])
     assert counter.frame_count == 1, "a new seed must not compile anew"
-    for a, b in zip(*runs, strict=True):  # compiled products may take operands of other strides, and add up otherwise
+    for a, b in zip(
+        *runs, strict=True
+    ):  # compiled products may take operands of other strides, and add up otherwise
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     torch._dynamo.reset()
 
@@ -262,7 +275,10 @@ def test_a_module_that_is_called_again_draws_anew():
     copied = copy.deepcopy(cell)  # that no sparsifier follows
     for _ in range(3):
         copied(x).square().mean().backward()
-    seeds = [tuple(seed.tolist()) for *_, seed in (*spy.seen, *copied.nm_layers["weight"].estimator.seen[3:])]
+    seeds = [
+        tuple(seed.tolist())
+        for *_, seed in (*spy.seen, *copied.nm_layers["weight"].estimator.seen[3:])
+    ]
     assert len(set(seeds)) == 6
     (layer,) = sparsifier.layers.values()
     layer.draw_noise(layer.noise.draws)
@@ -298,9 +314,12 @@ def test_no_tokens_at_all(estimator):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
-    ("method", "estimator"), [("sr-ste", None), ("transposable", "mvue"), ("bi-mask", "approx-mvue"), ("bame", "top-n")]
+    ("method", "estimator"),
+    [("sr-ste", None), ("transposable", "mvue"), ("bi-mask", "approx-mvue"), ("bame", "top-n")],
 )
-@pytest.mark.filterwarnings("ignore:BAME adapts once", "ignore:.*torch.jit.script_method.* is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:BAME adapts once", "ignore:.*torch.jit.script_method.* is deprecated"
+)
 def test_inductor_and_eager_agree(method, estimator):
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -308,7 +327,9 @@ def test_inductor_and_eager_agree(method, estimator):
     x = torch.randn(64, 16)
     eager = gradients(module, x)
     for name, value in gradients(torch.compile(module, fullgraph=True), x).items():
-        torch.testing.assert_close(value, eager[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            value, eager[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-4
+        )
     assert sparsifier.attached
     torch._dynamo.reset()
 
@@ -321,7 +342,10 @@ def test_an_estimator_that_changes_shape_or_dtype_is_named(wrong):
 
     module = nn.Sequential(nn.Linear(16, 8))
     attach(module, Wrong())
-    with pytest.raises(TypeError, match=r"Wrong made torch\.float.* at layer '0', which is torch\.float32 \(16, 8\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"Wrong made torch\.float.* at layer '0', which is torch\.float32 \(16, 8\)",
+    ):
         module(torch.randn(16, 16)).sum().backward()
 
 

@@ -12,7 +12,9 @@ from tests.support.processes import in_processes
 def run():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    sparsifier = NMSparsifier(model, "2:4", "transposable", MVUE("2:4"), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", "transposable", MVUE("2:4"), skip_first_last=False
+    ).attach()
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.register(optimizer)
@@ -30,7 +32,9 @@ def run():
 
 @pytest.mark.slow
 def test_processes_draw_independently_and_stay_together(tmp_path):
-    (noise, weights, state), (other_noise, other_weights, other_state) = in_processes(2, tmp_path, run)
+    (noise, weights, state), (other_noise, other_weights, other_state) = in_processes(
+        2, tmp_path, run
+    )
     words = [tuple(words.tolist()) for step in noise + other_noise for words in step]
     assert len(set(words)) == len(words) == 16
     assert all(torch.equal(weights[key], other_weights[key]) for key in weights)

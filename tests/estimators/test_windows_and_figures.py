@@ -10,18 +10,31 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, NMSparsifier, NMSparsityCallback, TopN, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    ApproxMVUE,
+    NMSparsifier,
+    NMSparsityCallback,
+    TopN,
+    TransposableMask,
+)
 from lightning_nm.callbacks.report.tables import print_layers
 from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
 
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)
+    )
 
 
 def attach(model, estimator, method="dense", pattern="2:4", **options):
-    return NMSparsifier(model, pattern, method, estimator, skip_first_last=False, **options).attach()
+    return NMSparsifier(
+        model, pattern, method, estimator, skip_first_last=False, **options
+    ).attach()
 
 
 def train(model, sparsifier, steps, look=None, accumulate=1):
@@ -44,7 +57,9 @@ def train(model, sparsifier, steps, look=None, accumulate=1):
 def test_wgrad_is_dense_before_and_after_the_window(accumulate):
     model = network()
     sparsifier = attach(model, MVUE("1:2", dense_start=2, dense_end=0.3), planned_steps=10)
-    assert [layer.progress.estimator_schedule for layer in sparsifier.layers.values()] == [(2, 7)] * 3
+    assert [layer.progress.estimator_schedule for layer in sparsifier.layers.values()] == [
+        (2, 7)
+    ] * 3
     exact, treatments = [], []
 
     def look(step):
@@ -95,9 +110,13 @@ def test_bad_windows_fail_before_anything_is_touched():
         with pytest.raises(ValueError, match=message):
             attach(model, MVUE(dense_end=0.1), **options)
         assert [type(m) for m in model.modules()] == kinds
-    with pytest.raises(ValueError, match="dense_start=6 ends at step 6 and dense_end=5 begins at step 5 of 10"):
+    with pytest.raises(
+        ValueError, match="dense_start=6 ends at step 6 and dense_end=5 begins at step 5 of 10"
+    ):
         attach(network(), MVUE(dense_start=6, dense_end=5), planned_steps=10)
-    with pytest.raises(ValueError, match="dense_end=5 counts from their end, but their number is not known"):
+    with pytest.raises(
+        ValueError, match="dense_end=5 counts from their end, but their number is not known"
+    ):
         attach(network(), MVUE(dense_end=5))
 
 
@@ -106,9 +125,19 @@ def test_bad_windows_fail_before_anything_is_touched():
     [
         ("dense", "2:4", MVUE(), (5 / 6, 5 / 6, 5 / 6)),
         ("transposable", "2:4", MVUE(), (0.5, 0.5, 0.5)),
-        ("sr-ste", "1:4", TopN("1:2"), ((0.25 + 0.25 + 0.5) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3)),
+        (
+            "sr-ste",
+            "1:4",
+            TopN("1:2"),
+            ((0.25 + 0.25 + 0.5) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3),
+        ),
         # dW is needed at kept entries only: of the halved multiply-adds another three quarters
-        (ASP(), "1:4", ApproxMVUE(), ((0.25 + 0.25 + 0.125) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3)),
+        (
+            ASP(),
+            "1:4",
+            ApproxMVUE(),
+            ((0.25 + 0.25 + 0.125) / 3, (0.25 + 1 + 0.5) / 3, (0.25 + 1 + 0.5) / 3),
+        ),
     ],
 )
 def test_flops(method, pattern, estimator, expected):
@@ -121,7 +150,12 @@ def test_flops_of_bame_take_the_lesser_of_both():
     model = network()
     sparsifier = attach(model, MVUE("2:4"), BAME(start=5, stop=6), "1:4")
     wgrad = sparsifier.layers["0"].gemms().wgrad
-    assert (wgrad.treatment, wgrad.arithmetic, wgrad.paper, wgrad.eligible) == ("2:4", 0.125, 0.25, 0.5)
+    assert (wgrad.treatment, wgrad.arithmetic, wgrad.paper, wgrad.eligible) == (
+        "2:4",
+        0.125,
+        0.25,
+        0.5,
+    )
 
 
 def test_a_frozen_layer_is_skipped_and_said_so():
@@ -130,7 +164,9 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     sparsifier = attach(model, "mvue", "transposable", frozen="mask")
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
-    (row,) = [line for line in console.file.getvalue().splitlines() if line.strip().startswith("2 ")]
+    (row,) = [
+        line for line in console.file.getvalue().splitlines() if line.strip().startswith("2 ")
+    ]
     assert row.split()[4:8] == ["2:4", "2:4", "none", "(1)"]
     assert "(1) wgrad: frozen, so no weight gradient" in console.file.getvalue()
     train(model, sparsifier, 2)
@@ -161,7 +197,9 @@ def test_grad_snr_is_the_norm_over_the_error(accumulate):
         if k + 1 < accumulate:
             sparsifier.step()
     found = {name: values["grad_snr"] for name, values in sparsifier.layer_stats().items()}
-    assert found == pytest.approx({name: math.sqrt(e / d) for name, (e, d) in sums.items()}, rel=1e-4)
+    assert found == pytest.approx(
+        {name: math.sqrt(e / d) for name, (e, d) in sums.items()}, rel=1e-4
+    )
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     assert sparsifier.stats()["grad_snr"] == pytest.approx(math.sqrt(total[0] / total[1]), rel=1e-4)
     assert sparsifier.stats()["grad_density"] <= 0.5  # ReLU leaves blocks with no gradient at all
@@ -188,7 +226,10 @@ def test_a_resumed_run_observes_in_its_first_step(same_process):
     sparsifier = attach(model, "mvue", grad_snr_every=100)
     train(model, sparsifier, 3)
     weights = copy.deepcopy(model.state_dict())
-    state = {**sparsifier.state_dict(), "stepped": True}  # saved between the optimizer's step and the end of the batch
+    state = {
+        **sparsifier.state_dict(),
+        "stepped": True,
+    }  # saved between the optimizer's step and the end of the batch
     if not same_process:
         model = network()
         sparsifier = attach(model, "mvue", grad_snr_every=100)
@@ -200,7 +241,9 @@ def test_a_resumed_run_observes_in_its_first_step(same_process):
     turns = []
 
     def look(step):
-        turns.append([name for name, layer in sparsifier.layers.items() if layer.observation.active])
+        turns.append(
+            [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+        )
         assert {"grad_snr", "grad_density"} <= sparsifier.stats().keys()
 
     train(model, sparsifier, 3, look)
@@ -224,7 +267,9 @@ def test_a_loaded_state_keeps_the_estimators_schedule():
     train(model, sparsifier, 4)
     fresh, resumed = start(40)
     fresh.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match=r"MVUE scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"):
+    with pytest.warns(
+        UserWarning, match=r"MVUE scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"
+    ):
         resumed.load_state_dict(sparsifier.state_dict())
     assert resumed.layers["0"].progress.estimator_schedule == (0, 10)
 
@@ -233,7 +278,10 @@ def test_a_second_fit_in_the_dense_phase_is_said(tmp_path):
     model = new_model()
     nm = NMSparsityCallback("2:4", "sr-ste", MVUE(dense_end=0.5), show_tables=False)
     make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
-    with pytest.warns(UserWarning, match="MVUE is in the dense phase that began at training step 3; .* new callback"):
+    with pytest.warns(
+        UserWarning,
+        match="MVUE is in the dense phase that began at training step 3; .* new callback",
+    ):
         make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
 
 
@@ -249,7 +297,9 @@ def test_shares_tell_masks_from_gradients():
     assert "masked: 46.2% of" in console.file.getvalue()
     assert "N:M gradients: 92.5% of" in console.file.getvalue()
     sparsifier.detach()
-    with pytest.raises(ValueError, match=r"'1' is named by `include` but cannot be masked: in 10 .*`method: dense`"):
+    with pytest.raises(
+        ValueError, match=r"'1' is named by `include` but cannot be masked: in 10 .*`method: dense`"
+    ):
         attach(model, "mvue", "sr-ste", include=["0", "1"])
 
 
@@ -273,13 +323,21 @@ def test_masked_layers_that_were_not_called_yet_are_in_the_table():
 
 
 def test_a_smoke_run_takes_any_schedule(tmp_path):
-    nm = NMSparsityCallback("2:4", TransposableMask(dense_start=100), MVUE(dense_start=5, dense_end=50))
+    nm = NMSparsityCallback(
+        "2:4", TransposableMask(dense_start=100), MVUE(dense_start=5, dense_end=50)
+    )
     seen = []
 
     def look(trainer, module):
         layer = nm.sparsifier.layers["net.6"]
         seen.append(
-            (layer.schedule, layer.progress.estimator_schedule, layer.step, layer.forward_mask, layer.estimating)
+            (
+                layer.schedule,
+                layer.progress.estimator_schedule,
+                layer.step,
+                layer.forward_mask,
+                layer.estimating,
+            )
         )
 
     make_trainer(tmp_path, [nm, Inspect(look)], fast_dev_run=True).fit(new_model(), Data())
@@ -294,7 +352,9 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
         turns = []
 
         def look(step):
-            turns.append([name for name, layer in sparsifier.layers.items() if layer.observation.active])
+            turns.append(
+                [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+            )
 
         train(model, sparsifier, 7, look)
         return list(model.parameters()), turns, sparsifier.stats()
@@ -303,7 +363,15 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
     assert none == [[]] * 7
     assert "grad_snr" not in stats
     observed, turns, stats = run(3)
-    assert turns == [["0", "1", "2", "3"], [], [], ["0", "1", "4", "5"], [], [], ["2", "3", "4", "5"]]
+    assert turns == [
+        ["0", "1", "2", "3"],
+        [],
+        [],
+        ["0", "1", "4", "5"],
+        [],
+        [],
+        ["2", "3", "4", "5"],
+    ]
     assert stats["grad_density"] == pytest.approx(0.5)
     assert stats["grad_snr"] > 0
     for a, b in zip(plain, observed, strict=True):
@@ -332,8 +400,12 @@ def test_a_compiled_model_is_not_observed_and_compiles_once():
 
 @pytest.mark.parametrize("estimator", [MVUE("1:32"), MVUE("1:32", dense_start=2)])
 def test_too_few_tokens_are_said(tmp_path, estimator):
-    nm = NMSparsityCallback("2:4", "dense", estimator, show_tables=False)  # net.3 has enough: batch x positions
-    with pytest.warns(UserWarning, match=r"fewer tokens.*: \{'net\.6': '16 tokens, blocks of 32'\}"):
+    nm = NMSparsityCallback(
+        "2:4", "dense", estimator, show_tables=False
+    )  # net.3 has enough: batch x positions
+    with pytest.warns(
+        UserWarning, match=r"fewer tokens.*: \{'net\.6': '16 tokens, blocks of 32'\}"
+    ):
         make_trainer(tmp_path, [nm], max_epochs=1).fit(new_model(), Data())
     model = new_model()
     model.net[6].weight.requires_grad_(False)
@@ -344,10 +416,14 @@ def test_too_few_tokens_are_said(tmp_path, estimator):
 
 
 def test_statistics_reach_the_trainer(tmp_path):
-    nm = NMSparsityCallback("2:4", "transposable", "mvue", grad_snr_every=1, log_layers=True, show_tables=False)
+    nm = NMSparsityCallback(
+        "2:4", "transposable", "mvue", grad_snr_every=1, log_layers=True, show_tables=False
+    )
     trainer = make_trainer(tmp_path, [nm], max_epochs=1)
     trainer.fit(new_model(), Data())
     assert trainer.callback_metrics["nm/grad_snr"] > 0
     assert 0 < trainer.callback_metrics["nm/grad_density"] <= 0.5
     assert "nm/grad_snr/net.6" in trainer.callback_metrics
-    assert trainer.callback_metrics["nm/train_flops_ratio"] < 0.66  # without the estimator it is above
+    assert (
+        trainer.callback_metrics["nm/train_flops_ratio"] < 0.66
+    )  # without the estimator it is above

@@ -53,11 +53,15 @@ def test_other_commands_parse():
     words = [shlex.split(line) for line in blocks("", EXPORT)[1].splitlines()]
     assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}
     for word in words:
-        assert main([*word[1:2], "none.ckpt", *word[3:]]) == 2  # a checkpoint that is not there, no other error
+        assert (
+            main([*word[1:2], "none.ckpt", *word[3:]]) == 2
+        )  # a checkpoint that is not there, no other error
 
 
 def test_sizes_of_the_format():
-    rows = re.findall(r"^\| (\d+:\d+) \| (\d+) \((\w+)\) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+:\d+) \| (\d+) \((\w+)\) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE
+    )
     assert len(rows) == 5
     for text, bits, _, half, single in rows:
         pattern = NMPattern.parse(text)
@@ -95,7 +99,11 @@ def test_what_packed_layers_hold():
             layer.weight.data = nm_prune(layer.weight.data, pattern)
             dense = layer.weight.nbytes
             weight = pack(layer, pattern, kernels=kernels).weight
-            if kernels == "sparse" and (weight.operand is None or weight.operand.kernel != "cpu-permute"):
+            if kernels == "sparse" and (
+                weight.operand is None or weight.operand.kernel != "cpu-permute"
+            ):
                 pytest.skip("this CPU has no such kernel")
             tensors = weight.packed()[:2] if weight.operand is None else weight.operand.tensors
-            assert float(share) == pytest.approx(sum(tensor.nbytes for tensor in tensors) / dense, abs=6e-3), form
+            assert float(share) == pytest.approx(
+                sum(tensor.nbytes for tensor in tensors) / dense, abs=6e-3
+            ), form

@@ -44,7 +44,9 @@ def test_a_lightning_checkpoint_has_its_patterns(checkpoint, tmp_path, capsys):
     assert "2 of 13 tensors packed, at 0.531 of their dense size" in said
     assert list(PackedFile(output).packed) == ["net.3.weight", "net.6.weight"]
     model = load_packed(Net(), output)
-    assert_equal_states(unpacked_state_dict(model), torch.load(checkpoint, weights_only=True)["state_dict"])
+    assert_equal_states(
+        unpacked_state_dict(model), torch.load(checkpoint, weights_only=True)["state_dict"]
+    )
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert run(checkpoint, "--to", "packed", "-o", output, "--prefix", "net.") == 0
     load_packed(Net().net, output)
@@ -59,22 +61,44 @@ def test_a_plain_state_dict(tmp_path, suffix, capsys):
     if suffix == "pt":
         torch.save(state, source)
     else:
-        write_safetensors(source, {k: (v.dtype, tuple(v.shape)) for k, v in state.items()}, state.items(), {})
+        write_safetensors(
+            source, {k: (v.dtype, tuple(v.shape)) for k, v in state.items()}, state.items(), {}
+        )
     assert run(source, "-o", tmp_path / "a.safetensors") == 0
-    assert "3 of 12 tensors packed, at 0.070 of their dense size" in capsys.readouterr().out  # 1/16 + 4 bits in 16 x 32
-    assert_equal_states(unpacked_state_dict(load_packed(small("1:16", seed=1), tmp_path / "a.safetensors")), state)
+    assert (
+        "3 of 12 tensors packed, at 0.070 of their dense size" in capsys.readouterr().out
+    )  # 1/16 + 4 bits in 16 x 32
+    assert_equal_states(
+        unpacked_state_dict(load_packed(small("1:16", seed=1), tmp_path / "a.safetensors")), state
+    )
     for name in ("b.pt", "b.safetensors"):
         assert run(tmp_path / "a.safetensors", "--to", "torch", "-o", tmp_path / name) == 0
         assert_equal_states(read_source(tmp_path / name).weights, state)
 
 
 def test_patterns_are_found_for_each_weight(tmp_path):
-    weights = {"a": nm_prune(torch.randn(8, 32), "2:4"), "b": nm_prune(torch.randn(32, 8), "1:16", 0)}
-    weights |= {"c": torch.randn(8, 32), "d": nm_prune(torch.randn(8, 48), "1:8").view(8, 16, 3).contiguous()}
-    weights |= {"e": nm_prune(torch.randn(8, 16, 3), "1:8", 1), "f": torch.zeros(4, 4), "g": torch.randn(7, 7)}
-    weights |= {"h": nm_prune(torch.randn(8, 32), "7:8"), "i": torch.randn(32), "j": torch.ones(4, 4).int()}
+    weights = {
+        "a": nm_prune(torch.randn(8, 32), "2:4"),
+        "b": nm_prune(torch.randn(32, 8), "1:16", 0),
+    }
+    weights |= {
+        "c": torch.randn(8, 32),
+        "d": nm_prune(torch.randn(8, 48), "1:8").view(8, 16, 3).contiguous(),
+    }
+    weights |= {
+        "e": nm_prune(torch.randn(8, 16, 3), "1:8", 1),
+        "f": torch.zeros(4, 4),
+        "g": torch.randn(7, 7),
+    }
+    weights |= {
+        "h": nm_prune(torch.randn(8, 32), "7:8"),
+        "i": torch.randn(32),
+        "j": torch.ones(4, 4).int(),
+    }
     found = {key: pattern_of(weight) for key, weight in weights.items()}
-    assert {key: (str(each.pattern), each.layout) for key, each in found.items() if each.pattern} == {
+    assert {
+        key: (str(each.pattern), each.layout) for key, each in found.items() if each.pattern
+    } == {
         "a": ("2:4", "plain"),
         "b": ("1:16", "transposed"),
         "d": ("1:8", "flat"),
@@ -84,7 +108,10 @@ def test_patterns_are_found_for_each_weight(tmp_path):
     assert found["c"].reason == "64 of 64 blocks hold more than 2 of 4"
     assert found["g"].reason == "no axis is a multiple of 4"
     assert pattern_of(weights["a"], NMPattern(4, 8)).pattern == NMPattern(4, 8)
-    assert pattern_of(weights["a"], NMPattern(1, 512)).reason == "blocks of more than 256 are not packed"
+    assert (
+        pattern_of(weights["a"], NMPattern(1, 512)).reason
+        == "blocks of more than 256 are not packed"
+    )
 
 
 def test_partly_sparse(tmp_path, capsys):
@@ -103,7 +130,10 @@ def test_nothing_sparse(checkpoint, tmp_path, capsys):
     for words in ((), ("--pattern", "2:4")):
         assert run(tmp_path / "in.pt", "-o", tmp_path / "a.safetensors", *words) == 2
         said = capsys.readouterr().err
-        assert "'0.weight': 16 of 16 blocks hold more than 2 of 4; '1.weight': 12 of 12 blocks hold more" in said
+        assert (
+            "'0.weight': 16 of 16 blocks hold more than 2 of 4; '1.weight': 12 of 12 blocks hold more"
+            in said
+        )
     content = torch.load(checkpoint, weights_only=True)
     for value in content["state_dict"].values():
         value.fill_(1)
@@ -120,15 +150,33 @@ def test_nothing_sparse(checkpoint, tmp_path, capsys):
     [
         (("none.ckpt", "-o", "a.safetensors"), "neither a file nor a folder"),
         (("in.pt", "-o", "a.pt"), "--to packed writes .safetensors, not 'a.pt'"),
-        (("in.pt", "--to", "torch", "-o", "a"), "--to torch writes .pt or .pth or .bin or .safetensors"),
-        (("in.pt", "--to", "torch", "-o", "a.pt", "--pattern", "2:4"), "--pattern is for --to packed"),
-        (("in.pt", "--to", "onnx", "-o", "a.onnx"), "--to onnx needs the model's class: --model train.Net"),
-        (("in.pt", "--to", "pt2", "-o", "a.x", "--model", "torch.nn.Linear"), "--to pt2 writes .pt2"),
+        (
+            ("in.pt", "--to", "torch", "-o", "a"),
+            "--to torch writes .pt or .pth or .bin or .safetensors",
+        ),
+        (
+            ("in.pt", "--to", "torch", "-o", "a.pt", "--pattern", "2:4"),
+            "--pattern is for --to packed",
+        ),
+        (
+            ("in.pt", "--to", "onnx", "-o", "a.onnx"),
+            "--to onnx needs the model's class: --model train.Net",
+        ),
+        (
+            ("in.pt", "--to", "pt2", "-o", "a.x", "--model", "torch.nn.Linear"),
+            "--to pt2 writes .pt2",
+        ),
         (("in.pt", "--model", "x.Y", "-o", "a.safetensors"), "--model and --input are for"),
-        (("in.pt", "--prefix", "x.", "-o", "a.safetensors"), "no key of 'in.pt' begins with 'x.': they are '0.weight'"),
+        (
+            ("in.pt", "--prefix", "x.", "-o", "a.safetensors"),
+            "no key of 'in.pt' begins with 'x.': they are '0.weight'",
+        ),
         (("in.pt", "--pattern", "5:4", "-o", "a.safetensors"), "prunes nothing"),
         (("in.pt", "-o", "none/a.safetensors"), "there is no folder 'none' for 'a.safetensors'"),
-        (("in.pt", "--to", "pt2", "-o", "a.pt2", "--model", "no.Net"), "--model no.Net: No module named 'no'"),
+        (
+            ("in.pt", "--to", "pt2", "-o", "a.pt2", "--model", "no.Net"),
+            "--model no.Net: No module named 'no'",
+        ),
         (("in.pt", "--to", "pt2", "-o", "a.pt2", "--model", "torch.nn.Flatten"), "Unexpected key"),
         (("pickle.pt", "-o", "a.safetensors"), "as tensors alone"),
     ],
@@ -150,7 +198,9 @@ def test_a_folder_of_transformers(tmp_path, capsys):
     for number, (key, value) in enumerate(state.items()):
         parts[sorted(parts)[number % 2]][key] = value
     for name, part in parts.items():
-        write_safetensors(folder / name, {k: (v.dtype, tuple(v.shape)) for k, v in part.items()}, part.items(), {})
+        write_safetensors(
+            folder / name, {k: (v.dtype, tuple(v.shape)) for k, v in part.items()}, part.items(), {}
+        )
     index = {"weight_map": {key: name for name, part in parts.items() for key in part}}
     (folder / "config.json").write_text('{"model_type": "x"}')
     (folder / "vocab.txt").write_text("a")
@@ -163,7 +213,9 @@ def test_a_folder_of_transformers(tmp_path, capsys):
     assert run(folder, "--to", "torch", "-o", tmp_path / "out") == 2
     assert "exists" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "in", "out"]
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../in/a.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../in/a.safetensors"}}'
+    )
     assert run(folder, "-o", tmp_path / "b.safetensors") == 2
     assert "which is not a file in its folder" in capsys.readouterr().err
     (folder / "model.safetensors.index.json").write_text("[]")
@@ -188,10 +240,16 @@ def test_a_model_of_transformers(tmp_path):
     expected = model(x).logits
     assert run(tmp_path / "in", "-o", tmp_path / "a.safetensors") == 0
     new = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
-    assert torch.allclose(load_packed(new, tmp_path / "a.safetensors", kernels="sparse")(x).logits, expected, atol=1e-5)
+    assert torch.allclose(
+        load_packed(new, tmp_path / "a.safetensors", kernels="sparse")(x).logits,
+        expected,
+        atol=1e-5,
+    )
     assert len(PackedFile(tmp_path / "a.safetensors").packed) == 4
     assert run(tmp_path / "in", "--to", "torch", "-o", tmp_path / "out") == 0
-    assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(x).logits, expected)
+    assert torch.equal(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(x).logits, expected
+    )
 
 
 @pytest.mark.slow
@@ -222,7 +280,11 @@ def test_a_packed_program_is_small(tmp_path):
         export_pt2(model, x, tmp_path / "a.pt2")
         program = torch.export.load(tmp_path / "a.pt2")
         assert torch.allclose(program.module()(*x), dense(*x), rtol=1e-4, atol=1e-5)
-        assert (tmp_path / "a.pt2").stat().st_size < 130_000 < sum(p.nbytes for p in dense.parameters())
+        assert (
+            (tmp_path / "a.pt2").stat().st_size
+            < 130_000
+            < sum(p.nbytes for p in dense.parameters())
+        )
 
 
 @pytest.mark.slow
@@ -254,11 +316,17 @@ def test_experts_of_a_state_are_packed_and_loaded(tmp_path, kind):
     torch.manual_seed(0)
     model = kind()
     sparsifier = NMSparsifier(model, "1:4", "ste").attach()
-    state = {"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": sparsifier.state_dict()}}
+    state = {
+        "state_dict": model.state_dict(),
+        "callbacks": {"NMSparsityCallback": sparsifier.state_dict()},
+    }
     torch.save(state, tmp_path / "last.ckpt")
     assert run(tmp_path / "last.ckpt", "-o", tmp_path / "packed.safetensors") == 0
     file = PackedFile(tmp_path / "packed.safetensors")
-    assert {key: str(tensor.pattern) for key, tensor in file.packed.items()} == {"up": "1:4", "down": "1:4"}
+    assert {key: str(tensor.pattern) for key, tensor in file.packed.items()} == {
+        "up": "1:4",
+        "down": "1:4",
+    }
     loaded = kind()
     load_packed(loaded, tmp_path / "packed.safetensors")
     assert_equal_states(unpacked_state_dict(loaded), model.state_dict())
@@ -280,7 +348,10 @@ def test_a_tied_weight_is_packed_once_and_stays_tied(tmp_path):
     state = sparsifier.state_dict()
     sparsifier.bake()
     sparsifier.detach()
-    torch.save({"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": state}}, tmp_path / "a.ckpt")
+    torch.save(
+        {"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": state}},
+        tmp_path / "a.ckpt",
+    )
     first, again = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     assert run(tmp_path / "a.ckpt", "-o", first) == 0
     assert run(first, "-o", again) == 0
@@ -299,11 +370,14 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys, to):
     assert main(["export", "none.ckpt", "--to", to, "-o", str(target), *more]) == 2
     said = capsys.readouterr().err
     assert (
-        said == f"lightning-nm export: there is no folder '{tmp_path / 'nodir'}' for '{target.name}': make it first\n"
+        said
+        == f"lightning-nm export: there is no folder '{tmp_path / 'nodir'}' for '{target.name}': make it first\n"
     )
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_nm.export.atomic_write.os.access", lambda *_: False)
-    with pytest.raises(PermissionError, match=f"nothing can be written into the folder '{tmp_path}'"):
+    with pytest.raises(
+        PermissionError, match=f"nothing can be written into the folder '{tmp_path}'"
+    ):
         save_packed(pack(small()), tmp_path / "x.safetensors")

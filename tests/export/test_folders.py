@@ -28,7 +28,10 @@ def folder(path, parts=1, save=save_file, name="model.safetensors"):
         save(found, path / name)
         return path
     stem, _, suffix = name.partition(".")
-    places = {key: f"{stem}-0000{number % parts + 1}-of-0000{parts}.{suffix}" for number, key in enumerate(found)}
+    places = {
+        key: f"{stem}-0000{number % parts + 1}-of-0000{parts}.{suffix}"
+        for number, key in enumerate(found)
+    }
     for part in set(places.values()):
         save({key: found[key] for key, place in places.items() if place == part}, path / part)
     (path / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -36,7 +39,9 @@ def folder(path, parts=1, save=save_file, name="model.safetensors"):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
+@pytest.mark.parametrize(
+    ("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)]
+)
 def test_model_folders(tmp_path, parts, name, save):
     result = verify(folder(tmp_path / "model", parts, save, name), "2:4", allow_dense=True)
     assert result.ok
@@ -53,9 +58,14 @@ def test_model_folders(tmp_path, parts, name, save):
 def test_the_least_share(tmp_path, capsys):
     path = str(folder(tmp_path / "model"))
     assert main(["verify", path, "--pattern", "2:4", "--min-share", "0.75"]) == 0
-    assert "3 of 4 matrices are N:M, with 75.0% of all entries; 1 is dense" in capsys.readouterr().out
+    assert (
+        "3 of 4 matrices are N:M, with 75.0% of all entries; 1 is dense" in capsys.readouterr().out
+    )
     assert main(["verify", path, "--pattern", "2:4", "--min-share", "0.8"]) == 1
-    assert "only 75.0% of the matrices' entries are in N:M matrices, less than 80.0%" in capsys.readouterr().out
+    assert (
+        "only 75.0% of the matrices' entries are in N:M matrices, less than 80.0%"
+        in capsys.readouterr().out
+    )
     assert main(["verify", path, "--pattern", "2:4", "--min-share", "75"]) == 2
     assert "min_share=75.0 must be a share from 0 to 1" in capsys.readouterr().out
 
@@ -65,10 +75,14 @@ def test_what_a_folder_lacks(tmp_path):
     part = path / "model-00002-of-00002.safetensors"
     kept = load_file(part)
     save_file({key: value for key, value in kept.items() if key != "layers.1.weight"}, part)
-    with pytest.raises(ValueError, match=r"00002\.safetensors' lacks the weight 'layers.1.weight' that the index"):
+    with pytest.raises(
+        ValueError, match=r"00002\.safetensors' lacks the weight 'layers.1.weight' that the index"
+    ):
         verify(path, "2:4")
     part.unlink()
-    with pytest.raises(ValueError, match=r"is incomplete: 1 of 2 files are missing: \['model-00002-of-00002"):
+    with pytest.raises(
+        ValueError, match=r"is incomplete: 1 of 2 files are missing: \['model-00002-of-00002"
+    ):
         verify(path, "2:4")
     index = path / "model.safetensors.index.json"
     for text in ("", "[]", "{}", '{"weight_map": 3}', "\x00"):
@@ -76,19 +90,26 @@ def test_what_a_folder_lacks(tmp_path):
         with pytest.raises(ValueError, match=r"index\.json': it is no index with a `weight_map`"):
             verify(path, "2:4")
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(ValueError, match=r"names '\.\./model\.safetensors', which is not a file in its folder"):
+    with pytest.raises(
+        ValueError, match=r"names '\.\./model\.safetensors', which is not a file in its folder"
+    ):
         verify(path, "2:4")
 
 
 def test_folders_without_a_model(tmp_path):
-    with pytest.raises(ValueError, match=r"expected one of model\.safetensors, model\.safetensors\.index\.json, pyto"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected one of model\.safetensors, model\.safetensors\.index\.json, pyto",
+    ):
         verify(tmp_path, "2:4")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match="holds an adapter"):
         verify(tmp_path, "2:4")
     for step in (2, 4):
         folder(tmp_path / f"checkpoint-{step}")
-    with pytest.raises(ValueError, match="no model itself, but folders that may: checkpoint-2, checkpoint-4"):
+    with pytest.raises(
+        ValueError, match="no model itself, but folders that may: checkpoint-2, checkpoint-4"
+    ):
         verify(tmp_path, "2:4")
 
 
@@ -97,9 +118,15 @@ def test_folders_without_a_model(tmp_path):
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"<!DOCTYPE html>\n<html>" + b"x" * 900, "it is text, not a checkpoint, and begins with '<!DOCTYPE html>'"),
+        (
+            b"<!DOCTYPE html>\n<html>" + b"x" * 900,
+            "it is text, not a checkpoint, and begins with '<!DOCTYPE html>'",
+        ),
         ("ä".encode() * 300, "it is text, not a checkpoint"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer .* `git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "a Git LFS pointer .* `git lfs pull`",
+        ),
     ],
 )
 def test_why_a_file_cannot_be_read(tmp_path, suffix, content, reason):
@@ -129,7 +156,9 @@ class Own:
 
 def test_objects_of_a_program_are_named(tmp_path):
     torch.save({"own": Own()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"holds a [\w.]*test_folders.Own, .* save model.state_dict\(\)"):
+    with pytest.raises(
+        ValueError, match=r"holds a [\w.]*test_folders.Own, .* save model.state_dict\(\)"
+    ):
         verify(tmp_path / "a.pt")
 
 
@@ -145,7 +174,9 @@ def test_several_checkpoints(tmp_path, capsys):
     assert "0 of 3 checkpoints OK" in capsys.readouterr().out
     assert main(["verify", first, second, "--pattern", "1:4"]) == 1
     capsys.readouterr()
-    assert main(["verify", first, missing, second, "--pattern", "2:4", "--allow-dense", "--json"]) == 2
+    assert (
+        main(["verify", first, missing, second, "--pattern", "2:4", "--allow-dense", "--json"]) == 2
+    )
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["schema"], found["ok"]) == (1, False)

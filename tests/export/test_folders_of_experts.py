@@ -14,7 +14,11 @@ from lightning_nm.functional import nm_prune
 from lightning_nm.integrations import NMTrainerCallback
 from tests.support.hf_models import mixtral, new, trainer
 
-EXPERTS = {f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")}
+EXPERTS = {
+    f"model.layers.{i}.mlp.experts.{name}"
+    for i in range(2)
+    for name in ("gate_up_proj", "down_proj")
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,9 @@ def test_verify_finds_masked_experts(trained):
     assert {v.verdict for v in result.verdicts if v.key in EXPERTS} == {"N:M"}
     by_pattern = verify(folder, "2:4", allow_dense=True)
     assert by_pattern.ok
-    assert sum(".experts." in v.key and v.verdict == "N:M" for v in by_pattern.verdicts) >= 2 * 4 * 3
+    assert (
+        sum(".experts." in v.key and v.verdict == "N:M" for v in by_pattern.verdicts) >= 2 * 4 * 3
+    )
 
 
 def test_verify_finds_broken_experts(trained, tmp_path):
@@ -85,10 +91,18 @@ def test_export_of_a_folder_without_a_state(tmp_path):
     assert set(packed) == EXPERTS
     assert {entry.dtype for entry in packed.values()} == {torch.bfloat16}
     loaded = load_packed(new(mixtral), target)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in unpacked_state_dict(loaded).items())
-    assert main(["export", str(tmp_path / "folder"), "--to", "torch", "-o", str(tmp_path / "dense")]) == 0
+    assert all(
+        torch.equal(value, model.state_dict()[key])
+        for key, value in unpacked_state_dict(loaded).items()
+    )
+    assert (
+        main(["export", str(tmp_path / "folder"), "--to", "torch", "-o", str(tmp_path / "dense")])
+        == 0
+    )
     again = type(model).from_pretrained(tmp_path / "dense", dtype="auto")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items()
+    )
 
 
 def test_a_model_that_transformers_does_not_know(trained, tmp_path):
@@ -98,6 +112,8 @@ def test_a_model_that_transformers_does_not_know(trained, tmp_path):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Unknown"]}))
-    message = "has masks for '.*' under another name than its weight has, and .*: it has no class Unknown"
+    message = (
+        "has masks for '.*' under another name than its weight has, and .*: it has no class Unknown"
+    )
     with pytest.raises(ValueError, match=message):
         verify(tmp_path)

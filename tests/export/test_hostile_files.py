@@ -10,7 +10,15 @@ import torch
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.export import PackedFile, safetensors_file
-from tests.support.packed_models import assert_equal_states, clones, copied, header_of, mutated, on_meta, small
+from tests.support.packed_models import (
+    assert_equal_states,
+    clones,
+    copied,
+    header_of,
+    mutated,
+    on_meta,
+    small,
+)
 
 
 @pytest.fixture
@@ -39,14 +47,26 @@ HOSTILE = {
     "pattern": (lambda h, p: p["4.weight"].update(pattern="5:4"), "prunes nothing"),
     "pattern text": (lambda h, p: p["4.weight"].update(pattern=76), "is no text"),
     "pattern long": (lambda h, p: p["4.weight"].update(pattern="1:512"), "more than 256"),
-    "other pattern": (lambda h, p: p["4.weight"].update(pattern="1:8"), r"is torch.float32 \(64, 32, 1\), not"),
+    "other pattern": (
+        lambda h, p: p["4.weight"].update(pattern="1:8"),
+        r"is torch.float32 \(64, 32, 1\), not",
+    ),
     "layout": (lambda h, p: p["4.weight"].update(layout="x"), "layout 'x', none of plain"),
     "layout list": (lambda h, p: p["4.weight"].update(layout=[]), r"layout \[\]"),
-    "other layout": (lambda h, p: p["0.weight"].update(layout="transposed"), "has no layout 'transposed'"),
+    "other layout": (
+        lambda h, p: p["0.weight"].update(layout="transposed"),
+        "has no layout 'transposed'",
+    ),
     "dtype": (lambda h, p: p["4.weight"].update(dtype="U8"), "'U8', which is not packed"),
     "dtype none": (lambda h, p: p["4.weight"].update(dtype=None), "None, which is not packed"),
-    "other dtype": (lambda h, p: p["4.weight"].update(dtype="F64"), r"torch.float32 \(64, 32, 1\), not torch.float64"),
-    "10 GB": (lambda h, p: p["4.weight"].update(shape=[1 << 22, 512]), r"not torch.float32 \(4194304, 32, 1\)"),
+    "other dtype": (
+        lambda h, p: p["4.weight"].update(dtype="F64"),
+        r"torch.float32 \(64, 32, 1\), not torch.float64",
+    ),
+    "10 GB": (
+        lambda h, p: p["4.weight"].update(shape=[1 << 22, 512]),
+        r"not torch.float32 \(4194304, 32, 1\)",
+    ),
     "huge": (lambda h, p: p["4.weight"].update(shape=[1 << 60, 512]), "is of shape"),
     "negative": (lambda h, p: p["4.weight"].update(shape=[-64, 512]), "is of shape"),
     "zero": (lambda h, p: p["4.weight"].update(shape=[0, 512]), "is of shape"),
@@ -54,10 +74,19 @@ HOSTILE = {
     "one axis": (lambda h, p: p["4.weight"].update(shape=[64 * 512]), "has no layout 'plain'"),
     "field": (lambda h, p: p["4.weight"].pop("shape"), "does not have exactly pattern"),
     "missing part": (lambda h, p: p.update({"x": p["4.weight"]}), "there is no tensor 'x.values'"),
-    "both": (lambda h, p: h.update({"4.weight": h.pop("6.weight")}), "'4.weight' is both dense and packed"),
+    "both": (
+        lambda h, p: h.update({"4.weight": h.pop("6.weight")}),
+        "'4.weight' is both dense and packed",
+    ),
     "data offsets": (lambda h, p: h["6.bias"].update(data_offsets=[0, 12]), "begins at 0"),
-    "claimed data": (lambda h, p: h["6.bias"].update(data_offsets=[0, 10**10], shape=[10**10 // 4]), "lies at"),
-    "overflow": (lambda h, p: h["6.bias"].update(shape=[1 << 47, 1 << 47]), "takes .* bytes, not 12"),
+    "claimed data": (
+        lambda h, p: h["6.bias"].update(data_offsets=[0, 10**10], shape=[10**10 // 4]),
+        "lies at",
+    ),
+    "overflow": (
+        lambda h, p: h["6.bias"].update(shape=[1 << 47, 1 << 47]),
+        "takes .* bytes, not 12",
+    ),
     "axes": (lambda h, p: h["6.bias"].update(shape=[1] * 10**6), "is of shape"),
     "tensor dtype": (lambda h, p: h["6.bias"].update(dtype="F4"), "of dtype 'F4', none of"),
     "tensor field": (lambda h, p: h["6.bias"].update(x=1), "does not have exactly dtype"),
@@ -68,11 +97,23 @@ HOSTILE = {
     ),
     "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
     "metadata": (lambda h, p: h["__metadata__"].update(x=1), "its metadata do not map"),
-    "aliases": (lambda h, p: h["__metadata__"].update(aliases='{"a": "b"}'), "'a' is an alias of 'b'"),
-    "alias list": (lambda h, p: h["__metadata__"].update(aliases='{"a": []}'), r"'a' is an alias of \[\]"),
-    "own alias": (lambda h, p: h["__metadata__"].update(aliases='{"6.bias": "6.bias"}'), "is an alias of '6.bias'"),
+    "aliases": (
+        lambda h, p: h["__metadata__"].update(aliases='{"a": "b"}'),
+        "'a' is an alias of 'b'",
+    ),
+    "alias list": (
+        lambda h, p: h["__metadata__"].update(aliases='{"a": []}'),
+        r"'a' is an alias of \[\]",
+    ),
+    "own alias": (
+        lambda h, p: h["__metadata__"].update(aliases='{"6.bias": "6.bias"}'),
+        "is an alias of '6.bias'",
+    ),
     "no aliases": (lambda h, p: h["__metadata__"].pop("aliases"), "are not objects"),
-    "aliases twice": (lambda h, p: h["__metadata__"].update(aliases='{"a":"6.bias","a":"6.bias"}'), "'a' occurs twice"),
+    "aliases twice": (
+        lambda h, p: h["__metadata__"].update(aliases='{"a":"6.bias","a":"6.bias"}'),
+        "'a' occurs twice",
+    ),
 }
 
 
@@ -117,7 +158,9 @@ def test_duplicate_names_of_tensors(saved):
     _, path = saved
     header, content = header_of(path)
     text = json.dumps(header)
-    rewrite(path, (text[:-1] + ', "6.bias": ' + json.dumps(header["6.bias"]) + "}").encode(), content)
+    rewrite(
+        path, (text[:-1] + ', "6.bias": ' + json.dumps(header["6.bias"]) + "}").encode(), content
+    )
     pytest.importorskip("safetensors.torch").load_file(path)  # the package takes the last one
     with pytest.raises(ValueError, match=r"'6.bias' occurs twice in its header"):
         PackedFile(path)
@@ -160,7 +203,9 @@ def test_mutated_files(saved, monkeypatch):
             continue
         loaded += 1
         state = unpacked_state_dict(model)
-        assert {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in dense.state_dict().items()}
+        assert {key: value.shape for key, value in state.items()} == {
+            k: v.shape for k, v in dense.state_dict().items()
+        }
     assert 0 < loaded < 1500
     assert all(str(path) in message for message in refused)
     assert max(most) <= math.prod(dense[4].weight.shape) * 4
@@ -168,5 +213,7 @@ def test_mutated_files(saved, monkeypatch):
 
 def test_a_checkpoint_is_named(tmp_path):
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"a.ckpt' is a checkpoint of torch.*`lightning-nm export .*a.ckpt -o"):
+    with pytest.raises(
+        ValueError, match=r"a.ckpt' is a checkpoint of torch.*`lightning-nm export .*a.ckpt -o"
+    ):
         load_packed(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")

@@ -22,7 +22,9 @@ class Own(nn.Linear):
 
 
 def test_a_forward_of_its_own():
-    model = pack(nn.ModuleDict({"a": linear(), "own": prune(Own(64, 32), "1:16")}), kernels="reference")
+    model = pack(
+        nn.ModuleDict({"a": linear(), "own": prune(Own(64, 32), "1:16")}), kernels="reference"
+    )
     expected = {"own": "Own has a forward of its own"}
     assert rows(model) == expected
     assert str(packed_summary(model)).splitlines()[-1:] == [
@@ -31,13 +33,21 @@ def test_a_forward_of_its_own():
 
 
 def test_every_other_reason():
-    model = nn.ModuleDict({name: linear() for name in ("packed", "dense", "excluded", "a", "b", "masked")})
+    model = nn.ModuleDict(
+        {name: linear() for name in ("packed", "dense", "excluded", "a", "b", "masked")}
+    )
     model["dense"].reset_parameters()
     model["b"].weight = model["a"].weight
     pack(model, exclude=["excluded", "masked"], kernels="reference")
     NMSparsifier(model, "2:4", include="masked", skip_first_last=False).attach()
     found = rows(model)
-    assert set(found) == {"dense.weight", "excluded.weight", "a.weight", "b.weight", "masked.weight"}
+    assert set(found) == {
+        "dense.weight",
+        "excluded.weight",
+        "a.weight",
+        "b.weight",
+        "masked.weight",
+    }
     assert "blocks hold more than 2 of 4" in found["dense.weight"]
     assert found["excluded.weight"].startswith("it is 1:16, but was left dense by `exclude`")
     assert found["a.weight"] == found["b.weight"] == "its weight is shared with another module"

@@ -47,14 +47,21 @@ def test_copies_files_and_pickles(tmp_path):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False), loaded]
+    again = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+        loaded,
+    ]
     for other in again:
         torch.testing.assert_close(other(x), expected)
         assert [str(each.pattern) for each in packed_summary(other).weights] == ["1:16", "1:16"]
     other = pack(two_weights(), kernels="reference")
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(x), expected)
-    torch.testing.assert_close(copy.deepcopy(model).double()(x.double()), dense.double()(x.double()))
+    torch.testing.assert_close(
+        copy.deepcopy(model).double()(x.double()), dense.double()(x.double())
+    )
 
 
 class Scaled(nn.Linear):

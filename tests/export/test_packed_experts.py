@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import load_packed, pack, packed_summary, save_packed, unpacked_state_dict, warm_up
+from lightning_nm import (
+    load_packed,
+    pack,
+    packed_summary,
+    save_packed,
+    unpacked_state_dict,
+    warm_up,
+)
 from lightning_nm.functional import is_nm, nm_prune
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.packed import packed_weights
@@ -28,7 +35,9 @@ def sparse(kind, way="loop", pattern="1:16"):
 
 def tokens(number=4):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(TOKENS, WIDTH, generator=generator), torch.randint(0, number, (TOKENS,), generator=generator)
+    return torch.randn(TOKENS, WIDTH, generator=generator), torch.randint(
+        0, number, (TOKENS,), generator=generator
+    )
 
 
 @pytest.mark.parametrize("kernels", ["auto", "sparse", "reference"])
@@ -46,11 +55,16 @@ def test_products_are_those_of_the_dense_experts(kind, way, kernels):
         torch.testing.assert_close(model(x, few), dense(x, few))
         torch.testing.assert_close(model(x[:0], experts[:0]), dense(x[:0], experts[:0]))
     summary = packed_summary(model)
-    assert [(each.name, each.pattern) for each in summary.weights] == [("up", "1:16"), ("down", "1:16")]
+    assert [(each.name, each.pattern) for each in summary.weights] == [
+        ("up", "1:16"),
+        ("down", "1:16"),
+    ]
     assert summary.not_packed == ()
 
 
-@pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
+@pytest.mark.skipif(
+    bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel"
+)
 @pytest.mark.parametrize("kind", [Experts, TransposedExperts])
 def test_each_expert_is_held_in_the_layout_of_a_kernel(kind):
     model = pack(sparse(kind), kernels="sparse")
@@ -69,9 +83,9 @@ def test_copies_files_and_pickles(tmp_path, kind):
     assert set(state) == {"up", "down"}
     assert all(torch.equal(state[key], value) for key, value in dense.state_dict().items())
     save_packed(model, tmp_path / "model.safetensors")
-    assert set(load_packed(kind(), tmp_path / "model.safetensors", kernels="reference").state_dict()) == {
-        f"{name}.{part}" for name in ("up", "down") for part in ("values", "positions")
-    }
+    assert set(
+        load_packed(kind(), tmp_path / "model.safetensors", kernels="reference").state_dict()
+    ) == {f"{name}.{part}" for name in ("up", "down") for part in ("values", "positions")}
     other = pack(sparse(kind), kernels="reference")
     other.load_state_dict(model.state_dict())
     models = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other]

@@ -16,7 +16,15 @@ from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_
 from lightning_nm.functional import nm_prune
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.packed import PackedTensor, packed_weights, put
-from tests.support.packed_models import ARGUMENTS, assert_equal_states, clones, copied, header_of, held, small
+from tests.support.packed_models import (
+    ARGUMENTS,
+    assert_equal_states,
+    clones,
+    copied,
+    header_of,
+    held,
+    small,
+)
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -42,7 +50,9 @@ def test_a_file_loads_into_a_model(saved, device, kernels):
     dense, path = saved
     x = torch.randn(2, 16, 4, 4)
     with torch.device(device):
-        model = nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+        model = nn.Sequential(
+            *[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)]
+        )
     assert load_packed(model, path, kernels=kernels) is model
     assert_equal_states(unpacked_state_dict(model), dense.state_dict())
     assert torch.allclose(model(x), dense(x), rtol=1e-4, atol=1e-5)
@@ -77,8 +87,16 @@ def test_tensors_have_the_dtype_of_the_file(tmp_path, dtype):
 
 def test_other_readers_agree(saved):
     dense, path = saved
-    found, header = safetensors.load_file(path), json.loads(header_of(path)[0]["__metadata__"]["packed"])
-    assert header["4.weight"] == {"pattern": "1:16", "layout": "plain", "shape": [64, 512], "dtype": "F32"}
+    found, header = (
+        safetensors.load_file(path),
+        json.loads(header_of(path)[0]["__metadata__"]["packed"]),
+    )
+    assert header["4.weight"] == {
+        "pattern": "1:16",
+        "layout": "plain",
+        "shape": [64, 512],
+        "dtype": "F32",
+    }
     values, positions = found["4.weight.values"], found["4.weight.positions"]
     assert (values.shape, positions.shape) == ((64, 32, 1), (64 * 32 // 2,))
     # docs/format.md, by hand: four bits for each position, the lower half of a byte first.
@@ -91,11 +109,17 @@ def test_other_readers_agree(saved):
 def test_files_are_those_of_the_package(tmp_path):
     known = DTYPES.keys() & safetensors._TYPES.keys()  # older versions know fewer
     tensors = {name: torch.randint(0, 2, (3, 2)).to(DTYPES[name]) for name in sorted(known)}
-    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(3), "view": torch.randn(4, 6).t()[1:]}
+    tensors |= {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "view": torch.randn(4, 6).t()[1:],
+    }
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     write_safetensors(tmp_path / "a", entries, tensors.items(), {"x": "é"})
     found = safetensors.load_file(tmp_path / "a")
-    safetensors.save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "b", {"x": "é"})
+    safetensors.save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "b", {"x": "é"}
+    )
     file = SafetensorsFile(tmp_path / "b")
     assert file.metadata == {"x": "é"}
     for key, tensor in tensors.items():
@@ -106,7 +130,10 @@ def test_files_are_those_of_the_package(tmp_path):
 
 def test_shared_tensors_are_written_once(tmp_path):
     weight = nm_prune(torch.randn(32, 64), "1:4")
-    tensors = {"a": ToPack(weight, NMPattern(1, 4), "plain"), "b": ToPack(weight, NMPattern(1, 4), "plain")}
+    tensors = {
+        "a": ToPack(weight, NMPattern(1, 4), "plain"),
+        "b": ToPack(weight, NMPattern(1, 4), "plain"),
+    }
     dense = torch.randn(3)
     write_packed(tmp_path / "a", {**tensors, "c": dense, "d": dense})
     file = PackedFile(tmp_path / "a")
@@ -139,7 +166,8 @@ def test_a_tied_weight_loads(tmp_path):
     state["head.weight"] = nm_prune(state["head.weight"], "1:8")
     del state["embedding.weight"]
     tensors = {
-        key: ToPack(value, NMPattern(1, 8), "plain") if value.dim() > 1 else value for key, value in state.items()
+        key: ToPack(value, NMPattern(1, 8), "plain") if value.dim() > 1 else value
+        for key, value in state.items()
     }
     write_packed(tmp_path / "b", tensors)
     with pytest.raises(ValueError, match="Tied is packed already"):
@@ -165,7 +193,9 @@ def test_a_model_that_does_not_fit(saved):
         model = copied(dense)
         change(model)
         before, kinds = clones(model), [type(layer) for layer in model]
-        with pytest.raises(ValueError, match=rf"the model Sequential does not fit '.*model.safetensors': {message}"):
+        with pytest.raises(
+            ValueError, match=rf"the model Sequential does not fit '.*model.safetensors': {message}"
+        ):
             load_packed(model, path)
         assert_equal_states(clones(model), before)
         assert [type(layer) for layer in model] == kinds
@@ -174,9 +204,13 @@ def test_a_model_that_does_not_fit(saved):
 def test_a_meta_buffer_without_values(saved):
     _, path = saved
     with torch.device("meta"):
-        model = nn.Sequential(*[type(layer)(*args) for layer, args in zip(small(), ARGUMENTS, strict=True)])
+        model = nn.Sequential(
+            *[type(layer)(*args) for layer, args in zip(small(), ARGUMENTS, strict=True)]
+        )
         model[2].register_buffer("table", torch.zeros(3), persistent=False)
-    with pytest.raises(ValueError, match=r"'2.table' of Sequential on the meta device has no values"):
+    with pytest.raises(
+        ValueError, match=r"'2.table' of Sequential on the meta device has no values"
+    ):
         load_packed(model, path)
 
 
@@ -184,13 +218,21 @@ def test_damaged_positions_change_nothing(saved):
     dense, path = saved
     for key, part in (("0.weight", 2), ("5.weight", -1)):
         pattern = NMPattern(2, 4)
-        values, positions, *_ = PackedTensor.of(nm_prune(dense[5].weight.detach(), pattern), pattern)
+        values, positions, *_ = PackedTensor.of(
+            nm_prune(dense[5].weight.detach(), pattern), pattern
+        )
         positions[part] = 0
         tensors = {k: v for k, v in dense.state_dict().items() if k != "5.weight"}
-        write_packed(path, {**tensors, "5.weight": PackedTensor(values, positions, pattern, "plain", (32, 64))})
+        write_packed(
+            path,
+            {**tensors, "5.weight": PackedTensor(values, positions, pattern, "plain", (32, 64))},
+        )
         model = small("2:4", seed=3)
         before = clones(model)
-        with pytest.raises(ValueError, match=r"is damaged: '5.weight': block .* does not have 2 different ascending"):
+        with pytest.raises(
+            ValueError,
+            match=r"is damaged: '5.weight': block .* does not have 2 different ascending",
+        ):
             load_packed(model, path)
         assert_equal_states(clones(model), before), key
 
@@ -202,7 +244,10 @@ def test_what_is_not_written(tmp_path):
     for tensors, message in (
         ({"a": ToPack(torch.ones(4, 8), NMPattern(2, 4), "plain")}, "8 or more of 8 blocks"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "hold no torch.complex128"),
-        ({"a": ToPack(weight, NMPattern(2, 4), "plain"), "a.values": torch.zeros(2)}, "'a.values', which another"),
+        (
+            {"a": ToPack(weight, NMPattern(2, 4), "plain"), "a.values": torch.zeros(2)},
+            "'a.values', which another",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             write_packed(target, tensors)
@@ -216,7 +261,9 @@ def test_what_is_not_written(tmp_path):
 
 def test_what_is_no_file(tmp_path):
     expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed"
-    with pytest.raises(FileNotFoundError, match=f"there is no file '.*none.safetensors': {expected}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"there is no file '.*none.safetensors': {expected}"
+    ):
         load_packed(nn.Linear(8, 4), tmp_path / "none.safetensors")
     with pytest.raises(IsADirectoryError, match=f"is a folder: {expected}"):
         load_packed(nn.Linear(8, 4), tmp_path)

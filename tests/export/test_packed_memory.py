@@ -10,7 +10,10 @@ from lightning_nm import pack, save_packed
 from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.functional import nm_prune
 
-WIDTH, LAYERS = 1536, 48  # 453 MB dense: beside it the memory of code that is used first here, about 20 MB, is small
+WIDTH, LAYERS = (
+    1536,
+    48,
+)  # 453 MB dense: beside it the memory of code that is used first here, about 20 MB, is small
 
 CHILD = f"""
 import sys, torch

@@ -77,7 +77,9 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, capsys, whole):
     if not whole:
         found.planner_data["state_dict.weight"] = runs
     path.write_bytes(pickle.dumps(runs if whole else found))
-    with pytest.raises(ValueError, match=r"cannot read the sharded checkpoint.*names (posix|nt)\.mkdir"):
+    with pytest.raises(
+        ValueError, match=r"cannot read the sharded checkpoint.*names (posix|nt)\.mkdir"
+    ):
         read_checkpoint(tmp_path / "saved")
     assert main([str(tmp_path / "saved")]) == 2
     assert "it may be an attack" in capsys.readouterr().out
@@ -134,5 +136,7 @@ def test_chunks_that_do_not_make_up_the_tensor_are_refused(tmp_path, change):
         for info in found.storage_data.values():
             info.relative_path = f"../saved/{info.relative_path}"
     path.write_bytes(pickle.dumps(found))
-    with pytest.raises(ValueError, match=r"do not make up a tensor|is not read: outside the folder"):
+    with pytest.raises(
+        ValueError, match=r"do not make up a tensor|is not read: outside the folder"
+    ):
         verify(tmp_path / "saved", "2:4")

@@ -107,7 +107,10 @@ def test_keys_of_one_module_have_one_tensor(tmp_path):
     assert dense["0.0.weight"] is dense["1.0.weight"]
     save_packed(model, tmp_path / "packed.safetensors")
     header, _ = header_of(tmp_path / "packed.safetensors")
-    assert sorted(key for key in header if key.endswith(".values")) == ["0.0.weight.values", "0.2.weight.values"]
+    assert sorted(key for key in header if key.endswith(".values")) == [
+        "0.0.weight.values",
+        "0.2.weight.values",
+    ]
     assert PackedFile(tmp_path / "packed.safetensors").aliases["1.0.weight"] == "0.0.weight"
 
 
@@ -117,7 +120,9 @@ def test_a_file_without_the_first_name(device, tmp_path):
     dense, x = dense_of(repeated), torch.randn(5, WIDTH)
     save_packed(pack(copy.deepcopy(dense), kernels="reference"), tmp_path / "both")
     file = PackedFile(tmp_path / "both")
-    write_packed(tmp_path / "one", {key: file.read(key) for key in file.names() if key.startswith("1.")})
+    write_packed(
+        tmp_path / "one", {key: file.read(key) for key in file.names() if key.startswith("1.")}
+    )
     loaded = load_packed(built_on(device, repeated), tmp_path / "one", kernels="reference")
     assert torch.allclose(loaded(x), dense(x), atol=1e-5)
     assert {each.form for each in packed_summary(loaded).weights} == {"packed"}
@@ -134,7 +139,10 @@ def test_a_file_of_a_model_that_shares_less(tmp_path):
     save_packed(pack(apart, kernels="reference"), tmp_path / "different")
     model = TwoNames()
     before = model.a.weight.clone()
-    with pytest.raises(ValueError, match=r"'a.weight' and 'b.weight' are one tensor in the model, and different ones"):
+    with pytest.raises(
+        ValueError,
+        match=r"'a.weight' and 'b.weight' are one tensor in the model, and different ones",
+    ):
         load_packed(model, tmp_path / "different")
     assert torch.equal(model.a.weight, before)
 

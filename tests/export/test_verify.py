@@ -31,8 +31,13 @@ def test_a_checkpoint_names_its_masked_layers(tmp_path):
 
 
 def test_a_state_dict_is_classified(tmp_path):
-    torch.save({"a.weight": nm_prune(torch.randn(8, 8), "2:4"), "b.weight": torch.randn(8, 8)}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="no sparsifier state that names its masked layers: give a pattern"):
+    torch.save(
+        {"a.weight": nm_prune(torch.randn(8, 8), "2:4"), "b.weight": torch.randn(8, 8)},
+        tmp_path / "a.pt",
+    )
+    with pytest.raises(
+        ValueError, match="no sparsifier state that names its masked layers: give a pattern"
+    ):
         verify(tmp_path / "a.pt")
     result = verify(tmp_path / "a.pt", "2:4", "a")
     assert result.problems == [
@@ -61,7 +66,10 @@ def test_a_3d_weight_is_one_matrix_for_each_expert(tmp_path, dim):
     assert [v.verdict for v in result.verdicts] == ["N:M", "dense"]
     weight[1] = 1
     torch.save({"experts.up": weight}, tmp_path / "a.pt")
-    assert verify(tmp_path / "a.pt", "2:4").problems[0] == "'experts.up' is not 2:4: 16 of 48 blocks hold more"
+    assert (
+        verify(tmp_path / "a.pt", "2:4").problems[0]
+        == "'experts.up' is not 2:4: 16 of 48 blocks hold more"
+    )
 
 
 def test_a_missing_file(tmp_path):
@@ -71,7 +79,11 @@ def test_a_missing_file(tmp_path):
 
 def test_equal_layers_share_a_line(tmp_path, capsys):
     torch.manual_seed(0)
-    weights = {f"blocks.{k}.{part}.weight": torch.randn(64, 64) for k in range(8) for part in ("up", "down")}
+    weights = {
+        f"blocks.{k}.{part}.weight": torch.randn(64, 64)
+        for k in range(8)
+        for part in ("up", "down")
+    }
     for k in range(8):
         weights[f"blocks.{k}.up.weight"] = nm_prune(weights[f"blocks.{k}.up.weight"], "2:4")
     torch.save(weights, tmp_path / "a.pt")
@@ -80,13 +92,28 @@ def test_equal_layers_share_a_line(tmp_path, capsys):
     assert "FAILED: 8 of 16 matrices are dense: 'blocks.{0..7}.down.weight' (8); allow" in said
     assert "OK" not in said
     assert len([line for line in said.splitlines() if "blocks" in line]) < 14
-    assert main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4", "--allow-dense", "--quiet"]) == 0
+    assert (
+        main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4", "--allow-dense", "--quiet"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "blocks" not in said
     assert "OK: 8 weights" in said
     printed = "blocks.{0..7}.up.weight x8"
     assert (
-        main(["verify", str(tmp_path / "a.pt"), "--pattern", "2:4", "--allow-dense", "-q", "--include", printed]) == 0
+        main(
+            [
+                "verify",
+                str(tmp_path / "a.pt"),
+                "--pattern",
+                "2:4",
+                "--allow-dense",
+                "-q",
+                "--include",
+                printed,
+            ]
+        )
+        == 0
     )
     for weight in weights.values():
         weight[0, :4] = 1
@@ -98,14 +125,18 @@ def test_equal_layers_share_a_line(tmp_path, capsys):
 
 
 def test_every_matrix_that_the_base_has_n_m_must_stay_so(tmp_path):
-    weights = {f"{k}.weight": nm_prune(torch.randn(8, 8), "2:4") for k in range(4)} | {"head.weight": torch.randn(8, 8)}
+    weights = {f"{k}.weight": nm_prune(torch.randn(8, 8), "2:4") for k in range(4)} | {
+        "head.weight": torch.randn(8, 8)
+    }
     torch.save(weights, tmp_path / "base.pt")
     assert verify(tmp_path / "base.pt", "2:4", base=tmp_path / "base.pt").ok
     weights |= {"1.weight": torch.randn(8, 8), "2.weight": torch.randn(8, 8)}
     del weights["3.weight"]
     torch.save(weights, tmp_path / "merged.pt")
     assert verify(tmp_path / "merged.pt", "2:4", min_share=0.2).ok
-    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.2, base=tmp_path / "base.pt").problems == [
+    assert verify(
+        tmp_path / "merged.pt", "2:4", min_share=0.2, base=tmp_path / "base.pt"
+    ).problems == [
         "only 1 of the base's 4 N:M matrices are N:M",
         "'{1,2}.weight' (2) is N:M in the base, but dense here",
         "'3.weight' is N:M in the base, but not in the file",
@@ -119,7 +150,8 @@ def test_every_matrix_that_the_base_has_n_m_must_stay_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("a.pt2", "a program of torch.export"), ("a.pt", "a program"), ("a.onnx", "an ONNX graph")]
+    ("name", "kind"),
+    [("a.pt2", "a program of torch.export"), ("a.pt", "a program"), ("a.onnx", "an ONNX graph")],
 )
 def test_graphs_are_told_from_damaged_files(tmp_path, name, kind):
     path = tmp_path / name
@@ -129,7 +161,8 @@ def test_graphs_are_told_from_damaged_files(tmp_path, name, kind):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("a/archive_format", "pt2")
     with pytest.raises(
-        ValueError, match=rf"it is {kind}.*, not a checkpoint: give the checkpoint that it was exported"
+        ValueError,
+        match=rf"it is {kind}.*, not a checkpoint: give the checkpoint that it was exported",
     ):
         verify(path, "2:4")
 

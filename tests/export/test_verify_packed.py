@@ -54,7 +54,11 @@ def test_another_pattern(saved):
     assert verdicts["0.weight"].note == "packed, plain as 1:16; no axis of blocks"
     assert verdicts["4.weight"].violations == verdicts["4.weight"].blocks == 64 * 16
     assert verdicts["4.weight"].note == "packed, plain as 1:16"
-    assert [v.key for v in verify(saved, "1:16").verdicts if v.verdict == "N:M"] == ["0.weight", "4.weight", "5.weight"]
+    assert [v.key for v in verify(saved, "1:16").verdicts if v.verdict == "N:M"] == [
+        "0.weight",
+        "4.weight",
+        "5.weight",
+    ]
 
 
 def test_zeros_do_not_count(tmp_path):
@@ -80,7 +84,9 @@ def test_weights_that_are_all_zero(tmp_path, capsys):
         warnings.append(results[-1].warnings)
         assert main(["verify", str(path)]) == (not results[-1].ok)
         assert f"WARNING: {warnings[-1][-1]}" in capsys.readouterr().out
-    first = "'0.weight' is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+    first = (
+        "'0.weight' is all zero, which is N:M in every pattern: its layer was not loaded, or died"
+    )
     assert warnings == [[first], [first.replace("'0.weight'", "'{0,1}.weight' (2)")]]
     assert [result.problems for result in results] == [[], ["every weight that is N:M is all zero"]]
     assert [v.note for v in results[0].verdicts] == ["packed, plain, all zero", "packed, plain"]
@@ -91,7 +97,9 @@ def test_weights_that_are_all_zero(tmp_path, capsys):
 def test_tied_weights(tmp_path):
     torch.manual_seed(0)
     embedding = nn.Embedding(32, 16)
-    model = nn.ModuleDict({"embed": embedding, "up": nn.Linear(16, 32), "head": nn.Linear(16, 32, bias=False)})
+    model = nn.ModuleDict(
+        {"embed": embedding, "up": nn.Linear(16, 32), "head": nn.Linear(16, 32, bias=False)}
+    )
     model["head"].weight = embedding.weight
     for weight in (embedding.weight, model["up"].weight):
         weight.data = nm_prune(weight.data, "1:8")
@@ -121,7 +129,10 @@ def test_damaged_positions(saved, capsys):
     begin, _ = json.loads(content[8 : 8 + length])["4.weight.positions"]["data_offsets"]
     content[8 + length + begin + 5] = 0
     other.write_bytes(content)
-    with pytest.raises(ValueError, match=r"'4.weight': block 10 does not have 2 different ascending positions below 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"'4.weight': block 10 does not have 2 different ascending positions below 4",
+    ):
         verify(other)
     assert main(["verify", str(other), str(saved), "--json"]) == 2
     said = capsys.readouterr()
@@ -135,7 +146,9 @@ def test_damaged_positions(saved, capsys):
 
 def test_the_command(saved, capsys):
     assert main(["verify", str(saved)]) == 0
-    assert "3 of 4 matrices are N:M, with 99.8% of all entries; 1 is dense" in capsys.readouterr().out
+    assert (
+        "3 of 4 matrices are N:M, with 99.8% of all entries; 1 is dense" in capsys.readouterr().out
+    )
     assert main(["verify", str(saved), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["ok"], document["matrices"]) == (True, {"N:M": 3, "dense": 1, "broken": 0})

@@ -42,7 +42,10 @@ def folder_of_transformers(path):
 
 
 WRITERS = {
-    "packed": ("a.safetensors", lambda path: save_packed(pack(sparse(), "2:4", kernels="reference"), path)),
+    "packed": (
+        "a.safetensors",
+        lambda path: save_packed(pack(sparse(), "2:4", kernels="reference"), path),
+    ),
     "pt2": ("a.pt2", lambda path: export_pt2(sparse(), (torch.randn(2, 128),), path)),
 }
 
@@ -58,7 +61,13 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("to", "name"), [("torch", "a.pt"), ("torch", "a.safetensors"), ("torch", "folder"), ("packed", "a.safetensors")]
+    ("to", "name"),
+    [
+        ("torch", "a.pt"),
+        ("torch", "a.safetensors"),
+        ("torch", "folder"),
+        ("packed", "a.safetensors"),
+    ],
 )
 def test_an_export_to_a_full_disk_says_one_sentence(tmp_path, capsys, name, to):
     source, target = folder_of_transformers(tmp_path / "in"), tmp_path / "out"
@@ -80,7 +89,9 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, capsys, monkeypatch, int
     target.mkdir()
     monkeypatch.setattr(type(target), "replace", interrupted)
     before = signal.getsignal(signal.SIGTERM)
-    assert main(["export", str(source), "--to", "packed", "-o", str(target / "a.safetensors")]) == 130
+    assert (
+        main(["export", str(source), "--to", "packed", "-o", str(target / "a.safetensors")]) == 130
+    )
     assert "export: stopped, " in capsys.readouterr().err
     assert os.listdir(target) == []
     assert signal.getsignal(signal.SIGTERM) is before
@@ -91,7 +102,10 @@ def test_a_folder_is_no_file(tmp_path, capsys):
     (tmp_path / "a.safetensors").mkdir()
     assert main(["export", str(source), "-o", str(tmp_path / "a.safetensors")]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
-    with pytest.raises(IsADirectoryError, match="is a folder"), replacing(tmp_path / "a.safetensors"):
+    with (
+        pytest.raises(IsADirectoryError, match="is a folder"),
+        replacing(tmp_path / "a.safetensors"),
+    ):
         pytest.fail("the folder was noticed too late")
 
 
@@ -106,7 +120,9 @@ def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypat
     pytest.importorskip("plotly")
     pytest.importorskip("tensorboard")
     monkeypatch.setattr("lightning_nm.commands.report.run.read_run", lambda folder, label: None)
-    monkeypatch.setattr("lightning_nm.commands.report.page.render", lambda runs, version: "x" * 100_000)
+    monkeypatch.setattr(
+        "lightning_nm.commands.report.page.render", lambda runs, version: "x" * 100_000
+    )
     page = tmp_path / "report.html"
     page.write_text("old")
     with full_disk():

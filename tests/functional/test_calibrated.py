@@ -15,13 +15,18 @@ PATTERNS = st.sampled_from(["1:2", "2:4", "1:4", "3:4", "1:8", "4:8"])
 def by_definition(weight, moment, pattern, damping):
     """One row at a time; each inverse is computed anew."""
     pattern = NMPattern.parse(pattern)
-    moment = moment.double() + damping * moment.diagonal().mean().double() * torch.eye(len(moment)).double()
+    moment = (
+        moment.double()
+        + damping * moment.diagonal().mean().double() * torch.eye(len(moment)).double()
+    )
     result = weight.double().clone()
     for row in result:
         for j in range(len(row)):
             if j % pattern.m == 0:
                 places = range(j, j + pattern.m)
-                scores = torch.stack([row[k] ** 2 / torch.linalg.inv(moment[k:, k:])[0, 0] for k in places])
+                scores = torch.stack(
+                    [row[k] ** 2 / torch.linalg.inv(moment[k:, k:])[0, 0] for k in places]
+                )
                 kept = nmf.nm_mask(scores, pattern)
             if not kept[j % pattern.m]:
                 inverse = torch.linalg.inv(moment[j:, j:])
@@ -36,28 +41,41 @@ def test_sparsegpt_by_definition(pattern, blocks, rows, seed):
     generator = torch.Generator().manual_seed(seed)
     width = blocks * NMPattern.parse(pattern).m
     weight = torch.randn(rows, width, generator=generator)
-    inputs = torch.randn(3 * width, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    inputs = torch.randn(3 * width, width, generator=generator) @ torch.randn(
+        width, width, generator=generator
+    )
     moment = inputs.t() @ inputs
     found = sparsegpt(weight, moment, pattern, 0.01)
     assert nmf.is_nm(found, pattern)
     assert found.dtype == weight.dtype
-    torch.testing.assert_close(found.double(), by_definition(weight, moment, pattern, 0.01), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found.double(), by_definition(weight, moment, pattern, 0.01), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_many_columns_are_corrected_across_blocks():
     generator = torch.Generator().manual_seed(0)
-    weight, inputs = torch.randn(3, 160, generator=generator), torch.randn(400, 160, generator=generator)
+    weight, inputs = (
+        torch.randn(3, 160, generator=generator),
+        torch.randn(400, 160, generator=generator),
+    )
     moment = inputs.t() @ inputs
     expected = by_definition(weight, moment, "2:4", 0.01)
-    torch.testing.assert_close(sparsegpt(weight, moment, "2:4").double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        sparsegpt(weight, moment, "2:4").double(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @settings(max_examples=30)
 @given(pattern=PATTERNS, seed=st.integers(0, 99))
 def test_independent_features_of_equal_size_leave_magnitudes(pattern, seed):
     weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(sparsegpt(weight, torch.eye(16), pattern), nmf.nm_prune(weight, pattern, dim=1))
-    assert torch.equal(wanda_mask(weight, torch.ones(16), pattern), nmf.magnitude_mask(weight, pattern, dim=1))
+    assert torch.equal(
+        sparsegpt(weight, torch.eye(16), pattern), nmf.nm_prune(weight, pattern, dim=1)
+    )
+    assert torch.equal(
+        wanda_mask(weight, torch.ones(16), pattern), nmf.magnitude_mask(weight, pattern, dim=1)
+    )
 
 
 def test_the_output_error_is_below_that_of_magnitudes():

@@ -25,9 +25,15 @@ patterns = st.sampled_from(PATTERNS)
 def blocks_of(pattern, seed, blocks=12, step="number"):
     n, m = pattern
     generator = torch.Generator().manual_seed(seed)
-    weight, grad = (torch.randn(blocks, m, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight, grad = (
+        torch.randn(blocks, m, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     mask = magnitude_mask(torch.randn(blocks, m, generator=generator), f"{n}:{m}", dim=1)
-    size = 0.7 if step == "number" else torch.rand(blocks, m, generator=generator, dtype=torch.float64) + 0.1
+    size = (
+        0.7
+        if step == "number"
+        else torch.rand(blocks, m, generator=generator, dtype=torch.float64) + 0.1
+    )
     return torch.where(mask, weight, 0), grad, mask, size
 
 
@@ -48,7 +54,9 @@ def test_an_entry_of_a_block_is_found_again(out, count, taps, pattern, seed, cha
     assert blocks.shape == (rows.numel() // m, m)
     number, entry = torch.meshgrid(torch.arange(len(blocks)), torch.arange(m), indexing="ij")
     assert torch.equal(rows[block_index(rows.shape, m, number, entry)], blocks)
-    for tap in itertools.product(*(range(size) for size in taps)):  # blocks lie along `in`, at one tap
+    for tap in itertools.product(
+        *(range(size) for size in taps)
+    ):  # blocks lie along `in`, at one tap
         lying = rows[(0, slice(0, m), *tap)]
         assert any(torch.equal(lying, block) for block in blocks)
 
@@ -58,7 +66,9 @@ def test_an_entry_of_a_block_is_found_again(out, count, taps, pattern, seed, cha
 def test_the_best_exchange_is_the_best_of_all_masks_that_differ_in_one_entry(pattern, seed):
     n, m = pattern
     value, _, mask, _ = blocks_of(pattern, seed, blocks=3)
-    value = value.abs() + torch.rand(3, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    value = value.abs() + torch.rand(
+        3, m, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     swaps = best_swaps(value, mask)
     for b in range(len(mask)):
         best = max(
@@ -66,7 +76,9 @@ def test_the_best_exchange_is_the_best_of_all_masks_that_differ_in_one_entry(pat
             for kept in itertools.combinations(range(m), n)
             if n - sum(mask[b, k].item() for k in kept) <= 1
         )
-        assert swaps.gain[b].item() == pytest.approx(best - value[b][mask[b]].sum().item(), abs=1e-12)
+        assert swaps.gain[b].item() == pytest.approx(
+            best - value[b][mask[b]].sum().item(), abs=1e-12
+        )
         made = mask[b].clone()
         if swaps.gain[b] > 0:
             made[swaps.pruned[b].long()] = False
@@ -79,7 +91,10 @@ def test_the_best_exchange_is_the_best_of_all_masks_that_differ_in_one_entry(pat
 def test_the_scores_entry_by_entry(pattern, seed, step):
     weight, grad, mask, size = blocks_of(pattern, seed, blocks=3, step=step)
     steps = torch.as_tensor(size, dtype=torch.float64).expand_as(weight)
-    ahead, evidence = look_ahead_scores(weight, grad, mask, size), evidence_scores(weight, grad, mask)
+    ahead, evidence = (
+        look_ahead_scores(weight, grad, mask, size),
+        evidence_scores(weight, grad, mask),
+    )
     for index in itertools.product(range(3), range(pattern[1])):
         g, w, e = grad[index].item(), weight[index].item(), steps[index].item()
         assert ahead[index].item() == pytest.approx(abs((w if mask[index] else 0) - e * g))
@@ -103,11 +118,18 @@ def test_ties_go_to_the_lower_entry_and_equal_scores_do_not_swap():
     swaps = best_swaps(torch.tensor([[1.0, 1.0, 2.0, 2.0]]), mask)
     assert (swaps.pruned.item(), swaps.regrown.item(), swaps.gain.item()) == (0, 2, 1.0)
     assert best_swaps(torch.ones(1, 4), mask).gain.item() == 0
-    assert best_swaps(torch.tensor([[1.0, 1.0, math.nan, 2.0]]), mask).gain.item() == 0, "of a diverged entry"
+    assert best_swaps(torch.tensor([[1.0, 1.0, math.nan, 2.0]]), mask).gain.item() == 0, (
+        "of a diverged entry"
+    )
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, math.inf, math.nan]), st.integers(0, 4)), min_size=1),
+    st.lists(
+        st.tuples(
+            st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, math.inf, math.nan]), st.integers(0, 4)
+        ),
+        min_size=1,
+    ),
     st.integers(0, 20),
 )
 def test_selected_are_the_first_of_the_order(blocks, budget):

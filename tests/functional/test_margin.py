@@ -71,7 +71,10 @@ def test_extremes():
     assert mask_margin(torch.tensor([0.0, 0.0, 1.0, 2.0]), mask, "2:4").item() == -1
     assert mask_margin(torch.zeros(4), mask, "2:4").item() == 0
     assert mask_margin(torch.ones(4), torch.ones(4, dtype=torch.bool), "2:4").isnan().all()
-    assert mask_margin(torch.empty(0, 4), torch.empty(0, 4, dtype=torch.bool), "2:4").shape == (0, 1)
+    assert mask_margin(torch.empty(0, 4), torch.empty(0, 4, dtype=torch.bool), "2:4").shape == (
+        0,
+        1,
+    )
     weight = torch.ones(4, requires_grad=True)
     assert not mask_margin(weight, mask, "2:4").requires_grad
 

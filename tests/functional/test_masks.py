@@ -18,7 +18,20 @@ from lightning_nm.functional.masks import (
 )
 from lightning_nm.functional.pattern import NMPattern
 
-PATTERNS = ["1:2", "2:4", "1:4", "3:4", "3:5", "2:8", "4:8", "1:16", "2:16", "8:16", "16:32", "5:70"]
+PATTERNS = [
+    "1:2",
+    "2:4",
+    "1:4",
+    "3:4",
+    "3:5",
+    "2:8",
+    "4:8",
+    "1:16",
+    "2:16",
+    "8:16",
+    "16:32",
+    "5:70",
+]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
 
@@ -32,7 +45,10 @@ def brute_force(scores: torch.Tensor, n: int, m: int, dim: int) -> torch.Tensor:
     for row in rows.reshape(-1, rows.shape[-1]).tolist():
         for start in range(0, len(row), m):
             block = row[start : start + m]
-            order = sorted(range(m), key=lambda j: (math.isnan(block[j]), 0 if math.isnan(block[j]) else -block[j], j))
+            order = sorted(
+                range(m),
+                key=lambda j: (math.isnan(block[j]), 0 if math.isnan(block[j]) else -block[j], j),
+            )
             mask.extend(j in order[:n] for j in range(m))
     return torch.tensor(mask, dtype=torch.bool).reshape(rows.shape).movedim(-1, dim)
 
@@ -46,7 +62,9 @@ def awkward(shape, dtype, seed=0):
     """Ties, both zeros, NaNs and infinities, whole blocks of them included."""
     generator = torch.Generator().manual_seed(seed)
     if dtype not in FLOATS:
-        return torch.randint(0, 2 if dtype == torch.bool else 5, shape, generator=generator).to(dtype)
+        return torch.randint(0, 2 if dtype == torch.bool else 5, shape, generator=generator).to(
+            dtype
+        )
     values = torch.randn(shape, generator=generator).mul(2).round()
     draw = torch.rand(shape, generator=generator)
     values[draw < 0.30] = -0.0
@@ -71,7 +89,9 @@ def _pairs(request):
     """Each test also with small tensors treated as large ones, whose pairs are not all compared by one call."""
     limits = {"few": (masks._FEW_PAIRS, masks._FEW_CONSECUTIVE_PAIRS), "many": (0, 0)}
     with pytest.MonkeyPatch.context() as patch:
-        for name, limit in zip(("_FEW_PAIRS", "_FEW_CONSECUTIVE_PAIRS"), limits[request.param], strict=True):
+        for name, limit in zip(
+            ("_FEW_PAIRS", "_FEW_CONSECUTIVE_PAIRS"), limits[request.param], strict=True
+        ):
             patch.setattr(masks, name, limit)
         yield
 
@@ -84,7 +104,9 @@ def test_every_path_gives_the_reference(text, dtype):
     for dim in (1, -1):
         expected = _nm_mask_reference(scores, text, dim)
         assert torch.equal(nm_mask(scores, text, dim), expected)
-        for path in (broadcast_mask, unrolled_mask)[: 2 if pattern.m <= masks._MAX_STRIDED_M else 1]:
+        for path in (broadcast_mask, unrolled_mask)[
+            : 2 if pattern.m <= masks._MAX_STRIDED_M else 1
+        ]:
             assert torch.equal(path(masks._comparable(scores), pattern, dim % 3), expected)
         assert expected.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).sum(-1).eq(pattern.n).all()
 
@@ -94,11 +116,17 @@ def test_the_reference_gives_the_brute_force(text):
     pattern = NMPattern.parse(text)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         scores = awkward((4, pattern.m, 2 * pattern.m), dtype, seed=1)
-        assert torch.equal(_nm_mask_reference(scores, text, 1), brute_force(scores, pattern.n, pattern.m, 1))
-        assert torch.equal(_nm_mask_reference(scores, text), brute_force(scores, pattern.n, pattern.m, -1))
+        assert torch.equal(
+            _nm_mask_reference(scores, text, 1), brute_force(scores, pattern.n, pattern.m, 1)
+        )
+        assert torch.equal(
+            _nm_mask_reference(scores, text), brute_force(scores, pattern.n, pattern.m, -1)
+        )
 
 
-entries = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-40, torch.inf, -torch.inf, torch.nan]) | st.floats(width=32)
+entries = st.sampled_from(
+    [0.0, -0.0, 1.0, -1.0, 2.0, 1e-40, torch.inf, -torch.inf, torch.nan]
+) | st.floats(width=32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,7 +154,9 @@ def test_any_axis_and_strides(data, m):
     scores = torch.randn([shape[i] for i in memory], generator=generator).round()
     scores = scores.permute([memory.index(i) for i in range(len(shape))])
     scores = (
-        torch.stack([scores, scores], -1)[..., data.draw(st.integers(0, 1))] if data.draw(st.booleans()) else scores
+        torch.stack([scores, scores], -1)[..., data.draw(st.integers(0, 1))]
+        if data.draw(st.booleans())
+        else scores
     )
     n = data.draw(st.integers(1, m - 1))
     mask = nm_mask(scores, NMPattern(n, m), dim)

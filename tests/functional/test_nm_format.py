@@ -28,8 +28,12 @@ def matrices(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     dtype = draw(st.sampled_from(list(DTYPES)))
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
-    some = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(len(SPECIAL), shape, generator=generator)]
-    values = torch.where(torch.rand(shape, generator=generator) < draw(st.sampled_from([0, 0.3, 1])), some, values)
+    some = torch.tensor(SPECIAL, dtype=torch.float64)[
+        torch.randint(len(SPECIAL), shape, generator=generator)
+    ]
+    values = torch.where(
+        torch.rand(shape, generator=generator) < draw(st.sampled_from([0, 0.3, 1])), some, values
+    )
     mask = nm_mask(torch.rand(shape, generator=generator), pattern)
     return torch.where(mask, values.to(dtype), 0), pattern
 
@@ -83,7 +87,9 @@ def test_bits_of_nan_are_kept(dtype, pattern):
     matrix[:, 3] = torch.tensor([(1 << ones + 1) - 1, (1 << ones + 1) - 2, -1, -2])
     matrix = matrix.view(dtype)
     assert matrix[:, 3].isnan().all()
-    assert torch.equal(bits(unpack_nm(*pack_nm(matrix, pattern), pattern, matrix.shape)), bits(matrix))
+    assert torch.equal(
+        bits(unpack_nm(*pack_nm(matrix, pattern), pattern, matrix.shape)), bits(matrix)
+    )
 
 
 def test_negative_zeros_are_stored_where_there_is_room():
@@ -119,12 +125,16 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="more than 256"):
         pack_nm(torch.zeros(4, 512), "1:512")
     values, positions = pack_nm(torch.zeros(1, 12), "1:3")
-    with pytest.raises(ValueError, match="block 1 does not have 1 different ascending positions below 3"):
+    with pytest.raises(
+        ValueError, match="block 1 does not have 1 different ascending positions below 3"
+    ):
         unpack_nm(values, torch.tensor([0b1100], dtype=torch.uint8), "1:3", (1, 12))
     with pytest.raises(ValueError, match="block 0 does not have 2 different ascending"):
         unpack_nm(torch.zeros(1, 1, 2), torch.tensor([0b0101], dtype=torch.uint8), "2:4", (1, 4))
     with pytest.raises(ValueError, match="bits after the positions"):
-        unpack_nm(torch.zeros(1, 1, 2), torch.tensor([0b11001100], dtype=torch.uint8), "2:4", (1, 4))
+        unpack_nm(
+            torch.zeros(1, 1, 2), torch.tensor([0b11001100], dtype=torch.uint8), "2:4", (1, 4)
+        )
     with pytest.raises(ValueError, match="block 0 does not have 7"):
         unpack_nm(torch.zeros(1, 1, 7), torch.tensor([255], dtype=torch.uint8), "7:8", (1, 8))
     with pytest.raises(ValueError, match=r"has values of \(1, 4, 1\), not \(1, 4\)"):

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from lightning_nm.functional.pattern import NMPattern
 
 
-@pytest.mark.parametrize("value", ["2:4", " 2 : 4 ", {"n": 2, "m": 4}, {"m": 4, "n": 2}, 124, NMPattern(2, 4)])
+@pytest.mark.parametrize(
+    "value", ["2:4", " 2 : 4 ", {"n": 2, "m": 4}, {"m": 4, "n": 2}, 124, NMPattern(2, 4)]
+)
 def test_every_spelling(value):
     assert NMPattern.parse(value) == NMPattern(n=2, m=4)
 
 
-@pytest.mark.parametrize(("number", "text"), [(124, "2:4"), (76, "1:16"), (496, "8:16"), (992, "16:32"), (62, "1:2")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(124, "2:4"), (76, "1:16"), (496, "8:16"), (992, "16:32"), (62, "1:2")]
+)
 def test_what_yaml_makes_of_it(number, text):
     assert str(NMPattern.parse(number)) == text
 

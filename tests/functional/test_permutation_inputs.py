@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from lightning_nm.functional import permutation as module
 from lightning_nm.functional.masks import backward_mask, nm_mask
 from lightning_nm.functional.permutation import permutation_score, search_permutation
-from tests.functional.permutations import CRITERIA, SEARCHES, forward, seeded, weights, within_groups
+from tests.functional.permutations import (
+    CRITERIA,
+    SEARCHES,
+    forward,
+    seeded,
+    weights,
+    within_groups,
+)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -21,7 +28,13 @@ def test_search_is_a_function_of_the_generator(search, criterion):
 
     def run(generator: torch.Generator | None) -> torch.Tensor:
         return search_permutation(
-            weight, mask, "2:8", search=search, criterion=criterion, candidates=300, generator=generator
+            weight,
+            mask,
+            "2:8",
+            search=search,
+            criterion=criterion,
+            candidates=300,
+            generator=generator,
         )
 
     assert torch.equal(run(seeded(0)), run(seeded(0)))
@@ -39,7 +52,9 @@ def test_search_is_a_function_of_the_generator(search, criterion):
 def test_layout_dtype_autograd_and_autocast_do_not_matter(search, criterion):
     half = weights(64, 6, 3, 3, dtype=torch.bfloat16)
     mask = forward(half)
-    expected = search_permutation(half, mask, "2:4", search=search, criterion=criterion, generator=seeded())
+    expected = search_permutation(
+        half, mask, "2:4", search=search, criterion=criterion, generator=seeded()
+    )
     variants = [
         (half.float(), mask),
         (half.to(memory_format=torch.channels_last), mask.to(memory_format=torch.channels_last)),
@@ -48,10 +63,13 @@ def test_layout_dtype_autograd_and_autocast_do_not_matter(search, criterion):
     ]
     for weight, its_mask in variants:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = search_permutation(weight, its_mask, "2:4", search=search, criterion=criterion, generator=seeded())
+            found = search_permutation(
+                weight, its_mask, "2:4", search=search, criterion=criterion, generator=seeded()
+            )
         assert torch.equal(found, expected)
         assert torch.equal(
-            backward_mask(weight, its_mask, "2:4", found).flatten(1), backward_mask(half, mask, "2:4", found).flatten(1)
+            backward_mask(weight, its_mask, "2:4", found).flatten(1),
+            backward_mask(half, mask, "2:4", found).flatten(1),
         )
 
 
@@ -59,7 +77,9 @@ def test_inputs_are_left_alone():
     weight, mask, initial = weights(32, 20), forward(weights(32, 20)), within_groups(32, 1)
     copies = [t.clone() for t in (weight, mask, initial)]
     for search, criterion in itertools.product(SEARCHES, CRITERIA):
-        found = search_permutation(weight, mask, "2:4", search=search, criterion=criterion, initial=initial)
+        found = search_permutation(
+            weight, mask, "2:4", search=search, criterion=criterion, initial=initial
+        )
         found.zero_()
     for tensor, copy in zip((weight, mask, initial), copies, strict=True):
         assert torch.equal(tensor, copy)
@@ -96,10 +116,14 @@ def test_many_tiles_and_chunks(monkeypatch, criterion):
     weight = weights(120, 33)
     mask = forward(weight)
     for groups in (1, 3):
-        found = search_permutation(weight, mask, "2:4", criterion=criterion, groups=groups, generator=seeded())
+        found = search_permutation(
+            weight, mask, "2:4", criterion=criterion, groups=groups, generator=seeded()
+        )
         assert (found // (120 // groups) == torch.arange(120) // (120 // groups)).all()
         gain = permutation_score(weight, mask, "2:4", found, criterion=criterion, groups=groups)
-        assert gain > permutation_score(weight, mask, "2:4", None, criterion=criterion, groups=groups)
+        assert gain > permutation_score(
+            weight, mask, "2:4", None, criterion=criterion, groups=groups
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,18 +140,42 @@ def test_assignments_are_permutations_and_exchange_never_loses(count, size, seed
 @pytest.mark.parametrize(
     ("weight", "options", "message"),
     [
-        (torch.ones(8, 4), {"search": "greedy"}, r"search='greedy' is unknown: choose one of 'swap', 'random'"),
-        (torch.ones(8, 4), {"criterion": "l2"}, r"criterion='l2' is unknown: choose one of 'retained'"),
+        (
+            torch.ones(8, 4),
+            {"search": "greedy"},
+            r"search='greedy' is unknown: choose one of 'swap', 'random'",
+        ),
+        (
+            torch.ones(8, 4),
+            {"criterion": "l2"},
+            r"criterion='l2' is unknown: choose one of 'retained'",
+        ),
         (torch.ones(8, 4), {"candidates": 0}, r"candidates=0: .* candidates=100"),
-        (torch.ones(6, 4), {}, r"6 output rows in 1 group\(s\) are 6 rows each, not a multiple of M=4"),
+        (
+            torch.ones(6, 4),
+            {},
+            r"6 output rows in 1 group\(s\) are 6 rows each, not a multiple of M=4",
+        ),
         (torch.ones(12, 4), {"groups": 2}, r"12 output rows in 2 group\(s\) are 6 rows each"),
         (torch.ones(8, 4), {"groups": 3}, r"groups=3 does not split 8 output rows"),
         (torch.ones(8, 4), {"groups": 0}, r"groups=0"),
         (torch.ones(8), {}, r"shape \(8,\) has no input axis"),
-        (torch.ones(8, 4), {"initial": torch.zeros(8, dtype=torch.int64)}, r"must name each row 0\.\.7 once"),
-        (torch.ones(8, 4), {"initial": torch.arange(4)}, r"\(4,\) must name each row 0\.\.7 once.*randperm\(8\)"),
+        (
+            torch.ones(8, 4),
+            {"initial": torch.zeros(8, dtype=torch.int64)},
+            r"must name each row 0\.\.7 once",
+        ),
+        (
+            torch.ones(8, 4),
+            {"initial": torch.arange(4)},
+            r"\(4,\) must name each row 0\.\.7 once.*randperm\(8\)",
+        ),
         (torch.ones(8, 4), {"initial": torch.arange(8.0)}, r"float32"),
-        (torch.ones(8, 4), {"initial": torch.arange(8).flip(0), "groups": 2}, r"row 7 at position 0, out of its group"),
+        (
+            torch.ones(8, 4),
+            {"initial": torch.arange(8).flip(0), "groups": 2},
+            r"row 7 at position 0, out of its group",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_way_out(weight, options, message):

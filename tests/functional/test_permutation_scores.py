@@ -9,7 +9,15 @@ from lightning_nm.functional import permutation as module
 from lightning_nm.functional.masks import backward_mask, nm_mask
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.permutation import permutation_score, search_permutation
-from tests.functional.permutations import CRITERIA, brute_mask, brute_score, forward, problems, weights, within_groups
+from tests.functional.permutations import (
+    CRITERIA,
+    brute_mask,
+    brute_score,
+    forward,
+    problems,
+    weights,
+    within_groups,
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,7 +40,8 @@ def test_backward_mask_without_permutation_is_the_identity():
     weight = weights(16, 3, 2)
     mask = forward(weight)
     assert torch.equal(
-        backward_mask(weight, mask, "2:4"), backward_mask(weight, mask, NMPattern(2, 4), torch.arange(16))
+        backward_mask(weight, mask, "2:4"),
+        backward_mask(weight, mask, NMPattern(2, 4), torch.arange(16)),
     )
 
 
@@ -60,7 +69,9 @@ def test_score_and_search_with_long_blocks(pattern, criterion):
     found = search_permutation(weight, None, pattern, criterion=criterion, candidates=30)
     for order in (torch.arange(2 * m), found):
         expected = brute_score(weight, None, n, m, order, criterion)
-        assert permutation_score(weight, None, pattern, order, criterion=criterion) == pytest.approx(expected, rel=1e-6)
+        assert permutation_score(
+            weight, None, pattern, order, criterion=criterion
+        ) == pytest.approx(expected, rel=1e-6)
 
 
 def test_retained_is_what_the_backward_mask_keeps():
@@ -74,7 +85,10 @@ def test_retained_is_what_the_backward_mask_keeps():
 
 
 def test_all_candidates_score_alike_whatever_the_chunks(monkeypatch):
-    weight, orders = weights(32, 200), torch.stack([within_groups(32, 1, seed) for seed in range(20)])
+    weight, orders = (
+        weights(32, 200),
+        torch.stack([within_groups(32, 1, seed) for seed in range(20)]),
+    )
     for criterion in CRITERIA:
         problem = module._problem(weight, forward(weight), "2:4", criterion, 1)
         whole = module._scores(problem, orders)

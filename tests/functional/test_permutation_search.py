@@ -24,17 +24,28 @@ from tests.functional.permutations import (
 @pytest.mark.parametrize("search", SEARCHES)
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from(CRITERIA), st.booleans(), st.integers(1, 200))
-def test_search_never_gets_worse_and_never_crosses_groups(search, problem, criterion, default, candidates):
+def test_search_never_gets_worse_and_never_crosses_groups(
+    search, problem, criterion, default, candidates
+):
     weight, mask, pattern, groups = problem
     initial = None if default else within_groups(len(weight), groups)
     options = {"criterion": criterion, "groups": groups}
     found = search_permutation(
-        weight, mask, pattern, search=search, initial=initial, candidates=candidates, generator=seeded(), **options
+        weight,
+        mask,
+        pattern,
+        search=search,
+        initial=initial,
+        candidates=candidates,
+        generator=seeded(),
+        **options,
     )
     assert found.dtype == torch.int64
     size = len(weight) // groups
     assert torch.equal(found.view(groups, size).sort(1).values.view(-1), torch.arange(len(weight)))
-    before, after = (permutation_score(weight, mask, pattern, p, **options) for p in (initial, found))
+    before, after = (
+        permutation_score(weight, mask, pattern, p, **options) for p in (initial, found)
+    )
     if search != "redraw":  # which leaves the initial one out
         assert after >= before * (1 - 1e-12)  # the rounding of "l1"
 
@@ -45,15 +56,27 @@ def test_redrawing_takes_the_first_of_the_best_drawn_permutations(criterion, cou
     weight = weights(16, 12)
     mask = nm_mask(weight.abs(), "2:4")
     drawn, shuffles = [], module._shuffles
-    monkeypatch.setattr(module, "_shuffles", lambda *args: drawn.append(shuffles(*args)) or drawn[-1].clone())
+    monkeypatch.setattr(
+        module, "_shuffles", lambda *args: drawn.append(shuffles(*args)) or drawn[-1].clone()
+    )
     options = {"criterion": criterion, "groups": 2}
     good = search_permutation(weight, mask, "2:4", candidates=2000, generator=seeded(5), **options)
     drawn.clear()
     found = search_permutation(
-        weight, mask, "2:4", search="redraw", candidates=count, initial=good, generator=seeded(), **options
+        weight,
+        mask,
+        "2:4",
+        search="redraw",
+        candidates=count,
+        initial=good,
+        generator=seeded(),
+        **options,
     )
     candidates = torch.cat(drawn).view(count, 2, 8) + torch.tensor([[0], [8]])
-    scores = [permutation_score(weight, mask, "2:4", each, **options) for each in candidates.view(count, 16)]
+    scores = [
+        permutation_score(weight, mask, "2:4", each, **options)
+        for each in candidates.view(count, 16)
+    ]
     assert torch.equal(found, candidates.view(count, 16)[scores.index(max(scores))])
     if count == 1:
         assert max(scores) < permutation_score(weight, mask, "2:4", good, **options)
@@ -69,7 +92,9 @@ def test_swap_finds_more_than_random(pattern, criterion):
             weight,
             mask,
             pattern,
-            search_permutation(weight, mask, pattern, search=search, criterion=criterion, generator=seeded()),
+            search_permutation(
+                weight, mask, pattern, search=search, criterion=criterion, generator=seeded()
+            ),
             criterion=criterion,
         )
         for search in SEARCHES
@@ -84,14 +109,27 @@ def test_swap_reaches_the_optimum_of_two_blocks(seed, criterion):
     weight = weights(8, 24, seed=seed)
     mask = nm_mask(weight.abs(), "2:4")
     best = max(
-        brute_score(weight, mask, 2, 4, torch.tensor([0, *first, *(set(range(1, 8)) - set(first))]), criterion)
+        brute_score(
+            weight,
+            mask,
+            2,
+            4,
+            torch.tensor([0, *first, *(set(range(1, 8)) - set(first))]),
+            criterion,
+        )
         for first in itertools.combinations(range(1, 8), 3)
     )
     start = within_groups(8, 1, seed)
     ends = []
     for restart in range(3):
         found = search_permutation(
-            weight, mask, "2:4", initial=start, candidates=10_000, criterion=criterion, generator=seeded(restart)
+            weight,
+            mask,
+            "2:4",
+            initial=start,
+            candidates=10_000,
+            criterion=criterion,
+            generator=seeded(restart),
         )
         ends.append(brute_score(weight, mask, 2, 4, found, criterion))
         # where it stops, no exchange of two rows helps
@@ -105,9 +143,12 @@ def test_swap_reaches_the_optimum_of_two_blocks(seed, criterion):
 
 def test_search_undoes_a_shuffle_that_has_a_perfect_answer():
     weight = torch.zeros(64, 32)
-    weight[torch.arange(64), torch.arange(64) // 2] = 1  # pairs share a column: together they lose one of the two
+    # Pairs share a column: together they lose one of the two.
+    weight[torch.arange(64), torch.arange(64) // 2] = 1
     for pattern in ("1:2", "1:4"):
-        found = search_permutation(weight, None, pattern, candidates=500, criterion="eligible", generator=seeded())
+        found = search_permutation(
+            weight, None, pattern, candidates=500, criterion="eligible", generator=seeded()
+        )
         assert permutation_score(weight, None, pattern, found) == 64
 
 
@@ -118,7 +159,12 @@ def test_device_scores_like_the_cpu(criterion):
     mask = nm_mask(weight.abs(), "2:4")
     for search in SEARCHES:
         found = search_permutation(
-            weight.cuda(), mask.cuda(), "2:4", search=search, criterion=criterion, generator=seeded()
+            weight.cuda(),
+            mask.cuda(),
+            "2:4",
+            search=search,
+            criterion=criterion,
+            generator=seeded(),
         )
         assert found.device.type == "cuda"
         there = permutation_score(weight.cuda(), mask.cuda(), "2:4", found, criterion=criterion)

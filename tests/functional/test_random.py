@@ -54,7 +54,9 @@ def test_numbers_are_the_words_of_their_counter():
     assert counter_uniform(11, seed).tolist() == [(word >> 8) / 2**24 for word in words[:11]]
     index = 5 * 2**32 + 7
     words = philox((7, 5, 2, MASK - 3), (MASK, 1))
-    assert random._uniform(torch.tensor([index]), seed)[0].tolist() == [(word >> 8) / 2**24 for word in words]
+    assert random._uniform(torch.tensor([index]), seed)[0].tolist() == [
+        (word >> 8) / 2**24 for word in words
+    ]
 
 
 def test_uniform(numbers):
@@ -79,7 +81,9 @@ def test_every_bit_is_a_fair_coin(numbers):
 def test_neighbours_are_independent(numbers, lag):
     u = numbers.double()
     assert abs(correlation(u[lag:], u[:-lag])) < 4.5 / COUNT**0.5
-    pairs = torch.bincount((u[lag:] * 16).long() * 16 + (u[:-lag] * 16).long(), minlength=256).double()
+    pairs = torch.bincount(
+        (u[lag:] * 16).long() * 16 + (u[:-lag] * 16).long(), minlength=256
+    ).double()
     expected = (COUNT - lag) / 256
     assert abs(float(((pairs - expected) ** 2 / expected).sum()) - 255) < 4.5 * (2 * 255) ** 0.5
 
@@ -105,10 +109,14 @@ def test_count_and_chunks_change_nothing(numbers, monkeypatch):
 
 def test_compiled_is_eager(numbers):
     torch._dynamo.reset()
-    compiled = torch.compile(lambda seed: counter_uniform(COUNT, seed), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda seed: counter_uniform(COUNT, seed), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(fold_seed(0, "layer", 1)), numbers)
     other = fold_seed(0, "layer", 2)
-    assert torch.equal(compiled(other), counter_uniform(COUNT, other))  # the seed is an input, not a constant
+    assert torch.equal(
+        compiled(other), counter_uniform(COUNT, other)
+    )  # the seed is an input, not a constant
 
 
 @pytest.mark.slow
@@ -122,7 +130,9 @@ def test_inductor_is_eager(numbers):
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_numbers(numbers):
-    assert torch.equal(counter_uniform(COUNT, fold_seed(0, "layer", 1), device="cuda").cpu(), numbers)
+    assert torch.equal(
+        counter_uniform(COUNT, fold_seed(0, "layer", 1), device="cuda").cpu(), numbers
+    )
 
 
 def test_without_values():
@@ -130,7 +140,21 @@ def test_without_values():
 
 
 def test_seeds_tell_words_apart():
-    seeds = [(), (0,), (1,), (-1,), ("1",), (1, 23), (12, 3), (123,), (0, 0), (2**40,), ("a", 0), ("a", "0"), ("a, 0",)]
+    seeds = [
+        (),
+        (0,),
+        (1,),
+        (-1,),
+        ("1",),
+        (1, 23),
+        (12, 3),
+        (123,),
+        (0, 0),
+        (2**40,),
+        ("a", 0),
+        ("a", "0"),
+        ("a, 0",),
+    ]
     folded = {tuple(fold_seed(*words).tolist()) for words in seeds}
     assert len(folded) == len(seeds)
     assert all(0 <= word <= MASK for words in folded for word in words)

@@ -23,7 +23,9 @@ def _few(monkeypatch):
 def tensors(dtype, rows, columns, seed, transposed):
     generator = torch.Generator().manual_seed(seed)
     shape = (columns, rows) if transposed else (rows, columns)
-    x, y = (SPECIAL[torch.randint(len(SPECIAL), shape, generator=generator)].to(dtype) for _ in range(2))
+    x, y = (
+        SPECIAL[torch.randint(len(SPECIAL), shape, generator=generator)].to(dtype) for _ in range(2)
+    )
     mask = torch.rand(shape, generator=generator) < 0.5
     return (each.t() if transposed else each for each in (x, y, mask))
 
@@ -33,7 +35,13 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(word), b.view(word))
 
 
-@given(st.sampled_from(DTYPES), st.integers(0, 9), st.integers(0, 40), st.integers(0, 99), st.booleans())
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(0, 9),
+    st.integers(0, 40),
+    st.integers(0, 99),
+    st.booleans(),
+)
 def test_bits_are_those_of_where(dtype, rows, columns, seed, transposed):
     x, y, mask = tensors(dtype, rows, columns, seed, transposed)
     assert same_bits(masked(x, mask), torch.where(mask, x, 0))
@@ -103,7 +111,9 @@ def test_derivatives_and_transforms_pass():
     _, tangent = torch.func.jvp(lambda x: masked(x, mask), (x,), (torch.ones(3, 4),))
     assert torch.equal(tangent, mask.float())
     stack = torch.randn(2, 3, 4)
-    assert torch.equal(torch.func.vmap(lambda x: masked(x, mask))(stack), torch.where(mask, stack, 0))
+    assert torch.equal(
+        torch.func.vmap(lambda x: masked(x, mask))(stack), torch.where(mask, stack, 0)
+    )
     negative = torch.conj(torch.randn(3, 4, dtype=torch.complex64)).imag
     assert torch.equal(masked(negative, mask), torch.where(mask, negative, 0))
     with torch.inference_mode():

@@ -47,7 +47,9 @@ def test_counts_of_masks(seed, shape, share):
 
 def test_every_byte_is_counted():
     every = torch.arange(256, dtype=torch.uint8)
-    assert [int(count_bits(byte)) for byte in every] == [bin(byte).count("1") for byte in range(256)]
+    assert [int(count_bits(byte)) for byte in every] == [
+        bin(byte).count("1") for byte in range(256)
+    ]
     assert int(count_bits(torch.full((1000, 3), 255, dtype=torch.uint8))) == 24000
 
 
@@ -66,7 +68,10 @@ def test_oscillation_counts_all_flips_of_an_entry_but_the_first(seed, shape, cou
 def test_kept_magnitude(seed, shape, dtype, scale):
     (mask,) = masks(seed, shape)
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-    close(kept_magnitude(weight, mask), oracle.kept_magnitude([weight.double().numpy()], [mask.numpy()]))
+    close(
+        kept_magnitude(weight, mask),
+        oracle.kept_magnitude([weight.double().numpy()], [mask.numpy()]),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,7 +80,10 @@ def test_gradient_snr(seed, shape, dtype, other):
     generator = torch.Generator().manual_seed(seed)
     exact = torch.randn(shape, generator=generator).to(dtype)
     estimate = (exact.double() + 0.1 * torch.randn(shape, generator=generator)).to(other)
-    close(gradient_snr(exact, estimate), oracle.snr([exact.double().numpy()], [estimate.double().numpy()]))
+    close(
+        gradient_snr(exact, estimate),
+        oracle.snr([exact.double().numpy()], [estimate.double().numpy()]),
+    )
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30], ids=["underflow", "overflow"])
@@ -86,7 +94,9 @@ def test_squares_beyond_float32(size):
 def test_half_types_are_summed_wide():
     many = torch.ones(1 << 13, dtype=torch.bfloat16)  # in bfloat16, 256 + 1 is 256
     close(kept_magnitude(many, torch.arange(1 << 13) % 4 == 0), 0.25)
-    close(kept_magnitude(many.half() * 6e4, torch.arange(1 << 13) % 4 == 0), 0.25)  # the sum is no float16
+    close(
+        kept_magnitude(many.half() * 6e4, torch.arange(1 << 13) % 4 == 0), 0.25
+    )  # the sum is no float16
     close(gradient_snr(many, many + many), 1.0)
 
 
@@ -104,15 +114,23 @@ def test_values_that_are_no_numbers():
 def test_results_have_no_history():
     weight = torch.randn(8, requires_grad=True)
     mask = weight.detach() > 0
-    for value in (mask_density(weight), kept_magnitude(weight, mask), gradient_snr(weight, 2 * weight)):
+    for value in (
+        mask_density(weight),
+        kept_magnitude(weight, mask),
+        gradient_snr(weight, 2 * weight),
+    ):
         assert not value.requires_grad
 
 
 def test_errors_name_the_values():
     mask = torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(TypeError, match=r"after is torch.float32, and a mask is a bool tensor: pass `after != 0`"):
+    with pytest.raises(
+        TypeError, match=r"after is torch.float32, and a mask is a bool tensor: pass `after != 0`"
+    ):
         mask_flip_rate(mask, mask.float())
-    with pytest.raises(ValueError, match=r"forward has shape \(2, 4\) and backward has shape \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"forward has shape \(2, 4\) and backward has shape \(4, 2\)"
+    ):
         mask_overlap(mask, mask.t())
     with pytest.raises(TypeError, match=r"weight is torch.int8: pass a tensor of a floating dtype"):
         kept_magnitude(torch.ones(2, 4, dtype=torch.int8), mask)
@@ -120,7 +138,9 @@ def test_errors_name_the_values():
         kept_magnitude(torch.ones(4), mask)
     with pytest.raises(TypeError, match=r"mask is torch.uint8"):
         kept_magnitude(torch.ones(2, 4), mask.byte())
-    with pytest.raises(ValueError, match=r"masks\[0\] has shape \(2, 4\) and masks\[1\] has shape \(8,\)"):
+    with pytest.raises(
+        ValueError, match=r"masks\[0\] has shape \(2, 4\) and masks\[1\] has shape \(8,\)"
+    ):
         mask_oscillation([mask, mask.flatten()])
     with pytest.raises(TypeError, match=r"masks\[0\] is torch.int64"):
         mask_oscillation([mask.long()])

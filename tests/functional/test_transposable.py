@@ -12,7 +12,15 @@ from lightning_nm.functional.pattern import NMPattern
 
 SMALL = ["1:2", "1:3", "2:3", "1:4", "2:4", "3:4"]
 LARGE = ["3:5", "2:8", "4:8", "1:8", "7:8", "1:16", "8:16", "16:32"]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int64,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +59,9 @@ def greedy(tile: np.ndarray, n: int) -> float:
             mask[i, j] = True
             continue
         # (p, q) makes room for (i, q) and (p, j)
-        gain = np.where(mask & ~mask[i] & ~mask[:, j : j + 1], tile[i] + tile[:, j : j + 1] - tile, -np.inf)
+        gain = np.where(
+            mask & ~mask[i] & ~mask[:, j : j + 1], tile[i] + tile[:, j : j + 1] - tile, -np.inf
+        )
         p, q = divmod(int(gain.argmax()), m)
         mask[p, q], mask[i, q], mask[p, j] = False, True, True
     assert (mask.sum(0) == n).all()
@@ -78,7 +88,9 @@ def kept(weight: torch.Tensor, mask: torch.Tensor, m: int) -> np.ndarray:
 
 def optima(weight: torch.Tensor, pattern: str) -> np.ndarray:
     parsed = NMPattern.parse(pattern)
-    return np.array([optimum(tile, parsed.n) for tile in tiles_of(weight.double().abs(), parsed.m).numpy()])
+    return np.array(
+        [optimum(tile, parsed.n) for tile in tiles_of(weight.double().abs(), parsed.m).numpy()]
+    )
 
 
 # Optimality -----------------------------------------------------------------------------------------------------------
@@ -131,7 +143,10 @@ def test_nothing_keeps_more(monkeypatch, pattern, numbers):
 def test_one_entry_per_row_is_an_assignment(m):
     weight = torch.randn(m, 3 * m)
     mask = transposable_mask(weight, f"1:{m}")
-    expected = [tile[linear_sum_assignment(-tile)].sum() for tile in tiles_of(weight.double().abs(), m).numpy()]
+    expected = [
+        tile[linear_sum_assignment(-tile)].sum()
+        for tile in tiles_of(weight.double().abs(), m).numpy()
+    ]
     np.testing.assert_allclose(kept(weight, mask, m), expected, rtol=1e-6)
 
 
@@ -144,7 +159,9 @@ def test_both_solvers_agree(monkeypatch, pattern):
     monkeypatch.setattr(transposable, "_PRICE_ROUNDS", 0)  # and paths alone are enough
     assert torch.equal(transposable_mask(weight, pattern), by_table)
     ties = weight.mul(2).round()
-    np.testing.assert_array_equal(kept(ties, transposable_mask(ties, pattern), m), optima(ties, pattern))
+    np.testing.assert_array_equal(
+        kept(ties, transposable_mask(ties, pattern), m), optima(ties, pattern)
+    )
 
 
 @pytest.mark.parametrize("pattern", ["3:5", "4:8", "1:8"])
@@ -163,19 +180,28 @@ def test_ties_of_whole_rows_need_no_paths(monkeypatch, pattern):
 
     monkeypatch.setattr(transposable, "_augment", never)
     m = NMPattern.parse(pattern).m
-    for weight in (torch.zeros(m, 2 * m), torch.randn(1, 2 * m).expand(m, -1), torch.randn(m, 1).expand(-1, 2 * m)):
+    for weight in (
+        torch.zeros(m, 2 * m),
+        torch.randn(1, 2 * m).expand(m, -1),
+        torch.randn(m, 1).expand(-1, 2 * m),
+    ):
         assert full_tiles(transposable_mask(weight, pattern), pattern)
     monkeypatch.setattr(transposable, "_PRICE_ROUNDS", 0)
     with pytest.raises(AssertionError, match="searched"):
         transposable_mask(torch.randn(m, 20 * m), pattern)
 
 
-@pytest.mark.parametrize(("pattern", "without", "most"), [("4:8", 3.5, 0.1), ("1:16", 4.5, 0.8), ("8:16", 10, 0.8)])
+@pytest.mark.parametrize(
+    ("pattern", "without", "most"), [("4:8", 3.5, 0.1), ("1:16", 4.5, 0.8), ("8:16", 10, 0.8)]
+)
 def test_prices_leave_few_paths(pattern, without, most):
     """Surplus entries per tile of normal weights: 4.4, 5.7 and 12.6 without prices; 0.03, 0.4 and 0.4 with them."""
     parsed = NMPattern.parse(pattern)
     values = torch.randn(parsed.m, parsed.m, 300).abs().mul(2**20).int()
-    for prices, low, high in ((0, without, np.inf), (transposable._prices(values, parsed), 0, most)):
+    for prices, low, high in (
+        (0, without, np.inf),
+        (transposable._prices(values, parsed), 0, most),
+    ):
         counts = transposable._rows_alone(values - prices, parsed).sum(0)
         assert low <= float((counts - parsed.n).relu().sum(0).float().mean()) <= high
 
@@ -210,7 +236,9 @@ def test_both_axes_are_nm(pattern, taps):
 def test_groups_are_layers_of_their_own(pattern):
     weight = torch.randn(48, 16, 3, 3)
     mask = transposable_mask(weight, pattern, groups=3)
-    assert torch.equal(mask, torch.cat([transposable_mask(part, pattern) for part in weight.chunk(3)]))
+    assert torch.equal(
+        mask, torch.cat([transposable_mask(part, pattern) for part in weight.chunk(3)])
+    )
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "3:5", "4:8", "1:8", "8:16"])
@@ -226,14 +254,20 @@ def test_the_transpose_keeps_as_much(pattern):
 def test_any_strides(pattern):
     weight = torch.randn(16, 24, 3, 3)
     expected = transposable_mask(weight, pattern)
-    assert torch.equal(transposable_mask(weight.to(memory_format=torch.channels_last), pattern), expected)
     assert torch.equal(
-        transposable_mask(weight.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0), pattern), expected
+        transposable_mask(weight.to(memory_format=torch.channels_last), pattern), expected
     )
-    assert torch.equal(transposable_mask(torch.stack([weight, weight], -1)[..., 1], pattern), expected)
+    assert torch.equal(
+        transposable_mask(weight.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0), pattern),
+        expected,
+    )
+    assert torch.equal(
+        transposable_mask(torch.stack([weight, weight], -1)[..., 1], pattern), expected
+    )
     column = torch.randn(16, 1)
     assert torch.equal(
-        transposable_mask(column.expand(16, 8), pattern), transposable_mask(column.repeat(1, 8), pattern)
+        transposable_mask(column.expand(16, 8), pattern),
+        transposable_mask(column.repeat(1, 8), pattern),
     )
 
 
@@ -246,7 +280,11 @@ def test_chunks_change_nothing(monkeypatch, pattern, chunk):
     monkeypatch.setattr(transposable, "_CHUNK", chunk)
     pieces = []
     integers = transposable._integers
-    monkeypatch.setattr(transposable, "_integers", lambda x, pattern: pieces.append(x.numel()) or integers(x, pattern))
+    monkeypatch.setattr(
+        transposable,
+        "_integers",
+        lambda x, pattern: pieces.append(x.numel()) or integers(x, pattern),
+    )
     for x, mask in zip((weight, ties), expected, strict=True):
         assert torch.equal(transposable_mask(x, pattern), mask)
     at_least = 3 * NMPattern.parse(pattern).m ** 2  # one tile of every tap

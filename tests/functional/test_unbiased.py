@@ -64,11 +64,18 @@ def outcomes(x, n):
     """All samples of blocks [B, M] and their chances: a sample is constant between the breakpoints of its number."""
     p = torch.tensor([reference(block, n) for block in x.tolist()], dtype=torch.float64)
     points = torch.where(p < 1, p, 0).cumsum(-1) % 1
-    edges = torch.cat([torch.zeros(len(x), 1), points, torch.ones(len(x), 1)], -1).double().sort(-1).values
+    edges = (
+        torch.cat([torch.zeros(len(x), 1), points, torch.ones(len(x), 1)], -1)
+        .double()
+        .sort(-1)
+        .values
+    )
     chance = edges.diff(dim=-1)
     uniform = (edges[:, 1:] + edges[:, :-1]) / 2
     samples = mvue(
-        x.unsqueeze(1).expand(-1, uniform.shape[1], -1), NMPattern(n, x.shape[1]), uniform=uniform[..., None]
+        x.unsqueeze(1).expand(-1, uniform.shape[1], -1),
+        NMPattern(n, x.shape[1]),
+        uniform=uniform[..., None],
     )
     return samples, chance.unsqueeze(-1)
 
@@ -103,12 +110,16 @@ def test_probabilities_are_the_closed_form_and_the_optimum(text):
     x = spread(200, pattern.m)
     p = mvue_probabilities(x, pattern)
     assert p.dtype == torch.float64
-    torch.testing.assert_close(p, torch.tensor([reference(b, pattern.n) for b in x.tolist()], dtype=x.dtype))
+    torch.testing.assert_close(
+        p, torch.tensor([reference(b, pattern.n) for b in x.tolist()], dtype=x.dtype)
+    )
     torch.testing.assert_close(p.sum(-1), (x != 0).sum(-1).clamp(max=pattern.n).double())
     full = x[(x != 0).all(-1)]
     best = water_filling(full.abs(), pattern.n)
     torch.testing.assert_close(mvue_probabilities(full, pattern), best, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(variance(full, mvue_probabilities(full, pattern)), variance(full, best))
+    torch.testing.assert_close(
+        variance(full, mvue_probabilities(full, pattern)), variance(full, best)
+    )
 
 
 @pytest.mark.parametrize("text", ["1:2", "2:4", "3:5"])
@@ -139,7 +150,9 @@ def test_unbiased_with_least_variance(text):
     torch.testing.assert_close((samples * chance).sum(1) / scale, x / scale, rtol=0, atol=1e-13)
     error = ((samples - x.unsqueeze(1)) ** 2 * chance).sum((1, 2))
     least = variance(x, mvue_probabilities(x, pattern))
-    torch.testing.assert_close(error / scale[:, 0] ** 2, least / scale[:, 0] ** 2, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(
+        error / scale[:, 0] ** 2, least / scale[:, 0] ** 2, rtol=1e-9, atol=1e-13
+    )
     assert ((samples != 0).sum(-1) == (x != 0).sum(-1, keepdim=True).clamp(max=pattern.n)).all()
 
 
@@ -148,7 +161,10 @@ def test_samples_are_the_reference(text):
     pattern = NMPattern.parse(text)
     x = spread(300, pattern.m, seed=3)
     u = torch.rand(300, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = [reference_sample(b, pattern.n, v) for b, v in zip(x.tolist(), u.flatten().tolist(), strict=True)]
+    expected = [
+        reference_sample(b, pattern.n, v)
+        for b, v in zip(x.tolist(), u.flatten().tolist(), strict=True)
+    ]
     expected = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(mvue(x, pattern, uniform=u), expected, rtol=1e-12, atol=0)
     # In float32 a number close to a breakpoint may fall on its other side.
@@ -178,8 +194,12 @@ def test_closed_form_variances():
     spiked = a4 > a1 + a2 + a3
     assert spiked.any()
     assert not spiked.all()
-    expected = torch.where(spiked, 2 * (a1 * a2 + a1 * a3 + a2 * a3), a.sum(-1) ** 2 / 2 - (a**2).sum(-1))
-    torch.testing.assert_close(variance(a, mvue_probabilities(a, "2:4")), expected, rtol=1e-9, atol=1e-9)
+    expected = torch.where(
+        spiked, 2 * (a1 * a2 + a1 * a3 + a2 * a3), a.sum(-1) ** 2 / 2 - (a**2).sum(-1)
+    )
+    torch.testing.assert_close(
+        variance(a, mvue_probabilities(a, "2:4")), expected, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1:2", 0.637), ("2:4", 0.474), ("4:8", 0.394)])
@@ -193,7 +213,12 @@ def test_gaussian_variance(text, expected):
 
 def test_approx_is_unbiased_within_twice_the_least_variance():
     x = spread(400, 4, seed=7)
-    x = torch.cat([x[(x != 0).all(-1)], torch.tensor([[1.0, 1e-4, -1e-4, 1e-4], [1, 1, 1, 1]], dtype=torch.float64)])
+    x = torch.cat(
+        [
+            x[(x != 0).all(-1)],
+            torch.tensor([[1.0, 1e-4, -1e-4, 1e-4], [1, 1, 1, 1]], dtype=torch.float64),
+        ]
+    )
     samples, chance = pair_outcomes(x)
     torch.testing.assert_close(chance.sum((1, 2)), torch.ones(len(x), dtype=torch.float64))
     assert ((samples != 0).sum(-1) == 2).all()
@@ -209,13 +234,17 @@ def test_approx_is_unbiased_within_twice_the_least_variance():
 
 def test_approx_in_float32_where_one_entry_is_nearly_all():
     """p of the large entry is a sum without cancellation, and its value stays its own to rounding."""
-    x = torch.tensor([[1.0, 1e-6, 1e-6, 1e-6], [1e30, 1e-20, 3e-20, 2e-20], [1e4, 1e-40, 3e-40, 2e-40]])
+    x = torch.tensor(
+        [[1.0, 1e-6, 1e-6, 1e-6], [1e30, 1e-20, 3e-20, 2e-20], [1e4, 1e-40, 3e-40, 2e-40]]
+    )
     samples, chance = pair_outcomes(x.double())
     exact = (samples * chance).sum(1)
     y = approx_mvue(x, uniform=torch.full((2, 3, 1), 0.5))
     torch.testing.assert_close(y[:, 0], x[:, 0], rtol=1e-6, atol=0)
     torch.testing.assert_close(exact.float(), x, rtol=1e-6, atol=1e-45)
-    survivor = y[:, 1:].sum(-1)  # about the sum of the three small ones: each survives in proportion to its size
+    survivor = y[:, 1:].sum(
+        -1
+    )  # about the sum of the three small ones: each survives in proportion to its size
     torch.testing.assert_close(survivor, x[:, 1:].sum(-1), rtol=1e-5, atol=0)
 
 
@@ -229,8 +258,12 @@ def test_approx_gaussian_variance():
 magnitudes = st.sampled_from(
     [0.0, 1.0, 1.0, 2.0, 3.0, 0.9999999, 1.0000001, 1e-7, 3e-8, 1e-45, 3e-45, 1e-40, 1e38, 3e38]
 )
-entries = st.tuples(magnitudes | st.floats(0, 2.0**127, width=32), st.sampled_from([-1.0, 1.0])).map(math.prod)
-draws = st.sampled_from([0.0, 2**-24, 0.5, 0.49999997, 1 - 2**-24]) | st.floats(0, 1 - 2**-24, width=32)
+entries = st.tuples(
+    magnitudes | st.floats(0, 2.0**127, width=32), st.sampled_from([-1.0, 1.0])
+).map(math.prod)
+draws = st.sampled_from([0.0, 2**-24, 0.5, 0.49999997, 1 - 2**-24]) | st.floats(
+    0, 1 - 2**-24, width=32
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -254,11 +287,16 @@ def test_any_block(data, m):
     assert torch.equal(y.sign()[kept], x.sign()[kept])
     order = sorted(range(m), key=lambda i: -abs(float(x[i])))
     for rank, i in enumerate(order[: n - 1]):
-        if (n - 1 - rank) * abs(float(x[i])) > (1 + 1e-5) * float(x[order[rank + 1 :]].double().abs().sum()):
+        if (n - 1 - rank) * abs(float(x[i])) > (1 + 1e-5) * float(
+            x[order[rank + 1 :]].double().abs().sum()
+        ):
             assert y[i] == x[i]  # p = 1 by more than rounding
     normal = kept & (x.abs() > 1e-35)
     torch.testing.assert_close(
-        y[normal].double(), (x.double() / p.double())[normal].float().double(), rtol=2e-6, atol=1e-44
+        y[normal].double(),
+        (x.double() / p.double())[normal].float().double(),
+        rtol=2e-6,
+        atol=1e-44,
     )
 
 
@@ -285,7 +323,10 @@ def test_nearly_saturated_blocks_keep_n(text):
     x += torch.randint(-2, 3, x.shape, generator=generator) * 2**-23
     kind = torch.rand(x.shape, generator=generator)
     x = torch.where(kind < 0.3, 0, torch.where(kind < 0.5, 2**-23 * kind, x))
-    u = torch.rand(4000, 1, generator=generator) * 2 ** -torch.randint(0, 25, (4000, 1), generator=generator).float()
+    u = (
+        torch.rand(4000, 1, generator=generator)
+        * 2 ** -torch.randint(0, 25, (4000, 1), generator=generator).float()
+    )
     u = torch.where(torch.rand(4000, 1, generator=generator) < 0.5, u, 1 - u).clamp(max=1 - 2**-24)
     y = mvue(x, pattern, uniform=u)
     assert ((y != 0).sum(-1) == (x != 0).sum(-1).clamp(max=pattern.n)).all()
@@ -319,7 +360,9 @@ def awkward_blocks(text):
     return x
 
 
-@pytest.mark.parametrize(("text", "backend"), [("1:2", "eager"), ("2:4", "aot_eager"), ("3:5", "eager")])
+@pytest.mark.parametrize(
+    ("text", "backend"), [("1:2", "eager"), ("2:4", "aot_eager"), ("3:5", "eager")]
+)
 def test_every_path_gives_the_same_bits(text, backend):
     """With products in finite chunks, with selects elsewhere, and in a compiled graph."""
     torch._dynamo.reset()

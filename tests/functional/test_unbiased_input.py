@@ -23,7 +23,9 @@ def test_huge_blocks_overflow_openly():
     subnormal = torch.tensor([[3e38, 1e-45, 1e-45, 1e-45]])
     y = mvue(subnormal.expand(3, 4), "2:4", uniform=torch.tensor([[0.1], [0.5], [0.9]]))
     q = subnormal[0, 1]
-    assert torch.equal(y, torch.cat([subnormal[:, :1].expand(3, 1), torch.diag((3 * q).expand(3))], 1))
+    assert torch.equal(
+        y, torch.cat([subnormal[:, :1].expand(3, 1), torch.diag((3 * q).expand(3))], 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -67,7 +69,11 @@ def test_what_is_not_finite_stays_visible(text, bad):
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), text=st.sampled_from(["1:2", "2:4", "3:5"]), dtype=st.sampled_from([torch.float32, torch.half]))
+@given(
+    data=st.data(),
+    text=st.sampled_from(["1:2", "2:4", "3:5"]),
+    dtype=st.sampled_from([torch.float32, torch.half]),
+)
 def test_any_axis_and_strides(data, text, dtype):
     m = NMPattern.parse(text).m
     shape = [data.draw(st.integers(0, 3)) for _ in range(data.draw(st.integers(0, 2)))]
@@ -85,7 +91,9 @@ def test_any_axis_and_strides(data, text, dtype):
     blocks[axis] //= m
     u = torch.rand(blocks, generator=generator)
     plain, numbers = x.movedim(dim, -1).contiguous(), u.movedim(dim, -1).contiguous()
-    assert torch.equal(mvue(x, text, dim, uniform=u), mvue(plain, text, uniform=numbers).movedim(-1, dim))
+    assert torch.equal(
+        mvue(x, text, dim, uniform=u), mvue(plain, text, uniform=numbers).movedim(-1, dim)
+    )
     expected = mvue_probabilities(plain, text).movedim(-1, dim)
     assert torch.equal(mvue_probabilities(x, text, dim), expected)
 
@@ -117,9 +125,13 @@ def test_without_values():
 def test_a_generator_gives_the_numbers():
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     u = torch.rand(2, 8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(mvue(x, "2:4", 0, generator=torch.Generator().manual_seed(1)), mvue(x, "2:4", 0, uniform=u))
+    assert torch.equal(
+        mvue(x, "2:4", 0, generator=torch.Generator().manual_seed(1)), mvue(x, "2:4", 0, uniform=u)
+    )
     v = torch.rand(2, 8, 2, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(approx_mvue(x, generator=torch.Generator().manual_seed(1)), approx_mvue(x, uniform=v))
+    assert torch.equal(
+        approx_mvue(x, generator=torch.Generator().manual_seed(1)), approx_mvue(x, uniform=v)
+    )
     torch.manual_seed(1)
     assert torch.equal(mvue(x, "2:4", 0), mvue(x, "2:4", 0, uniform=u))
 
@@ -135,7 +147,9 @@ def test_x_is_untouched_and_there_is_no_history():
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0), (0, 0, 4)])
 def test_empty(shape):
     x = torch.zeros(shape)
-    assert mvue(x, "2:4").shape == approx_mvue(x).shape == mvue_probabilities(x, "2:4").shape == shape
+    assert (
+        mvue(x, "2:4").shape == approx_mvue(x).shape == mvue_probabilities(x, "2:4").shape == shape
+    )
 
 
 def test_errors():

@@ -27,7 +27,9 @@ def arrays(trace):
         bits = [np.concatenate([mask.ravel() for mask in masks]) for masks in getattr(trace, name)]
         found[name] = np.packbits(np.stack(bits), axis=1)
     for name in ("dx", "dw", "weights"):
-        found[name] = np.stack([[sums(array) for array in layers] for layers in getattr(trace, name)])
+        found[name] = np.stack(
+            [[sums(array) for array in layers] for layers in getattr(trace, name)]
+        )
     return found | {"last": np.concatenate([w.ravel() for w in trace.weights[-1]])}
 
 
@@ -42,7 +44,9 @@ def main():
     for name, case in CASES.items():
         trace = train(case)
         np.savez(FOLDER / f"{name}.npz", **arrays(trace))
-        print(f"{name}: {(FOLDER / f'{name}.npz').stat().st_size / 1024:.1f} kB, margin {trace.margin:.1e}")
+        print(
+            f"{name}: {(FOLDER / f'{name}.npz').stat().st_size / 1024:.1f} kB, margin {trace.margin:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import numpy as np
 N, M = 2, 4
 TILES = [
     np.array(rows)
-    for rows in itertools.product([r for r in itertools.product((0, 1), repeat=M) if sum(r) == N], repeat=M)
+    for rows in itertools.product(
+        [r for r in itertools.product((0, 1), repeat=M) if sum(r) == N], repeat=M
+    )
     if (np.array(rows).sum(0) == N).all()
 ]  # the 90 transposable 2:4 masks of a tile
 
@@ -41,7 +43,9 @@ class Case:
     recorded: tuple[int, ...]
     flat: bool = False
     decay: float = 0.0
-    refresh: tuple[int, ...] = ()  # forward passes, from 1, before which a transposable mask is selected
+    refresh: tuple[
+        int, ...
+    ] = ()  # forward passes, from 1, before which a transposable mask is selected
     searches: tuple[int, ...] = ()  # the same of permutation searches
     candidates: int = 0
     dense_from: int = 10**9  # the forward pass, from 1, from which training is dense
@@ -51,7 +55,9 @@ class Case:
 CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
 CASES = {
     # arXiv 2102.04010: blocks along the input channels of a tap, stem sparse, head dense, decay in the gradient
-    "sr-ste": Case("sr-ste", CONVOLUTIONS, (True, True, True, False), 20, tuple(range(1, 21)), decay=2e-4),
+    "sr-ste": Case(
+        "sr-ste", CONVOLUTIONS, (True, True, True, False), 20, tuple(range(1, 21)), decay=2e-4
+    ),
     # arXiv 2302.06058: flat blocks, stem and head dense, the identity until the 100th forward pass
     "bi-mask": Case(
         "bi-mask",
@@ -110,7 +116,9 @@ class Trace:
 
     forward: list = field(default_factory=list)  # bool masks
     backward: list = field(default_factory=list)
-    dx: list = field(default_factory=list)  # gradients of the layers' inputs, but of the first one's
+    dx: list = field(
+        default_factory=list
+    )  # gradients of the layers' inputs, but of the first one's
     dw: list = field(default_factory=list)  # of the weights, as the optimizer gets them
     weights: list = field(default_factory=list)  # after the step
     margin: float = np.inf  # the smallest relative distance from another choice of a mask
@@ -147,7 +155,11 @@ def train(case):
 
 def select(case, k, weight, known, permutations, step, trace):
     """The forward and the backward mask of layer k in the forward pass of a step."""
-    matrix = weight.reshape(len(weight), -1) if case.flat else np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
+    matrix = (
+        weight.reshape(len(weight), -1)
+        if case.flat
+        else np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
+    )
 
     def shaped(mask):
         if case.flat or weight.ndim == 2:
@@ -182,7 +194,9 @@ def largest(scores, trace):
     ranked = np.take_along_axis(blocks, order, 1)
     distinct = ranked[:, N - 1] > 0  # zeros are pruned in any case
     if distinct.any():
-        trace.margin = min(trace.margin, ((ranked[:, N - 1] - ranked[:, N]) / ranked[:, 0].max())[distinct].min())
+        trace.margin = min(
+            trace.margin, ((ranked[:, N - 1] - ranked[:, N]) / ranked[:, 0].max())[distinct].min()
+        )
     mask = np.zeros_like(blocks)
     np.put_along_axis(mask, order[:, :N], 1, 1)
     return mask.reshape(scores.shape)
@@ -203,7 +217,9 @@ def best_tiles(matrix, trace):
 def best_permutation(case, kept, search):
     """The first of the candidates with the most nonzeros that blocks of M rows can keep."""
     found = candidates(len(kept), case.candidates, search)
-    scores = [np.minimum((kept[p] != 0).reshape(-1, M, kept.shape[1]).sum(1), N).sum() for p in found]
+    scores = [
+        np.minimum((kept[p] != 0).reshape(-1, M, kept.shape[1]).sum(1), N).sum() for p in found
+    ]
     return found[int(np.argmax(scores))]
 
 
@@ -212,7 +228,10 @@ def differentiate(case, forward, backward, x, target):
     hidden = [x]
     for w, (_, _, taps) in zip(forward, case.sizes, strict=False):
         positions = hidden[-1].shape[2] - taps + 1
-        y = sum(np.einsum("oc,bcp->bop", w[:, :, t], hidden[-1][:, :, t : t + positions]) for t in range(taps))
+        y = sum(
+            np.einsum("oc,bcp->bop", w[:, :, t], hidden[-1][:, :, t : t + positions])
+            for t in range(taps)
+        )
         hidden.append(np.tanh(y))
     pooled = hidden[-1].mean(2)
     error = pooled @ forward[-2].T + forward[-1] - target
@@ -226,7 +245,9 @@ def differentiate(case, forward, backward, x, target):
         taps, x = case.sizes[k][2], hidden[k]
         dy = grad * (1 - hidden[k + 1] ** 2)
         positions = dy.shape[2]
-        gradients[k] = np.stack([np.einsum("bop,bcp->oc", dy, x[:, :, t : t + positions]) for t in range(taps)], axis=2)
+        gradients[k] = np.stack(
+            [np.einsum("bop,bcp->oc", dy, x[:, :, t : t + positions]) for t in range(taps)], axis=2
+        )
         grad = np.zeros_like(x)
         for t in range(taps):
             grad[:, :, t : t + positions] += np.einsum("bop,oc->bcp", dy, backward[k][:, :, t])
@@ -244,7 +265,9 @@ def clip(gradients, most=0.05):
 def sgd(weights, gradients, state, rate=0.2, momentum=0.9, weight_decay=1e-4):
     """A step of SGD with momentum."""
     step = [g + weight_decay * w for w, g in zip(weights, gradients, strict=True)]
-    state["momentum"] = [momentum * m + g for m, g in zip(state["momentum"], step, strict=True)] if state else step
+    state["momentum"] = (
+        [momentum * m + g for m, g in zip(state["momentum"], step, strict=True)] if state else step
+    )
     return [w - rate * m for w, m in zip(weights, state["momentum"], strict=True)]
 
 

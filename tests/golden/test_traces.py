@@ -19,7 +19,9 @@ class Network(nn.Module):
     def __init__(self, case, linear):
         super().__init__()
         layers = [
-            nn.Linear(depth, out, bias=False) if linear else nn.Conv2d(depth, out, (1, taps), bias=False)
+            nn.Linear(depth, out, bias=False)
+            if linear
+            else nn.Conv2d(depth, out, (1, taps), bias=False)
             for out, depth, taps in case.sizes
         ]
         self.layers, self.head = nn.ModuleList(layers), nn.Linear(case.sizes[-1][0], 4)
@@ -43,7 +45,9 @@ class Network(nn.Module):
     def input_gradients(self):
         """In the oracle's order of axes."""
         *hidden, pooled = [x.grad for x in self.inputs[1:]]
-        return [(x.transpose(1, 2) if self.linear else x.squeeze(2)).numpy() for x in hidden] + [pooled.numpy()]
+        return [(x.transpose(1, 2) if self.linear else x.squeeze(2)).numpy() for x in hidden] + [
+            pooled.numpy()
+        ]
 
 
 def run(name, monkeypatch, **options):
@@ -90,16 +94,22 @@ def run(name, monkeypatch, **options):
 def masks_of(layer):
     ones = torch.ones(layer.param.shape, dtype=torch.bool)
     forward = ones if layer.forward_mask is None else layer.forward_mask
-    return forward.numpy(), (forward if layer.backward_mask is None else layer.backward_mask).numpy()
+    return forward.numpy(), (
+        forward if layer.backward_mask is None else layer.backward_mask
+    ).numpy()
 
 
 def assert_equal_traces(found, expected):
     """Entry by entry, at all recorded steps."""
     for name in ("forward", "backward", "dx", "dw", "weights"):
-        for step, (got, wanted) in enumerate(zip(getattr(found, name), getattr(expected, name), strict=True)):
+        for step, (got, wanted) in enumerate(
+            zip(getattr(found, name), getattr(expected, name), strict=True)
+        ):
             for layer, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 message = f"{name} of layer {layer} at recorded step {step}"
-                np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-8, atol=1e-12, err_msg=message)
+                np.testing.assert_allclose(
+                    a.reshape(b.shape), b, rtol=1e-8, atol=1e-12, err_msg=message
+                )
 
 
 def options_of(name):
@@ -135,7 +145,11 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
     [
         ("sr-ste", {"conv_layout": "flat"}),
         ("sr-ste", {"method": preset_method("sr-ste", decay_scale=2)}),
-        pytest.param("bi-mask", {"method": preset_method("bi-mask", first_search=100)}, marks=pytest.mark.slow),
+        pytest.param(
+            "bi-mask",
+            {"method": preset_method("bi-mask", first_search=100)},
+            marks=pytest.mark.slow,
+        ),
         ("transposable", {"method": preset_method("transposable", first_update=40)}),
         ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
     ],

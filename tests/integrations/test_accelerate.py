@@ -28,7 +28,9 @@ def prepare(method, estimator, seed=0, **options):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     batches = torch.utils.data.DataLoader(data(model), batch_size=4)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    sparsifier = NMSparsifier(accelerator.unwrap_model(model), "2:4", method, estimator, planned_steps=6).attach()
+    sparsifier = NMSparsifier(
+        accelerator.unwrap_model(model), "2:4", method, estimator, planned_steps=6
+    ).attach()
     sparsifier.register(optimizer)
     accelerator.register_for_checkpointing(sparsifier)
     return accelerator, model.train(), optimizer, batches, sparsifier
@@ -48,8 +50,13 @@ def train(accelerator, model, optimizer, batches, sparsifier):
 
 def result(model, optimizer, sparsifier):
     state = sparsifier.state_dict()
-    masks = {name: (layer["forward_mask"], layer["latent"], layer["draws"]) for name, layer in state["layers"].items()}
-    moments = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+    masks = {
+        name: (layer["forward_mask"], layer["latent"], layer["draws"])
+        for name, layer in state["layers"].items()
+    }
+    moments = [
+        value for entry in optimizer.state_dict()["state"].values() for value in entry.values()
+    ]
     return model.state_dict(), masks, moments
 
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 def test_ranks_train_one_sparse_model(tmp_path):
     """And resume it exactly."""
     whole = in_processes(2, tmp_path / "a", trained, str(tmp_path / "whole"), None)
-    part = in_processes(2, tmp_path / "b", trained, str(tmp_path / "part"), str(tmp_path / "whole" / "checkpoint-2"))
+    part = in_processes(
+        2, tmp_path / "b", trained, str(tmp_path / "part"), str(tmp_path / "whole" / "checkpoint-2")
+    )
     for rank in (0, 1):
         for name, value in whole[0].items():
             assert torch.equal(value, whole[rank][name]), name

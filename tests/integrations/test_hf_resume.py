@@ -12,7 +12,15 @@ from safetensors.torch import load_file
 
 from lightning_nm import ASP, BAME, MVUE, TransposableMask
 from tests.support.hf_models import bert, gpt2, llama, mixtral, new, trainer
-from tests.support.hf_runs import Early, Stop, assert_equal, checkpoint, is_ordinary, is_sparse, sparse
+from tests.support.hf_runs import (
+    Early,
+    Stop,
+    assert_equal,
+    checkpoint,
+    is_ordinary,
+    is_sparse,
+    sparse,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     # Accelerate on torch 2.13.
@@ -31,7 +39,10 @@ RESUMED = [
 
 @pytest.mark.parametrize(
     ("make", "method", "estimator"),
-    [pytest.param(*row, marks=[pytest.mark.slow] if number > 1 else []) for number, row in enumerate(RESUMED)],
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] if number > 1 else [])
+        for number, row in enumerate(RESUMED)
+    ],
 )
 def test_a_resume_is_exact(tmp_path, make, method, estimator):
     """In the middle of an epoch, with dropout, momentum, a learning rate that falls and accumulated gradients."""
@@ -42,12 +53,15 @@ def test_a_resume_is_exact(tmp_path, make, method, estimator):
     part = make()
     middle = tmp_path / "whole" / "checkpoint-2"
     callback = sparse(method, estimator, resume_from=middle)
-    trainer(part, tmp_path / "part", [callback], **options).train(resume_from_checkpoint=str(middle))
+    trainer(part, tmp_path / "part", [callback], **options).train(
+        resume_from_checkpoint=str(middle)
+    )
     for name, value in whole.state_dict().items():
         assert torch.equal(value, part.state_dict()[name]), name
     for file in ("nm_sparsifier.pt", "optimizer.pt"):
         states = [
-            torch.load(tmp_path / folder / "checkpoint-4" / file, weights_only=True) for folder in ("whole", "part")
+            torch.load(tmp_path / folder / "checkpoint-4" / file, weights_only=True)
+            for folder in ("whole", "part")
         ]
         assert_equal(*states)
     assert is_sparse(part)
@@ -68,7 +82,9 @@ def interrupted(tmp_path, method="sr-ste", step=2):
 def test_a_resume_finds_the_folder_by_itself(tmp_path, method):
     """In the same process, over the masks that the exception left, which the checkpoint may lack."""
     whole = new(gpt2)
-    trainer(whole, tmp_path / "whole", [sparse(method)], save_strategy="steps", save_steps=1).train()
+    trainer(
+        whole, tmp_path / "whole", [sparse(method)], save_strategy="steps", save_steps=1
+    ).train()
     model, callback = interrupted(tmp_path / "part", method, 3)
     folder = tmp_path / "part" / "checkpoint-1"
     run = trainer(model, tmp_path / "part", [callback], save_strategy="steps", save_steps=1)
@@ -132,14 +148,18 @@ def test_what_fails_before_the_first_step_costs_no_weight(tmp_path):
 def resume(folder, callback, output=None, **options):
     model = new(gpt2)
     try:
-        trainer(model, output or folder.parent, [callback], **options).train(resume_from_checkpoint=str(folder))
+        trainer(model, output or folder.parent, [callback], **options).train(
+            resume_from_checkpoint=str(folder)
+        )
     finally:
         assert is_ordinary(model)
 
 
 def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
     folder = checkpoint(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"there is no '.*elsewhere/checkpoint-2/nm_sparsifier.pt'.*resume_from="):
+    with pytest.raises(
+        ValueError, match=r"there is no '.*elsewhere/checkpoint-2/nm_sparsifier.pt'.*resume_from="
+    ):
         resume(folder, sparse(), tmp_path / "elsewhere")
     resume(folder, sparse(resume_from=folder), tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="method sr-ste in the checkpoint, bi-mask here"):
@@ -157,7 +177,9 @@ def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
     with pytest.raises(ValueError, match="saved at step 1, but the training resumes at step 2"):
         resume(folder, sparse())
     path.unlink()
-    with pytest.raises(ValueError, match="saved without NMTrainerCallback, to train sparse from its weights"):
+    with pytest.raises(
+        ValueError, match="saved without NMTrainerCallback, to train sparse from its weights"
+    ):
         resume(folder, sparse())
 
 
@@ -165,5 +187,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(tmp_path):
 def test_weights_of_another_run_are_refused(tmp_path):
     folder, other = checkpoint(tmp_path / "run"), checkpoint(tmp_path / "other", "ste")
     (other / "nm_sparsifier.pt").write_bytes((folder / "nm_sparsifier.pt").read_bytes())
-    with pytest.raises(ValueError, match=r"cannot resume with the state in .*do not belong to the weights"):
+    with pytest.raises(
+        ValueError, match=r"cannot resume with the state in .*do not belong to the weights"
+    ):
         resume(other, sparse())

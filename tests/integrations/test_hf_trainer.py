@@ -36,7 +36,9 @@ class Recorder(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         def keep(module, args, kwargs):
             if module.training:
-                self.calls.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()})
+                self.calls.append(
+                    {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+                )
 
         self.handle = model.register_forward_pre_hook(keep, with_kwargs=True)
 
@@ -47,7 +49,10 @@ class Recorder(TrainerCallback):
 @pytest.mark.parametrize("estimator", [None, MVUE()])
 def test_it_trains_as_a_plain_loop(tmp_path, estimator):
     """With accumulation, and clipping before the decay of SR-STE."""
-    recorder, options = Recorder(), {"max_grad_norm": 0.1, "lr_scheduler_type": "constant", "seed": 3}
+    recorder, options = (
+        Recorder(),
+        {"max_grad_norm": 0.1, "lr_scheduler_type": "constant", "seed": 3},
+    )
     model = new(lambda: gpt2(dropout=0.0))
     callbacks = [recorder, sparse(SRSTE(decay=0.1), estimator, seed=5)]
     there = trainer(model, tmp_path, callbacks, gradient_accumulation_steps=2, **options)
@@ -57,10 +62,15 @@ def test_it_trains_as_a_plain_loop(tmp_path, estimator):
     sparsifier = NMSparsifier(twin, "2:4", SRSTE(decay=0.1), estimator, seed=5).attach()
     decayed = there.get_decay_parameter_names(twin)
     groups = [
-        {"params": [p for n, p in twin.named_parameters() if (n in decayed) == wanted], "weight_decay": 0.0}
+        {
+            "params": [p for n, p in twin.named_parameters() if (n in decayed) == wanted],
+            "weight_decay": 0.0,
+        }
         for wanted in (True, False)
     ]
-    optimizer = type(there.optimizer.optimizer)(groups, lr=1e-2, fused=there.optimizer.param_groups[0]["fused"])
+    optimizer = type(there.optimizer.optimizer)(
+        groups, lr=1e-2, fused=there.optimizer.param_groups[0]["fused"]
+    )
     sparsifier.register(optimizer)
     assert len(recorder.calls) == 8
     for number, call in enumerate(recorder.calls):
@@ -111,7 +121,9 @@ class Owner(MaskMethod):
 
 def test_methods_that_own_parameters_are_refused(tmp_path):
     model = new(gpt2)
-    with pytest.raises(ValueError, match=r"Owner owns parameters at layer 'transformer.h.0.attn.c_attn'"):
+    with pytest.raises(
+        ValueError, match=r"Owner owns parameters at layer 'transformer.h.0.attn.c_attn'"
+    ):
         trainer(model, tmp_path, [sparse(Owner())]).train()
     assert is_ordinary(model)
 
@@ -120,8 +132,13 @@ def test_data_parallel_is_refused(tmp_path):
     model = new(gpt2)
     run = trainer(model, tmp_path, [callback := sparse()])
     run.args._n_gpu = 2
-    with pytest.raises(ValueError, match=r"with 2 GPUs in one process the Trainer uses nn.DataParallel: .* torchrun"):
-        callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=run.create_optimizer())
+    with pytest.raises(
+        ValueError,
+        match=r"with 2 GPUs in one process the Trainer uses nn.DataParallel: .* torchrun",
+    ):
+        callback.on_train_begin(
+            run.args, run.state, run.control, model=model, optimizer=run.create_optimizer()
+        )
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -134,7 +151,11 @@ def test_sharded_trainings_are_refused(tmp_path, kind):
         callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
 
 
-BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy", "greater_is_better": True}
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_accuracy",
+    "greater_is_better": True,
+}
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
 
 
@@ -147,10 +168,14 @@ def train_with_best(tmp_path, method, best):
     run.train()
     assert run.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert is_ordinary(model)
-    return model, *(load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (best, 4))
+    return model, *(
+        load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (best, 4)
+    )
 
 
-@pytest.mark.parametrize("method", ["sr-ste", pytest.param(TransposableMask(update_every=1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["sr-ste", pytest.param(TransposableMask(update_every=1), marks=pytest.mark.slow)]
+)
 def test_the_best_model_is_sparse(tmp_path, method):
     """Though it is loaded over the masks of the last step."""
     model, best, last = train_with_best(tmp_path, method, 2)
@@ -166,7 +191,9 @@ def test_the_best_experts_are_loaded(tmp_path):
 
     class Keep(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            seen[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+            seen[state.global_step] = {
+                name: value.clone() for name, value in model.state_dict().items()
+            }
 
     options = {**EACH_STEP, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     run = trainer(model, tmp_path, [sparse(), Keep()], **options, learning_rate=0.3)
@@ -177,7 +204,9 @@ def test_the_best_experts_are_loaded(tmp_path):
 
 
 def test_a_best_model_of_a_dense_phase_is_reported(tmp_path):
-    with pytest.warns(UserWarning, match="are not N:M sparse: they are those of .*checkpoint-1', in a dense phase"):
+    with pytest.warns(
+        UserWarning, match="are not N:M sparse: they are those of .*checkpoint-1', in a dense phase"
+    ):
         model, best, last = train_with_best(tmp_path, ASP(start=0.5), 1)
     assert_equal({name: model.state_dict()[name] for name in best}, best)
     assert not is_sparse(model)
@@ -233,7 +262,9 @@ def test_a_frozen_body_stays_dense(tmp_path):
 
 def test_mixed_precision(tmp_path):
     model = new(llama)
-    trainer(model, tmp_path, [sparse("bi-mask", MVUE())], bf16=True, gradient_accumulation_steps=2).train()
+    trainer(
+        model, tmp_path, [sparse("bi-mask", MVUE())], bf16=True, gradient_accumulation_steps=2
+    ).train()
     assert model.lm_head.weight.dtype == torch.float32
     assert is_sparse(model)
 
@@ -245,7 +276,9 @@ def test_the_table_of_layers(tmp_path, capsys):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"needs the extra `hf`: pip install 'lightning-nm\[hf\]'"):
+    with pytest.raises(
+        ImportError, match=r"needs the extra `hf`: pip install 'lightning-nm\[hf\]'"
+    ):
         exec("from lightning_nm.integrations import NMTrainerCallback")
 
 
@@ -261,7 +294,9 @@ def test_verify_reads_the_folders(tmp_path, make):
     assert len(list((tmp_path / "parts").glob("model-0000?-of-*.safetensors"))) > 1
     parts = verify(tmp_path / "parts", "2:4", min_share=0.5)
     assert parts.ok
-    assert {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"} == {v.key for v in found.verdicts}
+    assert {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"} == {
+        v.key for v in found.verdicts
+    }
     assert parts.share == found.share
 
 

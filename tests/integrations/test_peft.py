@@ -59,13 +59,21 @@ def test_output_and_gradients_are_those_of_the_formula(transposed, bias):
     torch.manual_seed(0)
     base = (Conv1D(24, 16) if transposed else nn.Linear(16, 24)).double()
     with torch.no_grad():
-        base.weight.copy_(nmf.nm_prune(torch.randn_like(base.weight), "2:4", dim=0 if transposed else 1))
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["0"], init_lora_weights=False, lora_bias=bias)
+        base.weight.copy_(
+            nmf.nm_prune(torch.randn_like(base.weight), "2:4", dim=0 if transposed else 1)
+        )
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["0"], init_lora_weights=False, lora_bias=bias
+    )
     model = peft.get_peft_model(nn.Sequential(base), config)
     mask_adapters(model)
     (layer,) = layers(model).values()
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    a, b, c = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.lora_B["default"].bias
+    a, b, c = (
+        layer.lora_A["default"].weight,
+        layer.lora_B["default"].weight,
+        layer.lora_B["default"].bias,
+    )
     weight = base.weight.t() if transposed else base.weight
     total = weight + 5 / 3 * weight.ne(0) * (b @ a)
     expected = F.linear(x, total, base.bias) + (0 if c is None else 5 / 3 * c)
@@ -73,12 +81,17 @@ def test_output_and_gradients_are_those_of_the_formula(transposed, bias):
     torch.testing.assert_close(found, expected)
     by = [x, a, b, *([] if c is None else [c])]
     grad = torch.randn_like(found)
-    torch.testing.assert_close(torch.autograd.grad(found, by, grad), torch.autograd.grad(expected, by, grad))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, by, grad), torch.autograd.grad(expected, by, grad)
+    )
 
 
 def test_numeric_gradients_and_second_derivatives():
     torch.manual_seed(0)
-    x, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 8), (2, 8), (4, 2)))
+    x, a, b = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 8), (2, 8), (4, 2))
+    )
     mask = nmf.nm_mask(torch.randn(4, 8), "2:4")
     assert torch.autograd.gradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
     assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
@@ -92,7 +105,10 @@ def test_no_tensor_of_the_weights_shape_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         model(INPUTS[Net]())
     large = [t for t in kept if t.numel() == 32 * 16]
-    assert {t.data_ptr() for t in large} <= {layer.base_layer.weight.data_ptr(), layer.nm_mask.data_ptr()}
+    assert {t.data_ptr() for t in large} <= {
+        layer.base_layer.weight.data_ptr(),
+        layer.nm_mask.data_ptr(),
+    }
 
 
 @pytest.mark.parametrize("make", [Net, Convs])
@@ -122,7 +138,9 @@ def test_without_masks_a_merge_would_not_be_n_m():
 def test_several_adapters_and_those_that_come_later():
     model, x = adapted(), INPUTS[Net]()
     mask_adapters(model)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "gpt"], init_lora_weights=False))
+    model.add_adapter(
+        "other", peft.LoraConfig(r=2, target_modules=["first", "gpt"], init_lora_weights=False)
+    )
     model.double().eval()
     one = model(x)
     model.set_adapter("other")
@@ -130,7 +148,9 @@ def test_several_adapters_and_those_that_come_later():
     with model.disable_adapter():
         base = model(x)
     mixed = model(x, adapter_names=["other", "default", "__base__", "default", "other", "__base__"])
-    torch.testing.assert_close(mixed, torch.stack([two[0], one[1], base[2], one[3], two[4], base[5]]))
+    torch.testing.assert_close(
+        mixed, torch.stack([two[0], one[1], base[2], one[3], two[4], base[5]])
+    )
     model.base_model.set_adapter(["default", "other"])
     both = model(x)
     merged = model.merge_and_unload()
@@ -158,7 +178,9 @@ def test_dropout_acts_on_the_input_of_the_adapter():
     expected = layer.base_layer(x) + F.dropout(x, 0.5) @ layer.get_delta_weight("default").t()
     torch.testing.assert_close(found, expected)
     model.eval()
-    torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ layer.get_delta_weight("default").t())
+    torch.testing.assert_close(
+        layer(x), layer.base_layer(x) + x @ layer.get_delta_weight("default").t()
+    )
 
 
 @pytest.mark.parametrize("make", [Net, Convs])
@@ -170,8 +192,12 @@ def test_autocast_and_half_precision(make):
         found = model(x)
     found.float().square().sum().backward()
     assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), exact, rtol=0.1, atol=0.1 * float(exact.detach().abs().max()))
-    for layer in layers(model).values():  # weights of half precision under adapters of single precision
+    torch.testing.assert_close(
+        found.float(), exact, rtol=0.1, atol=0.1 * float(exact.detach().abs().max())
+    )
+    for layer in layers(
+        model
+    ).values():  # weights of half precision under adapters of single precision
         layer.get_base_layer().to(torch.bfloat16)
     assert model(x.bfloat16()).dtype is torch.bfloat16
     before = base_weights(model)
@@ -184,7 +210,9 @@ def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
     model, x = adapted(init_lora_weights=True), INPUTS[Net]()
     mask_adapters(model)
     target = torch.sin(3 * torch.randn(6, 8, dtype=torch.float64))
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = {
+        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+    }
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
     losses = []
     for _ in range(40):
@@ -213,7 +241,11 @@ def test_copies_pickles_and_state_dicts():
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ):
         assert torch.equal(other(x), expected)
         assert nmf.is_nm(other.merge_and_unload().first.weight, "2:4")
     mask_adapters(model)  # a second call changes nothing
@@ -226,7 +258,9 @@ def test_a_base_that_a_sparsifier_masks():
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).double()
     net.requires_grad_(False)
     sparsifier = NMSparsifier(net, "1:4", "ste", frozen="mask", skip_first_last=False).attach()
-    model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        net, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False)
+    )
     model.double()
     mask_adapters(model)  # by the layer's own pattern
     x = torch.randn(5, 16, dtype=torch.float64)
@@ -272,11 +306,16 @@ def test_whoever_loads_masked_adapters_is_told_to_mask_them(tmp_path, recwarn):
 def test_verify_tells_which_layers_a_merge_made_dense(tmp_path):
     model = adapted(dtype=torch.float32)
     mask_adapters(model, exclude="*.first")
-    base = {f"{name.removeprefix('base_model.model.')}.weight": w for name, w in base_weights(model).items()}
+    base = {
+        f"{name.removeprefix('base_model.model.')}.weight": w
+        for name, w in base_weights(model).items()
+    }
     torch.save(base, tmp_path / "base.pt")
     torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
     assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5).ok
-    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5, base=tmp_path / "base.pt").problems == [
+    assert verify(
+        tmp_path / "merged.pt", "2:4", min_share=0.5, base=tmp_path / "base.pt"
+    ).problems == [
         "only 2 of the base's 3 N:M matrices are N:M",
         "'first.weight' is N:M in the base, but dense here",
     ]

@@ -36,7 +36,9 @@ def test_dense_layers_are_named_and_may_be_excluded():
     nn.init.normal_(net.head.weight)
     config = peft.LoraConfig(r=2, target_modules=TARGETS[Net])
     model = peft.get_peft_model(net, config)
-    with pytest.raises(ValueError, match=r"2 of 3 .*first.*not 2:4: 1 of 128 .*head.*48 of 48") as raised:
+    with pytest.raises(
+        ValueError, match=r"2 of 3 .*first.*not 2:4: 1 of 128 .*head.*48 of 48"
+    ) as raised:
         mask_adapters(model)
     assert "gpt" not in str(raised.value)
     assert mask_adapters(model, exclude=["*.first", "*.head"]) == ["base_model.model.gpt"]
@@ -63,7 +65,9 @@ def test_other_faults_are_named():
     grouped = nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Embedding(8, 8))
     with pytest.warns(UserWarning, match="groups > 1"):
         model = peft.get_peft_model(grouped, peft.LoraConfig(r=2, target_modules=["0", "1"]))
-    with pytest.raises(ValueError, match=r"grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"):
+    with pytest.raises(
+        ValueError, match=r"grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"
+    ):
         mask_adapters(model)
 
 
@@ -78,7 +82,9 @@ def test_weights_loaded_since_then_are_noticed():
     model = adapted()
     mask_adapters(model)
     with torch.no_grad():
-        model.base_model.model.first.base_layer.weight.copy_(nmf.nm_prune(torch.randn(32, 16), "2:4"))
+        model.base_model.model.first.base_layer.weight.copy_(
+            nmf.nm_prune(torch.randn(32, 16), "2:4")
+        )
     with pytest.raises(ValueError, match="other nonzeros than when its adapters were masked"):
         model.merge_and_unload()
 
@@ -92,7 +98,9 @@ def in_a_model(masks):
 
 
 def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
-    with pytest.warns(UserWarning, match=r"base_model\.model\.first, .*gpt, .*head.*mask_adapters\(model\) before"):
+    with pytest.warns(
+        UserWarning, match=r"base_model\.model\.first, .*gpt, .*head.*mask_adapters\(model\) before"
+    ):
         sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
     assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
     sparsifier = NMSparsifier(in_a_model(True), "2:4", "ste").attach()
@@ -111,5 +119,7 @@ def test_merging_into_a_packed_base_is_refused():
 
 def test_a_packed_base_is_refused():
     adapted = peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
-    with pytest.raises(ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"):
+    with pytest.raises(
+        ValueError, match=r"'base_model.model.first': its base weight is packed, for inference"
+    ):
         mask_adapters(adapted)

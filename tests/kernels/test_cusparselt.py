@@ -41,11 +41,17 @@ def h200(monkeypatch):
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.integers(0, 99))
 def test_products(dtype, rows, depth, tokens, bias, seed):
     kernel = KernelOnCpu()
-    matrix, x = two_four(16 * rows, 16 * depth, dtype, seed), normal(tokens, 16 * depth, dtype=dtype, seed=seed + 1)
+    matrix, x = (
+        two_four(16 * rows, 16 * depth, dtype, seed),
+        normal(tokens, 16 * depth, dtype=dtype, seed=seed + 1),
+    )
     bias = normal(16 * rows, dtype=dtype, seed=seed + 2) if bias else None
     y = kernel.linear(kernel.pack(matrix), x, bias)
     assert_product(y.t(), matrix, x.t(), bias)
-    gradient, other = two_four(16 * rows, 4 * tokens, dtype, seed), normal(4 * tokens, 24, dtype=dtype, seed=seed + 1)
+    gradient, other = (
+        two_four(16 * rows, 4 * tokens, dtype, seed),
+        normal(4 * tokens, 24, dtype=dtype, seed=seed + 1),
+    )
     assert_product(kernel.matmul(kernel.pack(gradient), other), gradient, other)
 
 
@@ -61,7 +67,11 @@ def test_the_calls(kernel):
     assert compressed is matrix
     assert packed.shape == (32, 64 * 9 // 16)
     assert forward[1].data_ptr() == packed.data_ptr() == wgrad[1].data_ptr()
-    assert (forward[2].data_ptr(), forward[2].shape, forward[2].stride()) == (x.data_ptr(), (64, 16), (1, 64))
+    assert (forward[2].data_ptr(), forward[2].shape, forward[2].stride()) == (
+        x.data_ptr(),
+        (64, 16),
+        (1, 64),
+    )
     assert forward[3:] == (bias, None, 0, True)
     assert wgrad[2] is other
     assert wgrad[3:] == (None, None, 0, False)
@@ -78,7 +88,9 @@ class TestTraps:
         ops, view = kernel.ops, two_four(64, 64).t()
         other = normal(64, 16)
         self.wrong(ops._cslt_sparse_mm(ops._cslt_compress(view), other), view, other)
-        with pytest.raises(ValueError, match=r"the matrix to pack of shape \(64, 64\) has strides \(1, 64\)"):
+        with pytest.raises(
+            ValueError, match=r"the matrix to pack of shape \(64, 64\) has strides \(1, 64\)"
+        ):
             kernel.pack(view)
 
     def test_packing_a_slice(self, kernel):
@@ -126,11 +138,17 @@ class TestTraps:
         matrix, x, bias = two_four(32, 64), normal(16, 64), normal(32, dtype=torch.float16)
         packed = kernel.pack(matrix)
         self.wrong(kernel.ops._cslt_sparse_mm(packed, x.t(), bias=bias), matrix, x.t(), bias)
-        with pytest.raises(ValueError, match=r"bias is torch.float16 .* packed matrix is torch.bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"bias is torch.float16 .* packed matrix is torch.bfloat16"
+        ):
             kernel.linear(packed, x, bias)
 
     def test_a_dense_operand_of_another_dtype(self, kernel):
-        matrix, x, other = two_four(32, 64), normal(16, 64, dtype=torch.float16), normal(64, 16, dtype=torch.float16)
+        matrix, x, other = (
+            two_four(32, 64),
+            normal(16, 64, dtype=torch.float16),
+            normal(64, 16, dtype=torch.float16),
+        )
         packed = kernel.pack(matrix)
         self.wrong(kernel.ops._cslt_sparse_mm(packed, x.t()), matrix, x.t())
         self.wrong(kernel.ops._cslt_sparse_mm(packed, other), matrix, other)
@@ -197,7 +215,11 @@ def test_other_dtypes_are_refused(kernel, dtype):
 
 @pytest.mark.parametrize(
     ("matrix", "message"),
-    [((24, 64), "rows that are not a multiple of 16"), ((64,), "a matrix that is not empty"), ((0, 64), "not empty")],
+    [
+        ((24, 64), "rows that are not a multiple of 16"),
+        ((64,), "a matrix that is not empty"),
+        ((0, 64), "not empty"),
+    ],
 )
 def test_shapes_to_pack(kernel, matrix, message):
     with pytest.raises(ValueError, match=message):
@@ -207,14 +229,32 @@ def test_shapes_to_pack(kernel, matrix, message):
 @pytest.mark.parametrize(
     ("product", "message"),
     [
-        (lambda kernel, packed: kernel.linear(packed, normal(16, 48)), "does not fit a packed matrix"),
-        (lambda kernel, packed: kernel.linear(packed, normal(16, 65)), "does not fit a packed matrix"),
+        (
+            lambda kernel, packed: kernel.linear(packed, normal(16, 48)),
+            "does not fit a packed matrix",
+        ),
+        (
+            lambda kernel, packed: kernel.linear(packed, normal(16, 65)),
+            "does not fit a packed matrix",
+        ),
         (lambda kernel, packed: kernel.linear(packed, normal(2, 16, 64)), "x must be a matrix"),
         (lambda kernel, packed: kernel.linear(packed, normal(0, 64)), "not empty"),
-        (lambda kernel, packed: kernel.linear(packed, normal(16, 64), normal(1)), r"bias must be of shape \(32,\)"),
-        (lambda kernel, packed: kernel.matmul(packed, normal(128, 16)), "does not fit a packed matrix"),
-        (lambda kernel, packed: kernel.matmul(packed, normal(64, 12)), "columns that are not a multiple of 8"),
-        (lambda kernel, packed: kernel.matmul(packed.view(-1), normal(64, 16)), "the packed matrix must be a matrix"),
+        (
+            lambda kernel, packed: kernel.linear(packed, normal(16, 64), normal(1)),
+            r"bias must be of shape \(32,\)",
+        ),
+        (
+            lambda kernel, packed: kernel.matmul(packed, normal(128, 16)),
+            "does not fit a packed matrix",
+        ),
+        (
+            lambda kernel, packed: kernel.matmul(packed, normal(64, 12)),
+            "columns that are not a multiple of 8",
+        ),
+        (
+            lambda kernel, packed: kernel.matmul(packed.view(-1), normal(64, 16)),
+            "the packed matrix must be a matrix",
+        ),
     ],
 )
 def test_shapes_of_products(kernel, product, message):

@@ -73,12 +73,18 @@ def multiply(library, tokens, bias=None, algorithm=DEFAULT, matrix=None):
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.integers(0, 99))
 def test_products(dtype, rows, depth, tokens, bias, seed):
     kernel, same = KERNELS
-    matrix, x = two_four(16 * rows, 16 * depth, dtype, seed), normal(tokens, 16 * depth, dtype=dtype, seed=seed + 1)
+    matrix, x = (
+        two_four(16 * rows, 16 * depth, dtype, seed),
+        normal(tokens, 16 * depth, dtype=dtype, seed=seed + 1),
+    )
     bias = normal(16 * rows, dtype=dtype, seed=seed + 2) if bias else None
     y = kernel.linear(kernel.pack(matrix), x, bias)
     assert y.is_contiguous()
     assert_product(y.t(), matrix, x.t(), bias)
-    gradient, other = two_four(16 * rows, 4 * tokens, dtype, seed), normal(4 * tokens, 24, dtype=dtype, seed=seed + 1)
+    gradient, other = (
+        two_four(16 * rows, 4 * tokens, dtype, seed),
+        normal(4 * tokens, 24, dtype=dtype, seed=seed + 1),
+    )
     assert_product(kernel.matmul(kernel.pack(gradient), other), gradient, other)
     assert torch.equal(kernel.pack(matrix), same.pack(matrix))
 
@@ -87,8 +93,15 @@ class TestCalls:
     def test_the_first_product_makes_a_plan_and_the_second_only_runs(self, probed, fake):
         matrix, x = two_four(32, 64), normal(16, 64)
         packed = probed.pack(matrix)
-        assert fake.names() == ["structured_descriptor_init", "sp_mma_compressed_size2", "sp_mma_compress2"]
-        for product in (lambda: probed.linear(packed, x), lambda: probed.matmul(packed, normal(64, 24))):
+        assert fake.names() == [
+            "structured_descriptor_init",
+            "sp_mma_compressed_size2",
+            "sp_mma_compress2",
+        ]
+        for product in (
+            lambda: probed.linear(packed, x),
+            lambda: probed.matmul(packed, normal(64, 24)),
+        ):
             fake.calls.clear()
             product()
             assert fake.names() == [*PLAN, "matmul"]
@@ -104,15 +117,43 @@ class TestCalls:
         fake.calls.clear()
         y = probed.linear(packed, x)
         (_, a), (_, b), (_, c), (_, product) = fake.calls[:4]
-        assert (a["rows"], a["cols"], a["ld"], a["alignment"], a["value_type"], a["order"]) == (32, 64, 64, 16, 14, 2)
-        assert (b["rows"], b["cols"], b["ld"], b["alignment"], b["value_type"], b["order"]) == (16, 64, 64, 16, 14, 2)
-        assert (c["rows"], c["cols"], c["ld"], c["alignment"], c["value_type"], c["order"]) == (32, 16, 32, 16, 14, 1)
+        assert (a["rows"], a["cols"], a["ld"], a["alignment"], a["value_type"], a["order"]) == (
+            32,
+            64,
+            64,
+            16,
+            14,
+            2,
+        )
+        assert (b["rows"], b["cols"], b["ld"], b["alignment"], b["value_type"], b["order"]) == (
+            16,
+            64,
+            64,
+            16,
+            14,
+            2,
+        )
+        assert (c["rows"], c["cols"], c["ld"], c["alignment"], c["value_type"], c["order"]) == (
+            32,
+            16,
+            32,
+            16,
+            14,
+            1,
+        )
         assert (product["op_a"], product["op_b"]) == (0, 1)
         call = fake.calls[-1][1]
-        assert [call["d_a"], call["d_b"], call["d_d"]] == [packed.data_ptr(), x.data_ptr(), y.data_ptr()]
+        assert [call["d_a"], call["d_b"], call["d_d"]] == [
+            packed.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+        ]
 
     def test_sizes_orders_and_addresses_of_a_wgrad(self, probed, fake):
-        packed, other = probed.pack(two_four(32, 64, torch.float16)), normal(64, 24, dtype=torch.float16)
+        packed, other = (
+            probed.pack(two_four(32, 64, torch.float16)),
+            normal(64, 24, dtype=torch.float16),
+        )
         fake.calls.clear()
         result = probed.matmul(packed, other)
         (_, a), (_, b), (_, c), (_, product) = fake.calls[:4]
@@ -121,7 +162,11 @@ class TestCalls:
         assert (c["rows"], c["cols"], c["ld"], c["value_type"], c["order"]) == (32, 24, 24, 2, 2)
         assert (product["op_a"], product["op_b"]) == (0, 0)
         call = fake.calls[-1][1]
-        assert [call["d_a"], call["d_b"], call["d_d"]] == [packed.data_ptr(), other.data_ptr(), result.data_ptr()]
+        assert [call["d_a"], call["d_b"], call["d_d"]] == [
+            packed.data_ptr(),
+            other.data_ptr(),
+            result.data_ptr(),
+        ]
 
     def test_each_call_has_its_own_bias(self, probed, fake):
         packed, x, biases = probed.pack(two_four(32, 64)), normal(16, 64), normal(3, 32)
@@ -166,12 +211,22 @@ class TestPlans:
         assert "matmul_plan_init" in fake.names()
 
     @settings(deadline=None, max_examples=15)
-    @given(st.lists(st.tuples(st.sampled_from([8, 16, 24, 32]), st.booleans(), st.sampled_from(DTYPES)), max_size=8))
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from([8, 16, 24, 32]), st.booleans(), st.sampled_from(DTYPES)),
+            max_size=8,
+        )
+    )
     def test_no_more_than_its_capacity_is_kept_and_nothing_is_lost(self, uses):
         fake = FakeCuSparseLt()
         library = Library(fake, capacity=3)
         for tokens, bias, dtype in uses:
-            multiply(library, tokens, normal(32, dtype=dtype) if bias else None, matrix=two_four(32, 64, dtype))
+            multiply(
+                library,
+                tokens,
+                normal(32, dtype=dtype) if bias else None,
+                matrix=two_four(32, 64, dtype),
+            )
             kinds = [made.kind for made in fake.alive.values()]
             assert kinds.count("plan") == kinds.count("selection") == kinds.count("matmul") <= 3
             assert kinds.count("sparse") <= 3
@@ -185,7 +240,14 @@ class TestPlans:
         before = set(fake.alive)
         fake.broken = {step}
         with pytest.raises(Exception, match="NOT_SUPPORTED"):
-            library.multiply(packed, normal(8, 64), normal(32), transposed=True, algorithm=Algorithm(), stream=STREAM)
+            library.multiply(
+                packed,
+                normal(8, 64),
+                normal(32),
+                transposed=True,
+                algorithm=Algorithm(),
+                stream=STREAM,
+            )
         assert set(fake.alive) == before
         fake.broken = set()
         multiply(library, 8, normal(32))
@@ -240,9 +302,13 @@ kernel.linear(kernel.pack(two_four(32, 64)), normal(16, 64))
 library.names = print
 print("plans", sum(made.kind == "plan" for made in library.alive.values()))
 """
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         lines = run.stdout.split("\n")
-        assert lines.index("plans 1") == len(lines) - 2  # the probe's thread destroys its own before
+        assert (
+            lines.index("plans 1") == len(lines) - 2
+        )  # the probe's thread destroys its own before
 
 
 class TestAlgorithms:
@@ -261,7 +327,12 @@ class TestAlgorithms:
         before = set(kernel.library.alive)
         kernel.library.calls.clear()
         assert list(kernel.algorithms(gemm, packed, dense)) == [self.FOUND]
-        assert kernel.library.names() == [*PLAN, "matmul_search", *["matmul_alg_get_attribute"] * 3, *UNMADE]
+        assert kernel.library.names() == [
+            *PLAN,
+            "matmul_search",
+            *["matmul_alg_get_attribute"] * 3,
+            *UNMADE,
+        ]
         assert kernel.library.calls[3][1]["op_b"] == (gemm != "wgrad")
         assert set(kernel.library.alive) == before
 
@@ -293,13 +364,17 @@ class TestAlgorithms:
             (Algorithm(5, -1), {0: 5, 3: -1}),
         ],
     )
-    def test_an_algorithm_has_its_own_plan_with_what_differs_from_the_default(self, kernel, algorithm, attributes):
+    def test_an_algorithm_has_its_own_plan_with_what_differs_from_the_default(
+        self, kernel, algorithm, attributes
+    ):
         matrix, x, library = two_four(32, 64), normal(24, 64), kernel.library
         packed = kernel.pack(matrix)
         other = kernel.with_algorithm(algorithm)
         assert (other.name, other.device_probe) == (kernel.name, kernel.device_probe)
         assert_product(other.linear(packed, x).t(), matrix, x.t())
-        selection = max(pointer for pointer, made in library.alive.items() if made.kind == "selection")
+        selection = max(
+            pointer for pointer, made in library.alive.items() if made.kind == "selection"
+        )
         assert library.alive[selection].attributes == attributes
         assert library.alive[selection].at_plan == attributes, "the plan is made with them"
         assert kernel.algorithm == Algorithm()
@@ -318,7 +393,9 @@ class TestAlgorithms:
                 ]
                 if not kernel.library.calls:
                     return 9e-3
-                return 1e-3 if used and kernel.library.alive[used[0]].attributes.get(0) == 5 else 2e-3
+                return (
+                    1e-3 if used and kernel.library.alive[used[0]].attributes.get(0) == 5 else 2e-3
+                )
 
         router = Router("auto", [kernel], timer=Timer())
         key = GemmKey("forward", 32, 64, 24, torch.bfloat16, NMPattern(2, 4), "cpu")

@@ -14,7 +14,15 @@ import torch
 
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, KernelRegistry
-from tests.kernels.test_cusparselt_direct import CPU, DTYPES, KERNELS, fake, library, multiply, probed  # noqa: F401 (fixtures)
+from tests.kernels.test_cusparselt_direct import (  # noqa: F401 (fixtures)
+    CPU,
+    DTYPES,
+    KERNELS,
+    fake,
+    library,
+    multiply,
+    probed,
+)
 from tests.support.fake_cusparselt import DirectOnCpu, FakeCuSparseLt
 from tests.support.trapping_cslt import assert_product, normal, two_four
 
@@ -42,7 +50,10 @@ class TestProbe:
     @pytest.mark.parametrize("step", ["init", "get_property"])
     def test_a_library_that_does_not_start_is_a_reason(self, step):
         kernel = DirectOnCpu(FakeCuSparseLt(broken=[step]))
-        assert kernel.probe(CPU) == "cuSPARSELt does not start: FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
+        assert (
+            kernel.probe(CPU)
+            == "cuSPARSELt does not start: FakeError: CUSPARSE_STATUS_NOT_SUPPORTED"
+        )
 
     def test_an_algorithm_that_is_wrong_fails_it(self):
         assert "is wrong by up to 1" in DirectOnCpu(algorithm=20).probe(CPU)
@@ -64,11 +75,17 @@ class TestProbe:
         key = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
         matrix, x = two_four(32, 64), normal(16, 64)
         fake.broken = {"matmul"}
-        with pytest.warns(RuntimeWarning, match=r"'cusparselt-direct' is switched off .*STATUS_NOT_SUPP"):
-            y = registry.attempt(probed, key, lambda: probed.linear(probed.pack(matrix), x), lambda: x @ matrix.t())
+        with pytest.warns(
+            RuntimeWarning, match=r"'cusparselt-direct' is switched off .*STATUS_NOT_SUPP"
+        ):
+            y = registry.attempt(
+                probed, key, lambda: probed.linear(probed.pack(matrix), x), lambda: x @ matrix.t()
+            )
         assert_product(y.t(), matrix, x.t())
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
+    @pytest.mark.parametrize(
+        "duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
+    )
     def test_a_copy_shares_nothing(self, duplicate):
         other = duplicate(CuSparseLtDirectKernel(algorithm=3, any_version=True))
         assert (other.name, other.any_version) == ("cusparselt-direct:3", True)
@@ -115,7 +132,9 @@ class TestMachines:
     @pytest.mark.slow
     def test_importing_the_package_does_not_import_nvmath(self):
         code = "import sys, lightning_nm.kernels; print([name for name in sys.modules if name.startswith('nvmath')])"
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         assert run.stdout.strip() == "[]"
 
 

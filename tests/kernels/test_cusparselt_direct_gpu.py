@@ -31,7 +31,11 @@ def stock():
 
 def operands(rows=768, depth=512, tokens=50, dtype=torch.bfloat16):
     matrix = nm_prune(normal(rows, depth, dtype=dtype, seed=0).cuda(), "2:4")
-    return matrix, normal(tokens, depth, dtype=dtype).cuda(), normal(rows, dtype=dtype, seed=2).cuda()
+    return (
+        matrix,
+        normal(tokens, depth, dtype=dtype).cuda(),
+        normal(rows, dtype=dtype, seed=2).cuda(),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

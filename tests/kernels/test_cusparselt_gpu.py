@@ -28,7 +28,9 @@ def kernel():
 @pytest.mark.parametrize("tokens", [16, 50, 128, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_three_gemms(kernel, dtype, tokens, bias):
-    weight, x, dy = (random(*shape, dtype=dtype) for shape in ((768, 512), (tokens, 512), (tokens, 768)))
+    weight, x, dy = (
+        random(*shape, dtype=dtype) for shape in ((768, 512), (tokens, 512), (tokens, 768))
+    )
     bias = random(768, dtype=dtype) if bias else None
     forward = nm_prune(weight, "2:4", dim=1)
     assert_product(kernel.linear(kernel.pack(forward), x, bias).t(), forward, x.t(), bias)

@@ -83,7 +83,9 @@ class TestProbe:
     def test_another_packed_size_of_a_shape_that_was_not_probed(self, kernel):
         kernel.probe(CPU)
         kernel.ops._cslt_compress = lambda matrix: matrix.new_zeros(32 * 40)
-        with pytest.raises(RuntimeError, match="has 1280 entries and not 32 x 36: the library pads this shape"):
+        with pytest.raises(
+            RuntimeError, match="has 1280 entries and not 32 x 36: the library pads this shape"
+        ):
             kernel.pack(two_four(32, 64))
 
     def test_an_exception_is_a_reason_and_no_second_try(self):
@@ -126,7 +128,9 @@ class TestProbe:
     def test_ragged_shapes_that_are_wrong_are_not_used(self):
         class WrongIfRagged(TrappingOps):
             def _cslt_sparse_mm(self, packed, *arguments, **keywords):
-                return super()._cslt_sparse_mm(packed, *arguments, **keywords) * (1 if len(packed) % 128 == 0 else 2)
+                return super()._cslt_sparse_mm(packed, *arguments, **keywords) * (
+                    1 if len(packed) % 128 == 0 else 2
+                )
 
         kernel = KernelOnCpu(WrongIfRagged())
         assert kernel.probe(CPU) == ""
@@ -138,7 +142,9 @@ class TestProbe:
             assert kernel.probe(CPU) == ""
         assert all(call[1].dtype == call[2].dtype for call in kernel.ops.calls if call[0] == "mm")
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
+    @pytest.mark.parametrize(
+        "duplicate", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
+    )
     def test_a_copy_has_to_pass_it_again(self, kernel, duplicate):
         kernel.probe(CPU)
         other = duplicate(kernel)
@@ -172,7 +178,9 @@ class TestMachines:
     @pytest.mark.parametrize("capability", [(7, 5), (9, 5), (10, 3), (13, 0)])
     def test_other_capabilities(self, h200, capability):
         h200.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert f"{capability[0]}.{capability[1]} is not one" in CuSparseLtKernel().probe(torch.device("cuda:0"))
+        assert f"{capability[0]}.{capability[1]} is not one" in CuSparseLtKernel().probe(
+            torch.device("cuda:0")
+        )
 
     def test_a_torch_without_the_library(self, h200):
         h200.setattr(torch.backends.cusparselt, "is_available", lambda: False)
@@ -184,7 +192,9 @@ class TestMachines:
 
     def test_a_device_without_index_is_the_current_one(self, h200):
         tried = []
-        h200.setattr(DeviceProbe, "_compare", lambda probe, device, *sizes: tried.append(device) or "")
+        h200.setattr(
+            DeviceProbe, "_compare", lambda probe, device, *sizes: tried.append(device) or ""
+        )
         kernel = CuSparseLtKernel()
         assert kernel.probe(torch.device("cuda")) == kernel.probe(torch.device("cuda:0")) == ""
         assert tried == [torch.device("cuda:0")] * 3
@@ -196,7 +206,9 @@ class TestMachines:
     def test_a_slow_version_is_remarked(self, h200, version, capability, warns):
         h200.setattr(cusparselt, "library_version", lambda: version)
         h200.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert ("install a torch that brings 0.8.1" in CuSparseLtKernel().remark(torch.device("cuda:0"))) == warns
+        assert (
+            "install a torch that brings 0.8.1" in CuSparseLtKernel().remark(torch.device("cuda:0"))
+        ) == warns
 
 
 class TestVersion:
@@ -214,7 +226,9 @@ class TestVersion:
         h200.setattr(torch.backends.cusparselt, "version", lambda: 800)
         return load
 
-    @pytest.mark.parametrize(("parts", "version"), [((0, 8, 1), 801), ((0, 10, 0), 1000), ((1, 2, 3), 1203)])
+    @pytest.mark.parametrize(
+        ("parts", "version"), [((0, 8, 1), 801), ((0, 10, 0), 1000), ((1, 2, 3), 1203)]
+    )
     def test_it_is_the_librarys(self, loaded, parts, version):
         loaded(parts=parts)
         assert library_version() == version

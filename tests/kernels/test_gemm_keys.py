@@ -28,7 +28,34 @@ def test_buckets_of_aligned_numbers_are_aligned(multiple, power):
 
 def test_a_bucket_is_a_quarter_of_a_power_of_two():
     assert sorted({token_bucket(tokens) for tokens in range(130)}) == [
-        *(0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160)
+        *(
+            0,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+            7,
+            8,
+            10,
+            12,
+            14,
+            16,
+            20,
+            24,
+            28,
+            32,
+            40,
+            48,
+            56,
+            64,
+            80,
+            96,
+            112,
+            128,
+            160,
+        )
     ]
 
 

@@ -36,7 +36,9 @@ def test_auto_takes_the_fastest_and_sparse_only_with_a_margin(dense, times, reus
     decision = choice.decide(gemm_key(gemm, 8, 8, 8))
     totals = [product + pack / (1 if gemm == "wgrad" else reuse) for product, pack in times]
     best = min(range(len(times)), key=lambda index: totals[index])
-    assert (decision.dense_ms, decision.sparse_ms, decision.pack_ms) == pytest.approx((dense, *times[best]))
+    assert (decision.dense_ms, decision.sparse_ms, decision.pack_ms) == pytest.approx(
+        (dense, *times[best])
+    )
     if abs(dense / totals[best] - 1.03) > 1e-6:
         assert decision.kernel == (f"kernel{best}" if dense / totals[best] > 1.03 else "reference")
     assert decision.source == "measured"
@@ -74,7 +76,10 @@ def broken(product):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"probe": "this device has no sparse tensor cores"}, "bad: this device has no sparse tensor cores"),
+        (
+            {"probe": "this device has no sparse tensor cores"},
+            "bad: this device has no sparse tensor cores",
+        ),
         ({"supports": lambda key: f"{key.rows} rows"}, "bad: 32 rows"),
         ({"supports": lambda key: 1 // 0}, "bad: ZeroDivisionError"),
         ({"spoil": broken}, "bad: RuntimeError: no such algorithm"),
@@ -132,7 +137,9 @@ def test_a_probe_is_asked_once():
 def test_without_sparse_kernels_all_is_dense(mode):
     decision = tuner(mode, []).decide(KEY)
     assert decision.kernel == "reference"
-    assert decision.reason == ("mode 'reference'" if mode == "reference" else "there is no sparse kernel")
+    assert decision.reason == (
+        "mode 'reference'" if mode == "reference" else "there is no sparse kernel"
+    )
 
 
 def test_an_empty_product_is_dense():
@@ -191,7 +198,9 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert second.timer.timed == []
 
 
-@pytest.mark.parametrize("options", [{"reuse": 2}, {"kernels": [FakeKernel("newer"), FakeKernel("fast")]}])
+@pytest.mark.parametrize(
+    "options", [{"reuse": 2}, {"kernels": [FakeKernel("newer"), FakeKernel("fast")]}]
+)
 def test_a_decision_on_other_terms_is_made_anew(options):
     known = tuner()
     known.decide(KEY)
@@ -204,7 +213,9 @@ def test_a_decision_on_other_terms_is_made_anew(options):
     assert len(choice.timer.timed) == times
 
 
-def test_a_decision_without_the_check_of_repeated_products_does_not_hold_in_deterministic_mode(deterministic):
+def test_a_decision_without_the_check_of_repeated_products_does_not_hold_in_deterministic_mode(
+    deterministic,
+):
     flickering = [FakeKernel(spoil=Flickering(*range(1, 1000, 2)))]
     torch.use_deterministic_algorithms(False)
     known = tuner(kernels=flickering)
@@ -268,7 +279,10 @@ def test_what_the_budget_left_is_measured_another_time():
 
 
 def sources(choice):
-    return [choice.decisions[key].source if key in choice.decisions else None for key in (SMALL, MIDDLE, LARGE)]
+    return [
+        choice.decisions[key].source if key in choice.decisions else None
+        for key in (SMALL, MIDDLE, LARGE)
+    ]
 
 
 def test_the_most_expensive_is_tuned_first():
@@ -289,19 +303,25 @@ def test_what_is_used_often_is_more_expensive():
 def test_modes_without_timing_need_no_budget(mode):
     choice = tuner(mode)
     choice.tune([SMALL, LARGE], budget_s=0, clock=Clock())
-    assert [d.kernel for d in choice.decisions.values()] == ["reference" if mode == "reference" else "fast"] * 2
+    assert [d.kernel for d in choice.decisions.values()] == [
+        "reference" if mode == "reference" else "fast"
+    ] * 2
 
 
 @pytest.mark.parametrize("mode", ["fastest", "", "auto:file"])
 def test_unknown_modes(mode):
-    with pytest.raises(ValueError, match=r"is unknown: use 'auto' \(measured\), 'sparse' or 'reference'") as error:
+    with pytest.raises(
+        ValueError, match=r"is unknown: use 'auto' \(measured\), 'sparse' or 'reference'"
+    ) as error:
         tuner(mode)
     assert repr(mode) in str(error.value)
 
 
 @pytest.mark.parametrize("mode", ["heuristic", "replay", "replay:kernels.json"])
 def test_removed_modes_name_what_replaces_them(mode):
-    with pytest.raises(ValueError, match=r"was removed: use 'auto' \(measured\), 'sparse' or 'reference'"):
+    with pytest.raises(
+        ValueError, match=r"was removed: use 'auto' \(measured\), 'sparse' or 'reference'"
+    ):
         tuner(mode)
 
 
@@ -323,7 +343,15 @@ def test_the_dense_product_is_timed_before_and_after_each_kernel():
     choice = tuner(kernels=kernels)
     choice.timer = Drifting(kernels, 10, a=(8, 0), b=(9, 0))
     decision = choice.decide(KEY)
-    assert choice.timer.timed == [DENSE, ("a", "linear"), ("a", "pack"), DENSE, ("b", "linear"), ("b", "pack"), DENSE]
+    assert choice.timer.timed == [
+        DENSE,
+        ("a", "linear"),
+        ("a", "pack"),
+        DENSE,
+        ("b", "linear"),
+        ("b", "pack"),
+        DENSE,
+    ]
     assert decision.dense_ms == pytest.approx((11 + 14 + 17) / 3)
 
 
@@ -342,7 +370,9 @@ class Searching(FakeKernel):
         return self.proposals
 
     def with_algorithm(self, algorithm):
-        other = FakeKernel(self.name, spoil=(lambda y: y * 2) if algorithm in self.wrong else (lambda y: y))
+        other = FakeKernel(
+            self.name, spoil=(lambda y: y * 2) if algorithm in self.wrong else (lambda y: y)
+        )
         other.algorithm, other.calls = algorithm, self.calls
         return other
 
@@ -369,16 +399,31 @@ def searching(algorithms, wrong=()):
 
 def test_the_fastest_of_the_algorithms_that_a_kernel_proposes_is_taken():
     choice, decision = searching([A, B])
-    assert (decision.kernel, decision.algorithm, decision.sparse_ms, decision.pack_ms) == ("fast", B, 3, 1)
-    assert choice.timer.timed == [DENSE, *[("fast", "linear"), ("fast", "pack")], *[("fast", "linear")] * 2, DENSE]
-    assert "fast 1.667x, fast (algorithm 3, split-k 2, mode 5) 2.000x, fast (algorithm 7, split-k 1" in decision.reason
+    assert (decision.kernel, decision.algorithm, decision.sparse_ms, decision.pack_ms) == (
+        "fast",
+        B,
+        3,
+        1,
+    )
+    assert choice.timer.timed == [
+        DENSE,
+        *[("fast", "linear"), ("fast", "pack")],
+        *[("fast", "linear")] * 2,
+        DENSE,
+    ]
+    assert (
+        "fast 1.667x, fast (algorithm 3, split-k 2, mode 5) 2.000x, fast (algorithm 7, split-k 1"
+        in decision.reason
+    )
     assert choice.registry.kernels["fast"].tried == ["forward"]
 
 
 def test_an_algorithm_that_is_wrong_is_not_timed():
     choice, decision = searching([A, B], wrong=[B])
     assert (decision.algorithm, decision.sparse_ms) == (A, 4)
-    assert "fast (algorithm 7, split-k 1, mode -1): wrong by 1 of the dense product" in decision.reason
+    assert (
+        "fast (algorithm 7, split-k 1, mode -1): wrong by 1 of the dense product" in decision.reason
+    )
     assert choice.timer.timed.count(("fast", "linear")) == 2
 
 

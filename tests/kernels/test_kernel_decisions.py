@@ -44,7 +44,8 @@ def decisions(entries, environment=HERE):
 
 @given(
     st.dictionaries(
-        st.builds(gemm_key, st.sampled_from(["forward", "wgrad"]), *[st.integers(1, 1 << 20)] * 3), DECISIONS
+        st.builds(gemm_key, st.sampled_from(["forward", "wgrad"]), *[st.integers(1, 1 << 20)] * 3),
+        DECISIONS,
     )
 )
 def test_round_trip(tmp_path_factory, entries):
@@ -57,11 +58,16 @@ def test_round_trip(tmp_path_factory, entries):
 
 
 def test_the_file_can_be_read_by_people(tmp_path):
-    decisions({gemm_key("forward", 11008, 4096, 16384, device="cuda:3"): FAST}).save(tmp_path / "kernels.json")
+    decisions({gemm_key("forward", 11008, 4096, 16384, device="cuda:3"): FAST}).save(
+        tmp_path / "kernels.json"
+    )
     content = json.loads((tmp_path / "kernels.json").read_text())
     assert content["schema"] == 1
     ((environment, entries),) = content["environments"].items()
-    assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none"
+    assert (
+        environment
+        == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none"
+    )
     assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
 
 
@@ -89,7 +95,14 @@ def test_a_bucket_and_all_devices_of_a_type_share_a_decision():
 
 
 @pytest.mark.parametrize(
-    "change", [{"device": "H100"}, {"driver": None}, {"torch": "2.12.0"}, {"cuda": "12.9"}, {"cusparselt": "800"}]
+    "change",
+    [
+        {"device": "H100"},
+        {"driver": None},
+        {"torch": "2.12.0"},
+        {"cuda": "12.9"},
+        {"cusparselt": "800"},
+    ],
 )
 def test_other_environments_are_left_alone(tmp_path, change):
     path, key = tmp_path / "kernels.json", gemm_key()
@@ -108,7 +121,10 @@ def test_saving_adds_to_what_another_process_saved(tmp_path):
     first, second = gemm_key("forward"), gemm_key("dgrad")
     decisions({first: FAST, second: FAST}).save(path)
     decisions({second: replace(FAST, kernel="reference")}).save(path)
-    assert [Decisions.load(path, HERE)[key].kernel for key in (first, second)] == ["cusparselt", "reference"]
+    assert [Decisions.load(path, HERE)[key].kernel for key in (first, second)] == [
+        "cusparselt",
+        "reference",
+    ]
 
 
 def test_another_schema_is_ignored_and_replaced(tmp_path):
@@ -215,7 +231,9 @@ def test_a_folder_that_cannot_be_written_leaves_the_training_alone(tmp_path):
 def save_often(path):
     rank = dist.get_rank()
     for repeat in range(40):
-        decisions({gemm_key(rows=1 + rank, depth=1 + depth): FAST for depth in range(50 + repeat)}).save(path)
+        decisions(
+            {gemm_key(rows=1 + rank, depth=1 + depth): FAST for depth in range(50 + repeat)}
+        ).save(path)
         assert Decisions.load(path, HERE)
 
 
@@ -246,7 +264,9 @@ def cpu(monkeypatch):
 
 
 def test_the_environment_of_a_cpu(cpu):
-    assert cpu() == Environment("Xeon; avx512; library 1f; threads: 8", None, torch.__version__, None, None)
+    assert cpu() == Environment(
+        "Xeon; avx512; library 1f; threads: 8", None, torch.__version__, None, None
+    )
     assert cpu(unavailable="no compiler").device == "Xeon; no kernels; threads: 8"
 
 
@@ -264,7 +284,14 @@ def test_an_unknown_device_is_its_own_environment():
 
 
 @pytest.mark.parametrize(
-    "other", [{"name": "EPYC"}, {"level": "avx2"}, {"threads": 1}, {"unavailable": "removed"}, {"sources": "2"}]
+    "other",
+    [
+        {"name": "EPYC"},
+        {"level": "avx2"},
+        {"threads": 1},
+        {"unavailable": "removed"},
+        {"sources": "2"},
+    ],
 )
 def test_decisions_of_another_cpu_are_not_used(cpu, tmp_path, other):
     path = tmp_path / "kernels.json"
@@ -279,7 +306,9 @@ def test_decisions_of_another_cpu_are_not_used(cpu, tmp_path, other):
 @pytest.mark.parametrize("known", ["masked", "outputs", "n:m"])
 def test_what_is_sparse_is_part_of_a_decision(tmp_path, known):
     path = tmp_path / "kernels.json"
-    keys = {kind: replace(gemm_key("dgrad"), sparsity=kind) for kind in ("n:m", "masked", "outputs")}
+    keys = {
+        kind: replace(gemm_key("dgrad"), sparsity=kind) for kind in ("n:m", "masked", "outputs")
+    }
     decisions({keys[known]: FAST}).save(path)
     loaded = Decisions.load(path, HERE)
     assert {kind for kind, key in keys.items() if key in loaded} == {known}

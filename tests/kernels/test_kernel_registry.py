@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from lightning_nm import NMPattern
-from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry, SimulatedSparseKernel
+from lightning_nm.kernels import (
+    CuSparseLtKernel,
+    GemmKernel,
+    GemmKey,
+    KernelRegistry,
+    SimulatedSparseKernel,
+)
 from tests.support.fake_kernels import FakeKernel
 from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
@@ -66,7 +72,9 @@ def operands():
 
 def test_kernels_are_listed_in_order_with_reasons():
     registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
-    assert [(name, bool(registry.reason(kernel, KEY))) for name, kernel in registry.kernels.items()] == [
+    assert [
+        (name, bool(registry.reason(kernel, KEY))) for name, kernel in registry.kernels.items()
+    ] == [
         ("reference", False),
         ("cusparselt", True),
         ("simulated", False),
@@ -84,7 +92,13 @@ def test_a_probe_that_raises_is_a_reason():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    assert list(KernelRegistry().kernels) == ["reference", "cusparselt-direct", "cusparselt", "cpu-permute", "cpu-csr"]
+    assert list(KernelRegistry().kernels) == [
+        "reference",
+        "cusparselt-direct",
+        "cusparselt",
+        "cpu-permute",
+        "cpu-csr",
+    ]
 
 
 class MadeFor(FakeKernel):
@@ -101,22 +115,35 @@ def test_kernels_for_other_devices_are_passed_over():
     registry = KernelRegistry([gpu, everywhere, cpu])
     assert registry.made_for("cpu") == [everywhere, cpu]
     assert registry.made_for("cuda:1") == [gpu, everywhere]
-    assert KernelRegistry([gpu]).made_for("cpu") == [gpu], "where there is no other, its reason is the only one"
-    assert [kernel.name for kernel in KernelRegistry().made_for("cpu")] == ["cpu-permute", "cpu-csr"]
-    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == ["cusparselt-direct", "cusparselt"]
+    assert KernelRegistry([gpu]).made_for("cpu") == [gpu], (
+        "where there is no other, its reason is the only one"
+    )
+    assert [kernel.name for kernel in KernelRegistry().made_for("cpu")] == [
+        "cpu-permute",
+        "cpu-csr",
+    ]
+    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == [
+        "cusparselt-direct",
+        "cusparselt",
+    ]
 
 
 def test_what_no_kernel_can_use_is_a_reason():
     operands, outputs = MadeFor("operands", ""), MadeFor("outputs", "", takes=("outputs",))
     registry = KernelRegistry([operands, outputs])
-    n_m, masked, sampled = (replace(OTHER_KEY, sparsity=sparsity) for sparsity in ("n:m", "masked", "outputs"))
+    n_m, masked, sampled = (
+        replace(OTHER_KEY, sparsity=sparsity) for sparsity in ("n:m", "masked", "outputs")
+    )
     assert registry.reason(operands, n_m) == registry.reason(outputs, sampled) == ""
     assert "must be N:M along the contraction axis" in registry.reason(operands, masked)
     assert "computes all outputs" in registry.reason(operands, sampled)
     assert "no operand that is N:M" in registry.reason(outputs, n_m)
     assert not any(registry.reason(registry.reference, key) for key in (n_m, masked, sampled))
     assert registry.takes("cpu") == {"n:m", "outputs"}
-    assert KernelRegistry([MadeFor("broken", "", takes=("masked",), probe="broken")]).takes("cpu") == set()
+    assert (
+        KernelRegistry([MadeFor("broken", "", takes=("masked",), probe="broken")]).takes("cpu")
+        == set()
+    )
 
 
 def test_kernels_with_one_reason_share_it():
@@ -171,7 +198,9 @@ def test_another_product_and_another_kernel_are_tried_still(operands):
     second.name = "second"
     registry = KernelRegistry([first, second])
     for kernel, key in ((first, KEY), (first, OTHER_KEY), (second, KEY)):
-        with pytest.warns(RuntimeWarning, match=f"kernel '{kernel.name}' is switched off for {key.gemm}"):
+        with pytest.warns(
+            RuntimeWarning, match=f"kernel '{kernel.name}' is switched off for {key.gemm}"
+        ):
             linear(registry, kernel, key, matrix, x)
     assert (first.calls, second.calls) == (2, 1)
 
@@ -179,7 +208,10 @@ def test_another_product_and_another_kernel_are_tried_still(operands):
 def test_what_the_hardware_would_get_wrong_runs_dense(operands):
     matrix, x, _ = operands
     registry, kernel, wide = KernelRegistry(), KernelOnCpu(), x.repeat(1, 2)[:, :64]
-    with pytest.warns(RuntimeWarning, match=r"ValueError: cusparselt: x of shape \(16, 64\) has strides \(128, 1\)"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"ValueError: cusparselt: x of shape \(16, 64\) has strides \(128, 1\)",
+    ):
         y = linear(registry, kernel, KEY, matrix, wide)
     assert_product(y.t(), matrix, x.t())
 

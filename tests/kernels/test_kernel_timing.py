@@ -30,11 +30,15 @@ def test_the_median_of_samples_after_a_warm_up(monkeypatch):
     assert clock.calls == 2 + 3 * 4
 
 
-@pytest.mark.parametrize(("duration", "calls"), [(1e-5, 10), (1e-3, 10), (2.5e-3, 4), (1e-2, 1), (0.0, 10)])
+@pytest.mark.parametrize(
+    ("duration", "calls"), [(1e-5, 10), (1e-3, 10), (2.5e-3, 4), (1e-2, 1), (0.0, 10)]
+)
 def test_a_sample_on_the_host_is_long_enough_and_no_longer(monkeypatch, duration, calls):
     clock = Clock(*[duration] * 100)
     monkeypatch.setattr(timing, "perf_counter", clock)
-    seconds = timing.DeviceTimer(warmup=0, samples=5, calls=10).time(clock.work, torch.device("cpu"))
+    seconds = timing.DeviceTimer(warmup=0, samples=5, calls=10).time(
+        clock.work, torch.device("cpu")
+    )
     assert seconds == pytest.approx(duration)
     assert clock.calls == 1 + 5 * calls, "one call tells how many make a sample of 10 ms"
 
@@ -42,7 +46,10 @@ def test_a_sample_on_the_host_is_long_enough_and_no_longer(monkeypatch, duration
 def test_long_calls_are_few(monkeypatch):
     clock = Clock(*[3.0] * 100)
     monkeypatch.setattr(timing, "perf_counter", clock)
-    assert timing.DeviceTimer(warmup=3, samples=7, calls=10).time(clock.work, torch.device("cpu")) == 3.0
+    assert (
+        timing.DeviceTimer(warmup=3, samples=7, calls=10).time(clock.work, torch.device("cpu"))
+        == 3.0
+    )
     assert clock.calls == 1 + 3
 
 
@@ -86,13 +93,17 @@ def test_events_of_the_device(monkeypatch):
     events = Events(clock)
     monkeypatch.setattr(torch.cuda, "Event", events.event)
     monkeypatch.setattr(torch.cuda, "device", events.use)
-    seconds = timing.DeviceTimer(warmup=1, samples=3, calls=2).time(clock.work, torch.device("cuda:1"))
+    seconds = timing.DeviceTimer(warmup=1, samples=3, calls=2).time(
+        clock.work, torch.device("cuda:1")
+    )
     assert seconds == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize(("size", "copies"), [(1 << 30, 1), (121, 1), (120, 2), (50, 3), (1, 32)])
 def test_copies_exceed_twice_the_cache(monkeypatch, size, copies):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=60))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=60)
+    )
     assert timing.copies_past_cache(size, torch.device("cuda")) == copies
     assert timing.copies_past_cache(size, torch.device("cpu")) == 1
 

@@ -70,16 +70,24 @@ def test_a_wrong_product_is_found(gemm, spoil, words):
 def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
     class Halves(GemmKernel):
         def linear(self, packed, x, bias=None):
-            return sum(super(Halves, self).linear(a, b) for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True))
+            return sum(
+                super(Halves, self).linear(a, b)
+                for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True)
+            )
 
     assert checks.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("call", [0, 1, checks.REPEATS])
-def test_a_product_that_changes_is_refused_where_deterministic_algorithms_are_asked_for(gemm, call, deterministic):
+def test_a_product_that_changes_is_refused_where_deterministic_algorithms_are_asked_for(
+    gemm, call, deterministic
+):
     objection = checks.check(FakeKernel(spoil=Flickering(call)), gemm_key(gemm))
-    assert objection == "gives other bits when it is repeated, and deterministic algorithms are asked for"
+    assert (
+        objection
+        == "gives other bits when it is repeated, and deterministic algorithms are asked for"
+    )
 
 
 @pytest.mark.parametrize("call", range(checks.REPEATS + 1))
@@ -125,7 +133,11 @@ def test_what_is_timed(gemm):
     timer = FakeTimer([kernel], dense=7, fast=(4, 1.5))
     assert checks.dense_ms(gemm_key(gemm), timer) == pytest.approx(7)
     assert checks.sparse_ms(kernel, gemm_key(gemm), timer) == pytest.approx((4, 1.5))
-    assert timer.timed == [DENSE, ("fast", "matmul" if gemm == "wgrad" else "linear"), ("fast", "pack")]
+    assert timer.timed == [
+        DENSE,
+        ("fast", "matmul" if gemm == "wgrad" else "linear"),
+        ("fast", "pack"),
+    ]
 
 
 @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
@@ -139,7 +151,9 @@ def test_what_is_timed_copies_no_operand(gemm):
         def time(self, function, device):
             with torch.profiler.profile() as profile:
                 function()
-            self.copies.append(sum(event.count for event in profile.key_averages() if event.key == "aten::copy_"))
+            self.copies.append(
+                sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+            )
             return 1.0
 
     class Alias(GemmKernel):
@@ -152,9 +166,13 @@ def test_what_is_timed_copies_no_operand(gemm):
 
 
 def test_operands_are_rotated_past_the_cache(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=3 * 4096))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=3 * 4096)
+    )
     on_cuda = timing.copies_past_cache
-    monkeypatch.setattr(checks, "copies_past_cache", lambda size, device: on_cuda(size, torch.device("cuda")))
+    monkeypatch.setattr(
+        checks, "copies_past_cache", lambda size, device: on_cuda(size, torch.device("cuda"))
+    )
     seen = []
 
     class Timer:

@@ -47,7 +47,9 @@ def test_marks_are_the_layers():
 def test_a_pair_is_the_layers_two_weights(dtype):
     layer = bi_mask_layer()
     permutation = torch.randperm(24)
-    forward, backward = masked_pair(layer.weight, layer.masks.bits, dtype, permutation, own_backward=True)
+    forward, backward = masked_pair(
+        layer.weight, layer.masks.bits, dtype, permutation, own_backward=True
+    )
     assert torch.equal(forward, layer.forward_weight().to(dtype))
     assert torch.equal(backward, layer.backward_weight()[permutation].t().to(dtype))
     for result in (forward, backward):
@@ -60,7 +62,11 @@ def test_a_pair_is_the_layers_two_weights(dtype):
 def test_a_pair_in_the_layers_order_is_sparse_along_rows():
     layer = bi_mask_layer()
     forward, backward = masked_pair(
-        layer.weight, layer.masks.bits, torch.bfloat16, layer.permutation, own_backward=layer.masks.has_backward
+        layer.weight,
+        layer.masks.bits,
+        torch.bfloat16,
+        layer.permutation,
+        own_backward=layer.masks.has_backward,
     )
     assert layer.masks.has_backward
     assert is_nm(forward, "2:4", -1)
@@ -70,7 +76,9 @@ def test_a_pair_in_the_layers_order_is_sparse_along_rows():
 
 def test_without_a_backward_mask_both_are_the_forward_weight():
     layer = bi_mask_layer()
-    forward, backward = masked_pair(layer.weight, layer.masks.bits, torch.float32, own_backward=False)
+    forward, backward = masked_pair(
+        layer.weight, layer.masks.bits, torch.float32, own_backward=False
+    )
     assert torch.equal(forward, layer.forward_weight())
     assert torch.equal(backward, forward.t())
 
@@ -113,7 +121,9 @@ def test_permuted_columns_keep_the_product(dtype):
     layer = bi_mask_layer()
     grad = torch.randint(-4, 5, (7, 24)).to(dtype)
     weight = torch.randint(-4, 5, layer.weight.shape).to(dtype)
-    backward = masked_backward(weight, layer.masks.bits, dtype, layer.permutation, own_backward=True)
+    backward = masked_backward(
+        weight, layer.masks.bits, dtype, layer.permutation, own_backward=True
+    )
     permuted = permuted_columns(grad.requires_grad_(), layer.permutation)
     assert permuted.is_contiguous()
     assert not permuted.requires_grad
@@ -181,14 +191,20 @@ def test_without_triton_the_torch_operations_serve(monkeypatch):
     preprocess.triton_kernels.cache_clear()
     assert preprocess.triton_kernels() is None
     grad = torch.randn(8, 4)
-    assert torch.equal(mvue_transposed(grad, SEED)[:, :8], MVUE("2:4").estimate(None, grad, SEED).t())
+    assert torch.equal(
+        mvue_transposed(grad, SEED)[:, :8], MVUE("2:4").estimate(None, grad, SEED).t()
+    )
     preprocess.triton_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"weight": torch.zeros(4, 8, dtype=torch.int32)}, TypeError, "weight must be of a floating"),
+        (
+            {"weight": torch.zeros(4, 8, dtype=torch.int32)},
+            TypeError,
+            "weight must be of a floating",
+        ),
         (
             {"weight": torch.zeros(8, 4).t()},
             ValueError,
@@ -196,14 +212,26 @@ def test_without_triton_the_torch_operations_serve(monkeypatch):
         ),
         ({"weight": torch.zeros(4, 2, 4)}, ValueError, "weight must be a matrix"),
         ({"dtype": torch.int8}, TypeError, "int8 cannot hold"),
-        ({"marks": torch.zeros(4, 8, dtype=torch.bool)}, TypeError, "bytes of two bits; got torch.bool"),
-        ({"marks": torch.zeros(8, 4, dtype=torch.uint8)}, ValueError, r"\(4, 8\) on cpu.*got \(8, 4\)"),
+        (
+            {"marks": torch.zeros(4, 8, dtype=torch.bool)},
+            TypeError,
+            "bytes of two bits; got torch.bool",
+        ),
+        (
+            {"marks": torch.zeros(8, 4, dtype=torch.uint8)},
+            ValueError,
+            r"\(4, 8\) on cpu.*got \(8, 4\)",
+        ),
         (
             {"marks": torch.zeros(8, 4, dtype=torch.uint8).t()},
             ValueError,
             r"marks must have.*got.*strides \(1, 4\)",
         ),
-        ({"permutation": torch.zeros(4)}, TypeError, "permutation must be int64; got torch.float32"),
+        (
+            {"permutation": torch.zeros(4)},
+            TypeError,
+            "permutation must be int64; got torch.float32",
+        ),
         ({"permutation": torch.arange(8)}, ValueError, r"4 indices on cpu; got \(8,\)"),
         ({"permutation": torch.arange(8)[::2]}, ValueError, "strides"),
     ],

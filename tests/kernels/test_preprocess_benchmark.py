@@ -5,10 +5,14 @@ import math
 
 import pytest
 
-benchmark = pytest.importorskip("benchmarks.gpu.preprocess", reason="benchmarks are not in the source distribution")
+benchmark = pytest.importorskip(
+    "benchmarks.gpu.preprocess", reason="benchmarks are not in the source distribution"
+)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy, 0 / 0
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's numpy, 0 / 0
 def test_a_dry_run(tmp_path, capsys):
     path = tmp_path / "results" / "run.json"
     benchmark.main(["--dry-run", "--json", str(path)])

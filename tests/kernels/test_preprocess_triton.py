@@ -47,13 +47,22 @@ if kernels is not None:
     def draw(x, uniform, result, BLOCKS: tl.constexpr):
         lane = tl.arange(0, BLOCKS)
         at = x + 4 * lane
-        found = sample((tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)), tl.load(uniform + lane), 2, 4)
+        found = sample(
+            (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)),
+            tl.load(uniform + lane),
+            2,
+            4,
+        )
         for i in tl.static_range(4):
             tl.store(result + 4 * lane + i, found[i])
 
 
-needs_interpreter = pytest.mark.skipif(kernels is None or not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
-needs_compiler = pytest.mark.skipif(kernels is None or INTERPRETED, reason="needs Triton, and no TRITON_INTERPRET")
+needs_interpreter = pytest.mark.skipif(
+    kernels is None or not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1"
+)
+needs_compiler = pytest.mark.skipif(
+    kernels is None or INTERPRETED, reason="needs Triton, and no TRITON_INTERPRET"
+)
 pytestmark = [
     # The interpreter's numpy: 0 / 0 in blocks of zeros, and results beyond float16.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -73,12 +82,18 @@ def raw(x):
 
 def interpreted(x, dtype):
     """Cast float32 as Triton's interpreter does: to bfloat16 it cuts where hardware and torch round to nearest."""
-    return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+    return (
+        (x.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype)
+        if dtype == torch.bfloat16
+        else x.to(dtype)
+    )
 
 
 def values(generator, dtype, *shape):
     """Gaussian numbers over all magnitudes, with zeros, equal ones, and a few that are not finite."""
-    x = torch.randn(shape, generator=generator) * 10 ** (4 * torch.randn(shape, generator=generator))
+    x = torch.randn(shape, generator=generator) * 10 ** (
+        4 * torch.randn(shape, generator=generator)
+    )
     kind = torch.randint(12, shape, generator=generator)
     x = torch.where(kind < 3, torch.tensor(0.0), x)
     x = torch.where(kind == 3, torch.tensor(-0.0), x)
@@ -125,7 +140,8 @@ def test_interpreted_pair(out, columns, source, target, own_backward, permuted, 
     for found, expected in zip((forward, backward), exact, strict=True):
         assert found.is_contiguous()
         assert torch.equal(
-            bits(found), bits(expected.to(target) if source == target else interpreted(expected, target))
+            bits(found),
+            bits(expected.to(target) if source == target else interpreted(expected, target)),
         )
 
 
@@ -162,7 +178,9 @@ def test_interpreted_columns(tokens, out, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     size = torch.empty(0, dtype=dtype).element_size()
     integer = {2: torch.int16, 4: torch.int32}[size]
-    grad = torch.randint(-(1 << 8 * size - 1), 1 << 8 * size - 1, (tokens, out), generator=generator).to(integer)
+    grad = torch.randint(
+        -(1 << 8 * size - 1), 1 << 8 * size - 1, (tokens, out), generator=generator
+    ).to(integer)
     permutation = order(generator, out, True)
     result = permuted_columns(grad.view(dtype), permutation)
     assert result.is_contiguous()
@@ -198,7 +216,9 @@ def test_interpreted_random_words():
     index = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 5 * 2**32 + 7, 2**61])
     seed, result = fold_seed(1), torch.empty(4, 8, dtype=torch.int64)
     words[(1,)](seed, index, result)
-    expected = random._philox((index & 2**32 - 1, index >> 32, seed[2], seed[3]), (seed[0], seed[1]))
+    expected = random._philox(
+        (index & 2**32 - 1, index >> 32, seed[2], seed[3]), (seed[0], seed[1])
+    )
     assert torch.equal(result, torch.stack(expected))
 
 
@@ -207,7 +227,9 @@ def test_interpreted_draws_at_the_edges():
     """Random numbers within a rounding of where the choice changes, in blocks close to saturation."""
     generator = torch.Generator().manual_seed(0)
     step = 2.0**-24
-    sizes = torch.tensor([1, 1 - step, 1 - 2 * step, 1 + 2 * step, 0.5, step, step / 2, 3 * step, 0, 1 / 3])
+    sizes = torch.tensor(
+        [1, 1 - step, 1 - 2 * step, 1 + 2 * step, 0.5, step, step / 2, 3 * step, 0, 1 / 3]
+    )
     x = sizes[torch.randint(len(sizes), (2**16, 4), generator=generator)]
     edges = torch.tensor([0, step, 2 * step, 0.5, 1 - 2 * step, 1 - step])
     uniform = edges[torch.randint(len(edges), (2**16,), generator=generator)]
@@ -223,7 +245,11 @@ def assembly(kernel, types, constants, aligned=False, **options):
 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types} if aligned else None
+    attributes = (
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types}
+        if aligned
+        else None
+    )
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
@@ -232,15 +258,25 @@ def assembly(kernel, types, constants, aligned=False, **options):
 @needs_compiler
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("backward", "permuted"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")]
+)
 def test_masks_compile(source, target, backward, permuted, transposed):
-    types = {"weight": f"*{source}", "marks": "*u8", "result": f"*{target}", "out": "i32", "columns": "i32"}
+    types = {
+        "weight": f"*{source}",
+        "marks": "*u8",
+        "result": f"*{target}",
+        "out": "i32",
+        "columns": "i32",
+    }
     constants = {"BIT": 2, "TRANSPOSED": backward, "TILE": kernels.TILE}
     if permuted:
         types["permutation"] = "*i64"
     else:
         constants["permutation"] = None
-    across, along = ("column_stride", "row_stride") if transposed else ("row_stride", "column_stride")
+    across, along = (
+        ("column_stride", "row_stride") if transposed else ("row_stride", "column_stride")
+    )
     types[across], constants[along] = "i32", 1  # as Triton takes an argument that is 1
     ptx = assembly(kernels._masked, types, constants)
     assert source == target or "cvt.rn." in ptx  # to nearest, ties to even
@@ -254,9 +290,21 @@ def test_the_gather_compiles(width, dtype):
     """Rows are read and written through wide instructions; only shared memory is accessed entry by entry."""
     size = 4 if dtype == "fp32" else 2
     width = min(width, kernels.ROW_BYTES // size)
-    types = {"grad": f"*{dtype}", "order": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32"}
+    types = {
+        "grad": f"*{dtype}",
+        "order": "*i64",
+        "result": f"*{dtype}",
+        "tokens": "i32",
+        "out": "i32",
+    }
     constants = {"ROWS": kernels.ROWS, "WIDTH": width}
-    ptx = assembly(kernels._permuted_columns, types, constants, aligned=True, num_warps=kernels._warps(width, 4))
+    ptx = assembly(
+        kernels._permuted_columns,
+        types,
+        constants,
+        aligned=True,
+        num_warps=kernels._warps(width, 4),
+    )
     if width >= 4096:  # a few entries are exchanged within a warp
         assert "ld.shared" in ptx
         assert set(re.findall(r"st\.global[.\w]*", ptx)) == {"st.global.v4.b32"}
@@ -266,13 +314,27 @@ def test_the_gather_compiles(width, dtype):
 @needs_compiler
 @pytest.mark.parametrize(("shared", "gathered"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(
-    ("pattern", "dtype"), [*((pattern, "bf16") for pattern in PATTERNS), ("2:4", "fp32"), ("2:4", "fp16")]
+    ("pattern", "dtype"),
+    [*((pattern, "bf16") for pattern in PATTERNS), ("2:4", "fp32"), ("2:4", "fp16")],
 )
 def test_the_estimate_compiles(pattern, dtype, shared, gathered):
     """Divisions are rounded to nearest, and nothing is fused, approximated or flushed: what torch's operations do."""
     parsed, width = NMPattern.parse(pattern), 2**14
-    types = {"grad": f"*{dtype}", "seed": "*i64", "result": f"*{dtype}", "tokens": "i32", "out": "i32", "padded": "i32"}
-    constants = {"N": parsed.n, "M": parsed.m, "TILE": kernels.TILE, "SHARED": shared, "ROWS": kernels.ROWS}
+    types = {
+        "grad": f"*{dtype}",
+        "seed": "*i64",
+        "result": f"*{dtype}",
+        "tokens": "i32",
+        "out": "i32",
+        "padded": "i32",
+    }
+    constants = {
+        "N": parsed.n,
+        "M": parsed.m,
+        "TILE": kernels.TILE,
+        "SHARED": shared,
+        "ROWS": kernels.ROWS,
+    }
     options = dict(kernels.SAMPLING)
     if gathered:
         types |= {"gather": "*i64", "gathered": f"*{dtype}"}
@@ -284,7 +346,9 @@ def test_the_estimate_compiles(pattern, dtype, shared, gathered):
     assert "div.rn.f32" in ptx
     assert "max.NaN.f32" in ptx  # the interpreter's maximum always keeps NaNs
     # A floor may flush: the floor of the numbers that it would lose is zero anyway.
-    assert not re.findall(r"\b(?:fma|div\.full|div\.approx|rcp|(?:add|sub|mul|div|max|setp)[\w.]*\.ftz)[\w.]*", ptx)
+    assert not re.findall(
+        r"\b(?:fma|div\.full|div\.approx|rcp|(?:add|sub|mul|div|max|setp)[\w.]*\.ftz)[\w.]*", ptx
+    )
 
 
 @pytest.mark.gpu
@@ -304,16 +368,23 @@ def test_on_a_gpu(rows, columns, dtype, permuted):
         for found in (both[1], permuted_columns(grad.cuda(), gather)):
             assert torch.equal(raw(found.cpu()), raw(grad[:, gather.cpu()]))
         for device in ("cuda", "cpu"):
-            expected = mvue_transposed_reference(grad.to(device), fold_seed(1), NMPattern.parse(pattern))
+            expected = mvue_transposed_reference(
+                grad.to(device), fold_seed(1), NMPattern.parse(pattern)
+            )
             assert torch.equal(bits(result.cpu()), bits(expected.cpu()))
-    weight, permutation = values(generator, dtype, rows, columns), order(generator, rows, permuted, "cuda")
+    weight, permutation = (
+        values(generator, dtype, rows, columns),
+        order(generator, rows, permuted, "cuda"),
+    )
     marks = torch.randint(4, (rows, columns), generator=generator, dtype=torch.uint8)
     moved = None if permutation is None else permutation.cpu()
     for target in DTYPES:
         expected = pair_reference(weight, marks, target, 2, moved)
         for lie in (lambda x: x.cuda(), lambda x: x.cuda().t().contiguous().t()):
             forward = masked_forward(lie(weight), lie(marks), target)
-            backward = masked_backward(lie(weight), lie(marks), target, permutation, own_backward=True)
+            backward = masked_backward(
+                lie(weight), lie(marks), target, permutation, own_backward=True
+            )
             for found, wanted in zip((forward, backward), expected, strict=True):
                 assert torch.equal(bits(found.cpu()), bits(wanted))
 
@@ -328,7 +399,9 @@ def test_more_than_2_31_entries_on_a_gpu():
     assert torch.equal(estimate[:, -2:], x[-2:].t())
     assert int(estimate.count_nonzero()) == 2 * columns
     del estimate
-    gathered = mvue_transposed(x, fold_seed(0), gather=torch.arange(columns - 1, -1, -1, device="cuda"))[1]
+    gathered = mvue_transposed(
+        x, fold_seed(0), gather=torch.arange(columns - 1, -1, -1, device="cuda")
+    )[1]
     assert torch.equal(gathered[-2:], x[-2:].flip(1))
     assert int(gathered.count_nonzero()) == 2 * columns
     del gathered

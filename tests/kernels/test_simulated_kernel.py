@@ -15,7 +15,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KERNEL = SimulatedSparseKernel()
 
 
-def key(gemm="forward", rows=32, depth=64, columns=24, dtype=torch.bfloat16, pattern="2:4", device="cpu"):
+def key(
+    gemm="forward", rows=32, depth=64, columns=24, dtype=torch.bfloat16, pattern="2:4", device="cpu"
+):
     return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(pattern), device)
 
 
@@ -100,7 +102,9 @@ def test_minus_zero_is_zero(dtype):
     product = dense * mask
     assert bool((torch.signbit(product) & (product == 0)).any())
     packed = KERNEL.pack(product)
-    assert torch.equal(packed.view(torch.uint8), KERNEL.pack(torch.where(mask, dense, 0)).view(torch.uint8))
+    assert torch.equal(
+        packed.view(torch.uint8), KERNEL.pack(torch.where(mask, dense, 0)).view(torch.uint8)
+    )
     assert not bool(torch.signbit(expand(packed, 64)[~mask]).any())
 
 
@@ -110,7 +114,9 @@ def test_what_is_no_number_survives(dtype):
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan], dtype=dtype)
     matrix[3, 4:8] = torch.where(torch.tensor([True, False, True, False]), special, 0)
     matrix[9, 12:16] = torch.where(torch.tensor([False, True, False, True]), special, 0)
-    torch.testing.assert_close(expand(KERNEL.pack(matrix), 32), matrix, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        expand(KERNEL.pack(matrix), 32), matrix, rtol=0, atol=0, equal_nan=True
+    )
     x = normal(8, 32, dtype=dtype)
     y = KERNEL.linear(KERNEL.pack(matrix), x)
     assert bool(y[:, [3, 9]].isnan().all())
@@ -163,7 +169,9 @@ def test_what_is_supported_runs_and_nothing_else(gemm, rows, depth, columns):
 
 def test_a_full_batch_is_not_copied(monkeypatch):
     copies = []
-    monkeypatch.setattr("lightning_nm.kernels.gpu.two_four.pad", lambda *arguments: copies.append(arguments))
+    monkeypatch.setattr(
+        "lightning_nm.kernels.gpu.two_four.pad", lambda *arguments: copies.append(arguments)
+    )
     packed = KERNEL.pack(two_four(16, 32))
     KERNEL.linear(packed, normal(8, 32))
     KERNEL.matmul(packed, normal(32, 8))
@@ -173,6 +181,14 @@ def test_a_full_batch_is_not_copied(monkeypatch):
 def test_the_reference_agrees():
     matrix, x, other, bias = two_four(32, 64), normal(24, 64), normal(64, 40), normal(32)
     reference = GemmKernel()
-    torch.testing.assert_close(KERNEL.linear(KERNEL.pack(matrix), x, bias), reference.linear(matrix, x, bias))
-    torch.testing.assert_close(KERNEL.matmul(KERNEL.pack(matrix), other), reference.matmul(matrix, other))
-    assert reference.probe(torch.device("cpu")) == reference.supports(key()) == reference.remark(torch.device("cpu"))
+    torch.testing.assert_close(
+        KERNEL.linear(KERNEL.pack(matrix), x, bias), reference.linear(matrix, x, bias)
+    )
+    torch.testing.assert_close(
+        KERNEL.matmul(KERNEL.pack(matrix), other), reference.matmul(matrix, other)
+    )
+    assert (
+        reference.probe(torch.device("cpu"))
+        == reference.supports(key())
+        == reference.remark(torch.device("cpu"))
+    )

@@ -15,12 +15,16 @@ def worst_group(pattern, depth):
     """The most nonzeros that an N:M row of this depth can put into an aligned group of four."""
     groups = (range(start, start + 4) for start in range(0, depth, 4))
     counts = ([entry // pattern.m for entry in group] for group in groups)
-    return max(sum(min(pattern.n, blocks.count(block)) for block in set(blocks)) for blocks in counts)
+    return max(
+        sum(min(pattern.n, blocks.count(block)) for block in set(blocks)) for blocks in counts
+    )
 
 
 def test_a_pattern_fits_if_no_group_can_hold_three():
     for pattern in (NMPattern(n, m) for m in range(2, 20) for n in range(1, m)):
-        assert (not two_four_reason(pattern)) == (worst_group(pattern, depth=4 * pattern.m) <= 2), pattern
+        assert (not two_four_reason(pattern)) == (worst_group(pattern, depth=4 * pattern.m) <= 2), (
+            pattern
+        )
 
 
 def test_the_reason_names_the_pattern_and_the_way_out():
@@ -37,9 +41,15 @@ def test_matrices_of_patterns_that_fit_are_two_four(pattern):
     assert two_four_violation(matrix != 0) == ""
 
 
-@given(st.lists(st.integers(0, 15), min_size=2, max_size=12).filter(lambda codes: len(codes) % 2 == 0))
+@given(
+    st.lists(st.integers(0, 15), min_size=2, max_size=12).filter(lambda codes: len(codes) % 2 == 0)
+)
 def test_violations_are_counted_and_the_first_is_named(codes):
-    nonzero = torch.tensor([[code >> entry & 1 for entry in range(4)] for code in codes]).bool().view(2, -1)
+    nonzero = (
+        torch.tensor([[code >> entry & 1 for entry in range(4)] for code in codes])
+        .bool()
+        .view(2, -1)
+    )
     crowded = [index for index, code in enumerate(codes) if code.bit_count() > 2]
     text = two_four_violation(nonzero)
     if not crowded:

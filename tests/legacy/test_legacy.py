@@ -39,7 +39,9 @@ def _same(here, saved):
     if isinstance(saved, torch.Tensor):
         return torch.equal(here, saved)
     if isinstance(saved, dict):
-        return saved.keys() <= here.keys() and all(_same(here[key], value) for key, value in saved.items())
+        return saved.keys() <= here.keys() and all(
+            _same(here[key], value) for key, value in saved.items()
+        )
     return here == saved
 
 
@@ -57,7 +59,10 @@ def test_a_checkpoint_of_an_older_version_goes_on(path):
             assert _same(look.layers[name][key], state[key]), (name, key)
     for key, value in saved["expected"].items():  # another machine may round differently
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
-    assert any(not torch.equal(saved["state_dict"][key], value) for key, value in model.state_dict().items())
+    assert any(
+        not torch.equal(saved["state_dict"][key], value)
+        for key, value in model.state_dict().items()
+    )
     assert all(is_nm(model.net[k].weight, "2:4", dim=1) for k in (0, 2))
 
 

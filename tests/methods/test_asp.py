@@ -38,7 +38,9 @@ def test_a_share_needs_the_planned_steps():
         NMSparsifier(network(), "2:4", ASP(0.3)).attach()
 
 
-@pytest.mark.parametrize(("start", "error"), [(1.5, ValueError), (-1, ValueError), ("1", TypeError)])
+@pytest.mark.parametrize(
+    ("start", "error"), [(1.5, ValueError), (-1, ValueError), ("1", TypeError)]
+)
 def test_bad_starts_are_named(start, error):
     with pytest.raises(error, match=f"start={start!r}"):
         ASP(start)
@@ -62,13 +64,16 @@ def test_states_without_a_schedule_go_on(clock):
 def test_a_start_that_is_never_reached_is_warned_of(tmp_path, late):
     masks = callback(ASP(late))
     with pytest.warns(
-        UserWarning, match=f"ASP never prunes: start={late} is step {late} of 12, so the model stays dense"
+        UserWarning,
+        match=f"ASP never prunes: start={late} is step {late} of 12, so the model stays dense",
     ):
         make_trainer(tmp_path, [masks]).fit(new_model(), Data())
 
 
 @pytest.mark.filterwarnings("ignore:ASP never prunes")
-@pytest.mark.parametrize("method", [ASP(9), TransposableMask(dense_end=0.4)], ids=["not-begun", "ended"])
+@pytest.mark.parametrize(
+    "method", [ASP(9), TransposableMask(dense_end=0.4)], ids=["not-begun", "ended"]
+)
 def test_violations_of_a_dense_model_are_counted(method):
     sparsifier = NMSparsifier(network(), "2:4", method, planned_steps=5).attach()
     train(sparsifier, 5)

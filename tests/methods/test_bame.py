@@ -64,7 +64,9 @@ def simulate(weight, pattern, steps, *, every, start, stop, budget, rate, mu):
 
 
 @pytest.mark.parametrize("pattern", [(2, 4), (1, 4), (1, 16), (3, 8)])
-@pytest.mark.parametrize("options", [{}, {"start": 3, "every": 1, "budget": 1.0}], ids=["default", "often"])
+@pytest.mark.parametrize(
+    "options", [{}, {"start": 3, "every": 1, "budget": 1.0}], ids=["default", "often"]
+)
 def test_the_evidence_of_a_batch_is_what_is_written(pattern, options):
     options = {"evidence": "batch", "start": 0, "stop": 20, "every": 2, "budget": 0.5, **options}
     make = lambda p: torch.optim.SGD(p, 0.4, momentum=0.5)  # noqa: E731
@@ -88,12 +90,16 @@ def test_the_evidence_of_a_batch_is_what_is_written(pattern, options):
     torch.testing.assert_close(layer.weight.detach(), expected)
     assert layer.buffers["oscillation"].tolist() == f
     assert losses == pytest.approx(expected_losses)
-    assert not torch.equal(mask, nmf.magnitude_mask(weight, "{}:{}".format(*pattern), dim=1)), "no mask moved"
+    assert not torch.equal(mask, nmf.magnitude_mask(weight, "{}:{}".format(*pattern), dim=1)), (
+        "no mask moved"
+    )
     assert sum(f) > 0, "no block oscillated"
     assert adaptations > 8
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 5, "gradient_every": 2}, {"evidence": "batch", "every": 20}])
+@pytest.mark.parametrize(
+    "options", [{}, {"every": 5, "gradient_every": 2}, {"evidence": "batch", "every": 20}]
+)
 def test_the_mask_of_a_sparse_teacher_is_found(options):
     def found(method, steps=400):
         generator = torch.Generator().manual_seed(0)
@@ -102,7 +108,9 @@ def test_the_mask_of_a_sparse_teacher_is_found(options):
         teacher = torch.where(wanted, teacher.sign() + teacher, 0)
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(64, 32, bias=False))
-        sparsifier = NMSparsifier(module, "1:8", method, skip_first_last=False, planned_steps=steps).attach()
+        sparsifier = NMSparsifier(
+            module, "1:8", method, skip_first_last=False, planned_steps=steps
+        ).attach()
         optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
         sparsifier.register(optimizer)
         for _ in range(steps):
@@ -122,7 +130,9 @@ def test_the_mask_of_a_sparse_teacher_is_found(options):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pruned_weights_and_their_state_are_zero_after_every_step(name):
     module, sparsifier, optimizer, layer = linear(
-        BAME(stop=30, every=3, budget=1.0, evidence="batch"), make=OPTIMIZERS[name], dtype=torch.float32
+        BAME(stop=30, every=3, budget=1.0, evidence="batch"),
+        make=OPTIMIZERS[name],
+        dtype=torch.float32,
     )
     layer.weight.data.mul_(0.01)  # so that a step of the optimizer is worth an exchange
     flips = []
@@ -144,22 +154,30 @@ def test_pruned_weights_and_their_state_are_zero_after_every_step(name):
 
 
 def test_no_more_blocks_change_than_the_budget_allows():
-    module, sparsifier, optimizer, layer = linear(BAME(stop=40, budget=0.2, evidence_rate=0.5), "4:8")
+    module, sparsifier, optimizer, layer = linear(
+        BAME(stop=40, budget=0.2, evidence_rate=0.5), "4:8"
+    )
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 40, look=lambda step: masks.append(layer.forward_mask))
     changes = []
     for step in range(40):
         changed = (masks[step] ^ masks[step + 1]).unflatten(1, (-1, 8)).sum(-1)
         assert changed.max() <= 2
-        assert changed.count_nonzero() <= math.ceil(16 * 0.2 * 0.5 * (1 + math.cos(math.pi * step / 40)))
+        assert changed.count_nonzero() <= math.ceil(
+            16 * 0.2 * 0.5 * (1 + math.cos(math.pi * step / 40))
+        )
         changes.append(int(changed.count_nonzero()))
     assert max(changes) == 4
 
 
-@pytest.mark.parametrize("evidence", [{"evidence": "batch"}, {"gradient_every": 2, "evidence_rate": 0.5}])
+@pytest.mark.parametrize(
+    "evidence", [{"evidence": "batch"}, {"gradient_every": 2, "evidence_rate": 0.5}]
+)
 @pytest.mark.parametrize("windows", [1, 3])
 def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(windows, evidence):
-    module, sparsifier, optimizer, layer = linear(BAME(start=1, stop=30, every=2, budget=1.0, **evidence))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(start=1, stop=30, every=2, budget=1.0, **evidence)
+    )
     for step in range(6):
         mask = layer.forward_mask
         dense_module = nn.Linear(16, 8, bias=False, dtype=torch.float64)
@@ -176,7 +194,9 @@ def test_the_optimizer_sees_a_masked_gradient_and_the_adaptation_the_dense_mean(
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("evidence", [{"evidence": "batch"}, {"evidence_rate": 0.5}], ids=["batch", "accumulated"])
+@pytest.mark.parametrize(
+    "evidence", [{"evidence": "batch"}, {"evidence_rate": 0.5}], ids=["batch", "accumulated"]
+)
 def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending(evidence, make):
     def train(overflows):
         method = BAME(start=1, stop=20, every=3, budget=1.0, **evidence)
@@ -187,7 +207,12 @@ def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending(evidence, make
             x, y = batch(layer.step, torch.float32)
             optimizer.zero_grad()
             overflow = step in overflows
-            before = (layer.step, layer.forward_mask, layer.weight.detach().clone(), dict(layer.buffers))
+            before = (
+                layer.step,
+                layer.forward_mask,
+                layer.weight.detach().clone(),
+                dict(layer.buffers),
+            )
             scaler.scale((module(x) - y).square().mean() * (math.inf if overflow else 1)).backward()
             scaler.unscale_(optimizer)
             sparsifier.before_step(optimizer)
@@ -198,7 +223,9 @@ def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending(evidence, make
                 assert layer.step == before[0]
                 assert torch.equal(layer.forward_mask, before[1])
                 assert torch.equal(layer.weight, before[2]) or layer.step == 0
-                assert layer.dense_gradient == (layer.step in (1, 4) or (layer.step > 0 and "evidence" not in evidence))
+                assert layer.dense_gradient == (
+                    layer.step in (1, 4) or (layer.step > 0 and "evidence" not in evidence)
+                )
             step += 1
         return layer
 
@@ -232,7 +259,9 @@ def test_a_forgotten_before_step_is_named():
     for step in (1, 2):
         backward(module, step)
         if step == 2:
-            with pytest.raises(RuntimeError, match=r"before_step\(\) for layer '0'.*call sparsifier\.before_step"):
+            with pytest.raises(
+                RuntimeError, match=r"before_step\(\) for layer '0'.*call sparsifier\.before_step"
+            ):
                 optimizer.step()
         else:
             optimizer.step()
@@ -257,18 +286,24 @@ def test_half_precision_scores_are_computed_in_single():
             module[0].weight.copy_((torch.randn(64, 64) * 0.02).bfloat16())
         grad = (torch.randn(64, 64) * 1e-3).bfloat16()
         module.to(dtype)
-        sparsifier = NMSparsifier(module, "2:4", BAME(stop=9, every=4, evidence="batch"), skip_first_last=False)
+        sparsifier = NMSparsifier(
+            module, "2:4", BAME(stop=9, every=4, evidence="batch"), skip_first_last=False
+        )
         optimizer = torch.optim.SGD(module.parameters(), 10.0)
         sparsifier.attach().register(optimizer)
         module[0].weight.grad = grad.to(dtype)
         sparsifier.before_step(optimizer)
         moved.append(sparsifier.layers["0"].pending.exchange.blocks.numel())
     assert moved[0] == moved[1] > 20
-    assert abs(moved[2] - moved[0]) <= 0.1 * moved[0], "float16 rounds the smallest gradients themselves"
+    assert abs(moved[2] - moved[0]) <= 0.1 * moved[0], (
+        "float16 rounds the smallest gradients themselves"
+    )
 
 
 def test_gradients_that_are_not_zeroed_do_not_revive_what_was_pruned():
-    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2, budget=1.0, evidence="batch"))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(stop=20, every=2, budget=1.0, evidence="batch")
+    )
     for step in range(5):
         x, y = batch(step)
         (module(x) - y).square().mean().backward()  # gradients add up over the steps

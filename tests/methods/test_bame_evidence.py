@@ -18,7 +18,9 @@ PLAIN = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, 0.02, betas=(0.8, 0.9)),
-    "adam-without-momentum": lambda p: torch.optim.AdamW(p, 0.02, betas=(0.0, 0.9), weight_decay=0.1),
+    "adam-without-momentum": lambda p: torch.optim.AdamW(
+        p, 0.02, betas=(0.0, 0.9), weight_decay=0.1
+    ),
 }
 
 
@@ -40,20 +42,31 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
         (x @ parameter.t() - y).square().mean().backward()
         g = parameter.grad.tolist()
         parameter.grad.masked_fill_(~mask, 0)
-        for i, j in mask.nonzero().tolist():  # Adam's own second moment, at the number of steps of the evidence
+        for (
+            i,
+            j,
+        ) in (
+            mask.nonzero().tolist()
+        ):  # Adam's own second moment, at the number of steps of the evidence
             if count and start <= t < stop and "exp_avg_sq" in optimizer.state[parameter]:
                 own = optimizer.state[parameter]["exp_avg_sq"][i, j].item()
-                v[i][j] = own / (1 - optimizer.param_groups[0]["betas"][1] ** t) * (1 - 0.999**count)
+                v[i][j] = (
+                    own / (1 - optimizer.param_groups[0]["betas"][1] ** t) * (1 - 0.999**count)
+                )
         if start <= t < stop and (t - start) % gradient_every == 0:
             count += 1
             size = (
-                rate * math.sqrt(gradient_every) * math.sqrt(sum(w * w for w in parameter[mask].tolist()) / mask.sum())
+                rate
+                * math.sqrt(gradient_every)
+                * math.sqrt(sum(w * w for w in parameter[mask].tolist()) / mask.sum())
             )
             for i in range(rows):
                 for j in range(cols):
                     v[i][j] = 0.999 * v[i][j] + 0.001 * g[i][j] ** 2
                     if not mask[i, j]:
-                        u[i][j] -= size * g[i][j] / (math.sqrt(v[i][j] / (1 - 0.999**count)) + 1e-12)
+                        u[i][j] -= (
+                            size * g[i][j] / (math.sqrt(v[i][j] / (1 - 0.999**count)) + 1e-12)
+                        )
         optimizer.step()
         with torch.no_grad():
             parameter.masked_fill_(~mask, 0)
@@ -69,7 +82,9 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
             if gain > 0:
                 found.append((b, i, p, r, gain))
         found.sort(key=lambda item: (-item[4] / (1 + f[item[0]]), item[0]))
-        allowed = math.ceil(len(f) * budget * 0.5 * (1 + math.cos(math.pi * (t - start) / (stop - start))))
+        allowed = math.ceil(
+            len(f) * budget * 0.5 * (1 + math.cos(math.pi * (t - start) / (stop - start)))
+        )
         for b, i, p, r, _ in found[:allowed]:
             f[b] += bool(exchanged[i, p] or exchanged[i, r])
             exchanged[i, p] = exchanged[i, r] = True
@@ -100,8 +115,18 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
     ],
 )
 def test_accumulated_evidence_is_what_is_written(pattern, options, name):
-    options = {"start": 0, "stop": 20, "every": 1, "gradient_every": 1, "evidence_rate": 0.2, "budget": 0.6, **options}
-    module, sparsifier, optimizer, layer = linear(BAME(**options), "{}:{}".format(*pattern), PLAIN[name])
+    options = {
+        "start": 0,
+        "stop": 20,
+        "every": 1,
+        "gradient_every": 1,
+        "evidence_rate": 0.2,
+        "budget": 0.6,
+        **options,
+    }
+    module, sparsifier, optimizer, layer = linear(
+        BAME(**options), "{}:{}".format(*pattern), PLAIN[name]
+    )
     weight = module[0].weight.detach().clone()
     run(module, sparsifier, optimizer, 24)
     rate = options.pop("evidence_rate")
@@ -115,15 +140,21 @@ def test_accumulated_evidence_is_what_is_written(pattern, options, name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_model_never_holds_evidence_and_nothing_of_it_stays(name):
     method = BAME(stop=12, evidence_rate=0.1)
-    module, sparsifier, optimizer, layer = linear(method, make=OPTIMIZERS[name], dtype=torch.float32)
+    module, sparsifier, optimizer, layer = linear(
+        method, make=OPTIMIZERS[name], dtype=torch.float32
+    )
     held = []
 
     def look(step):
         pruned = ~layer.forward_mask
         assert not layer.weight[pruned].any()
-        state = {k: s for k, s in optimizer.state[layer.weight].items() if s.shape == layer.weight.shape}
+        state = {
+            k: s for k, s in optimizer.state[layer.weight].items() if s.shape == layer.weight.shape
+        }
         held.append(sum(int(s[pruned].count_nonzero()) for s in state.values()))
-        own = sum(t.numel() for n, t in layer.buffers.items() if n in ("evidence", "evidence_square"))
+        own = sum(
+            t.numel() for n, t in layer.buffers.items() if n in ("evidence", "evidence_square")
+        )
         assert own == (layer.weight.numel() if name == "sgd" and step < 12 else 0), "memory"
 
     run(module, sparsifier, optimizer, 16, look=look)
@@ -142,7 +173,9 @@ def test_what_an_optimizer_does_to_pruned_state_does_not_matter(windows):
 
     def train(own_buffers, monkeypatch):
         if own_buffers:
-            monkeypatch.setattr("lightning_nm.methods.bame.evidence._places", lambda *_: (None, None))
+            monkeypatch.setattr(
+                "lightning_nm.methods.bame.evidence._places", lambda *_: (None, None)
+            )
         make = lambda p: Apart(p, 0.02, weight_decay=0.1)  # noqa: E731
         module, sparsifier, optimizer, layer = linear(BAME(stop=20, evidence_rate=0.1), make=make)
         for step in range(20):
@@ -162,10 +195,14 @@ def test_what_an_optimizer_does_to_pruned_state_does_not_matter(windows):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("options", [{"evidence": "batch", "every": 2}, {"evidence_rate": 0.5, "gradient_every": 2}])
+@pytest.mark.parametrize(
+    "options", [{"evidence": "batch", "every": 2}, {"evidence_rate": 0.5, "gradient_every": 2}]
+)
 def test_a_second_call_before_a_step_changes_nothing(options, clip):
     def train(calls):
-        module, sparsifier, optimizer, layer = linear(BAME(stop=12, budget=1.0, **options), make=OPTIMIZERS["adamw"])
+        module, sparsifier, optimizer, layer = linear(
+            BAME(stop=12, budget=1.0, **options), make=OPTIMIZERS["adamw"]
+        )
         for step in range(14):
             backward(module, step)
             sparsifier.before_step(optimizer)
@@ -264,7 +301,11 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
 
     whole = steps(lambda optimizer: None)
     half = steps(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
-    cycle = steps(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=9, div_factor=10))
+    cycle = steps(
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.4, total_steps=9, div_factor=10
+        )
+    )
     torch.testing.assert_close(half, whole / 2)
     torch.testing.assert_close(cycle, whole / 10)
     climbing = steps(lambda optimizer: optimizer.param_groups[0].update(maximize=True))
@@ -274,7 +315,9 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
 def test_a_phase_that_exchanges_almost_nothing_is_reported_once():
     def train(method, rate):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+        module = nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False)
+        )
         sparsifier = NMSparsifier(module, "1:16", method, skip_first_last=False).attach()
         optimizer = torch.optim.SGD(module.parameters(), rate)
         sparsifier.register(optimizer)
@@ -331,7 +374,9 @@ def test_an_exchange_that_was_undone_does_not_stand_though_its_entry_came_back()
 @pytest.mark.parametrize("event", ["detach", "other-weights", "rewind"])
 def test_evidence_that_is_left_in_the_optimizer_moves_no_weight(name, event):
     """As momentum it would: U has the unit of weights, and Adam divides by the size of gradients."""
-    module, sparsifier, optimizer, layer = linear(BAME(stop=40, evidence_rate=0.1), make=OPTIMIZERS[name])
+    module, sparsifier, optimizer, layer = linear(
+        BAME(stop=40, evidence_rate=0.1), make=OPTIMIZERS[name]
+    )
 
     def train(steps, start):
         """The largest change of a weight in one step."""
@@ -345,7 +390,11 @@ def test_evidence_that_is_left_in_the_optimizer_moves_no_weight(name, event):
             before = module[0].weight.detach().clone()
             mask = layer.forward_mask
             optimizer.step()
-            kept = torch.ones_like(before, dtype=torch.bool) if mask is None else mask & layer.forward_mask
+            kept = (
+                torch.ones_like(before, dtype=torch.bool)
+                if mask is None
+                else mask & layer.forward_mask
+            )
             largest = max(largest, (module[0].weight.detach() - before)[kept].abs().max().item())
             if event != "detach" or step < 10:
                 sparsifier.step()
@@ -369,10 +418,14 @@ def test_layers_that_do_not_train_keep_their_weights():
         lambda module, optimizer: module[0].weight.requires_grad_(False),
         lambda module, optimizer: optimizer.param_groups[0].update(lr=0.0),
     ):
-        module, sparsifier, optimizer, layer = linear(BAME(stop=40, evidence_rate=0.4), make=OPTIMIZERS["adam"])
+        module, sparsifier, optimizer, layer = linear(
+            BAME(stop=40, evidence_rate=0.4), make=OPTIMIZERS["adam"]
+        )
         run(module, sparsifier, optimizer, 5)
         stop_training(module, optimizer)
-        module.append(nn.Linear(8, 8, bias=False, dtype=torch.float64))  # so that there is a gradient
+        module.append(
+            nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        )  # so that there is a gradient
         optimizer.zero_grad()
         weight = layer.weight.detach().clone()
         run(module, sparsifier, optimizer, 5, start=5)
@@ -380,7 +433,9 @@ def test_layers_that_do_not_train_keep_their_weights():
 
 
 def test_a_forgotten_before_step_is_named_between_dense_gradients_too():
-    module, sparsifier, optimizer, _ = linear(BAME(stop=20, gradient_every=3), make=OPTIMIZERS["adam"])
+    module, sparsifier, optimizer, _ = linear(
+        BAME(stop=20, gradient_every=3), make=OPTIMIZERS["adam"]
+    )
     run(module, sparsifier, optimizer, 1)
     backward(module, 1)
     with pytest.raises(RuntimeError, match=r"before_step\(\) for layer '0'"):
@@ -392,20 +447,28 @@ def test_a_weight_that_is_replaced_is_named():
     run(module, sparsifier, optimizer, 2)
     module[0].weight = nn.Parameter(module[0].weight.detach().clone())
     backward(module, 2)
-    with pytest.raises(RuntimeError, match=r"shape \(8, 16\) is not in SGD any more.*change weights in place"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(8, 16\) is not in SGD any more.*change weights in place"
+    ):
         sparsifier.before_step(optimizer)
 
 
 def test_turns_begin_with_the_phase_and_another_kind_of_evidence_frees_the_first():
-    module, sparsifier, optimizer, layer = linear(BAME(start=5, stop=12, every=3, evidence_rate=0.5, budget=1.0))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(start=5, stop=12, every=3, evidence_rate=0.5, budget=1.0)
+    )
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 10, look=lambda step: masks.append(layer.forward_mask))
     moved = [step for step, pair in enumerate(itertools.pairwise(masks)) if not torch.equal(*pair)]
     assert moved == [5, 8]
     saved = sparsifier.state_dict()
-    other, again, other_optimizer, other_layer = linear(BAME(start=5, stop=12, every=3, evidence="batch"))
+    other, again, other_optimizer, other_layer = linear(
+        BAME(start=5, stop=12, every=3, evidence="batch")
+    )
     other.load_state_dict(module.state_dict())
-    with pytest.warns(UserWarning, match="BAME's evidence accumulated in the checkpoint, batch here"):
+    with pytest.warns(
+        UserWarning, match="BAME's evidence accumulated in the checkpoint, batch here"
+    ):
         again.load_state_dict(saved)
     other_optimizer.load_state_dict(optimizer.state_dict())
     run(other, again, other_optimizer, 1, start=10)

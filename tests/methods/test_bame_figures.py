@@ -35,14 +35,20 @@ def test_statistics_against_their_definitions():
                 for layer, old in zip(layers, before, strict=True)
             )
             assert stats["adapted_blocks"] == pytest.approx(changed / blocks)
-            assert stats["predicted_loss_change"] == pytest.approx(sum(float(m.loss_change) for m in moves), rel=1e-5)
+            assert stats["predicted_loss_change"] == pytest.approx(
+                sum(float(m.loss_change) for m in moves), rel=1e-5
+            )
             assert stats["frozen_blocks"] == pytest.approx(sum(int(m.held) for m in moves) / blocks)
             kept = stats
         elif step < 9:
             for key in ("adapted_blocks", "predicted_loss_change", "frozen_blocks", "flip_rate"):
                 assert stats[key] == kept[key], "figures of the last adaptation stay until the next"
         else:
-            assert (stats["adapted_blocks"], stats["frozen_blocks"], stats["predicted_loss_change"]) == (0, 1, 0)
+            assert (
+                stats["adapted_blocks"],
+                stats["frozen_blocks"],
+                stats["predicted_loss_change"],
+            ) == (0, 1, 0)
         f = torch.cat([layer.buffers["oscillation"] for layer in layers]).double()
         assert stats["oscillation"] == pytest.approx(f.mean().item())
     assert kept["frozen_blocks"] > 0
@@ -73,9 +79,13 @@ def test_two_instances_report_their_own_windows_together():
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
-    make = {"sgd": lambda p: torch.optim.SGD(p, 1e-4), "adam": lambda p: torch.optim.Adam(p, 1e-6)}[name]
+    make = {"sgd": lambda p: torch.optim.SGD(p, 1e-4), "adam": lambda p: torch.optim.Adam(p, 1e-6)}[
+        name
+    ]
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(16, 64, dtype=torch.float64), nn.Tanh(), nn.Linear(64, 8, dtype=torch.float64))
+    module = nn.Sequential(
+        nn.Linear(16, 64, dtype=torch.float64), nn.Tanh(), nn.Linear(64, 8, dtype=torch.float64)
+    )
     module[0].weight.data.mul_(1e-6)  # so that a small step is worth an exchange
     optimizer = make(module.parameters())
     x, y = batch(0)
@@ -86,7 +96,9 @@ def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
 
     # This hook runs before the sparsifier's, which exchanges the entries.
     optimizer.register_step_post_hook(lambda *_: losses.append(loss().item()))
-    sparsifier = NMSparsifier(module, "2:4", BAME(stop=100, every=1, evidence="batch"), include="0").attach()
+    sparsifier = NMSparsifier(
+        module, "2:4", BAME(stop=100, every=1, evidence="batch"), include="0"
+    ).attach()
     sparsifier.register(optimizer)
     layer = sparsifier.layers["0"]
     optimizer.zero_grad()

@@ -12,7 +12,11 @@ from tests.support.bame import linear, run
 @pytest.mark.parametrize("layout", ["linear", "conv", "conv-flat", "conv-groups", "channels-last"])
 def test_convolutions_evolve_along_their_own_blocks(layout):
     torch.manual_seed(0)
-    conv = nn.Linear(16, 8) if layout == "linear" else nn.Conv2d(16, 8, 3, groups=2 if "groups" in layout else 1)
+    conv = (
+        nn.Linear(16, 8)
+        if layout == "linear"
+        else nn.Conv2d(16, 8, 3, groups=2 if "groups" in layout else 1)
+    )
     if layout == "channels-last":
         conv = conv.to(memory_format=torch.channels_last)
     module = nn.Sequential(conv)
@@ -49,11 +53,19 @@ def test_dgrad_bi_mask_follows_the_weights_between_adaptations():
         module, sparsifier, optimizer, layer = linear(method)
     method._bi_mask.permute_every = 4
     marks = []
-    run(module, sparsifier, optimizer, 9, look=lambda step: marks.append((layer.backward_mask, layer.masks.flips)))
+    run(
+        module,
+        sparsifier,
+        optimizer,
+        9,
+        look=lambda step: marks.append((layer.backward_mask, layer.masks.flips)),
+    )
     moved = [step for step in range(8) if not torch.equal(marks[step][0], marks[step + 1][0])]
     assert set(moved) <= {3, 7}
     assert moved, "the weights moved, so the mask should have"
-    assert len({int(flips) for _, flips in marks}) == 1, "the flips stay those of the last adaptation"
+    assert len({int(flips) for _, flips in marks}) == 1, (
+        "the flips stay those of the last adaptation"
+    )
 
 
 def test_the_flat_layout_evolves_alike_in_every_memory_format():
@@ -62,7 +74,9 @@ def test_the_flat_layout_evolves_alike_in_every_memory_format():
         conv = nn.Conv2d(16, 8, 3).double().to(memory_format=memory_format)
         module = nn.Sequential(conv)
         method = BAME(stop=20, every=2, budget=1.0, evidence_rate=0.5)
-        sparsifier = NMSparsifier(module, "2:4", method, skip_first_last=False, conv_layout="flat").attach()
+        sparsifier = NMSparsifier(
+            module, "2:4", method, skip_first_last=False, conv_layout="flat"
+        ).attach()
         optimizer = torch.optim.AdamW(module.parameters(), 0.05)
         sparsifier.register(optimizer)
         (layer,) = sparsifier.layers.values()
@@ -116,7 +130,9 @@ def test_a_permutation_that_is_due_with_an_adaptation_is_searched_once(monkeypat
 
     searched = []
     search = bi_mask.search_permutation
-    monkeypatch.setattr(bi_mask, "search_permutation", lambda *a, **k: searched.append(1) or search(*a, **k))
+    monkeypatch.setattr(
+        bi_mask, "search_permutation", lambda *a, **k: searched.append(1) or search(*a, **k)
+    )
     method = BAME(stop=20, every=1, dgrad="bi-mask")
     method._bi_mask.permute_every = 4
     module, sparsifier, optimizer, _ = linear(method)

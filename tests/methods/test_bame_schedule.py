@@ -17,14 +17,18 @@ from tests.support.bame import backward, linear, run
     ids=["batch", "own"],
 )
 def test_between_adaptations_the_mask_stands_still_and_after_stop_for_good(evidence, turns):
-    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=11, every=4, budget=1.0, **evidence))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(start=2, stop=11, every=4, budget=1.0, **evidence)
+    )
     masks = [layer.forward_mask]
     run(module, sparsifier, optimizer, 24, look=lambda step: masks.append(layer.forward_mask))
     moved = [step for step in range(24) if not torch.equal(masks[step], masks[step + 1])]
     assert moved == turns
 
 
-@pytest.mark.parametrize("masked", ["*", "1"], ids=["beside-another", "no-masked-layer-trains-before"])
+@pytest.mark.parametrize(
+    "masked", ["*", "1"], ids=["beside-another", "no-masked-layer-trains-before"]
+)
 def test_a_layer_that_joins_late_evolves_and_freezes_with_the_others(masked):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -67,13 +71,17 @@ def test_a_step_of_a_subclass_that_calls_its_bases_counts_once():
             return super().step(closure)
 
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch hooks a class when it is first used
-    module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=1), make=lambda p: Twice(p, 0.1))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(stop=20, every=1), make=lambda p: Twice(p, 0.1)
+    )
     run(module, sparsifier, optimizer, 5)
     assert layer.step == sparsifier.clock == 5
 
 
 def test_a_window_without_a_gradient_leaves_the_adaptation_pending():
-    module, sparsifier, optimizer, layer = linear(BAME(start=2, stop=6, every=3, budget=1.0, evidence="batch"))
+    module, sparsifier, optimizer, layer = linear(
+        BAME(start=2, stop=6, every=3, budget=1.0, evidence="batch")
+    )
     masks = [layer.forward_mask]
     other = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [other]})
@@ -118,7 +126,10 @@ def test_a_layer_without_a_gradient_in_its_window_is_left_alone():
         ({"stop": math.nan}, "stop=nan is not a share"),
         ({"evidence": "mean"}, "evidence='mean' is unknown: use 'accumulated' or 'batch'"),
         ({"gradient_every": 0}, "gradient_every=0 must be an integer of at least 1"),
-        ({"evidence": "batch", "gradient_every": 2}, "gradient_every=2 has no meaning for evidence='batch'"),
+        (
+            {"evidence": "batch", "gradient_every": 2},
+            "gradient_every=2 has no meaning for evidence='batch'",
+        ),
         ({"evidence_rate": 0.0}, r"evidence_rate=0\.0 must be a positive number"),
         ({"evidence_rate": math.nan}, "evidence_rate=nan"),
         ({"dgrad": "transposable"}, "dgrad='transposable'"),
@@ -131,17 +142,23 @@ def test_bad_settings_are_named(options, message):
 
 @pytest.mark.parametrize("moment", [True, "0.5", None])
 def test_moments_are_numbers(moment):
-    with pytest.raises(TypeError, match=r"stop=.* must be an integer \(training steps\) or a float"):
+    with pytest.raises(
+        TypeError, match=r"stop=.* must be an integer \(training steps\) or a float"
+    ):
         BAME(stop=moment)
 
 
 def test_shares_need_a_plan_and_become_steps():
     module = nn.Linear(16, 8)
-    with pytest.raises(ValueError, match=r"stop=0\.66 is a share.*not known.*give stop as an integer"):
+    with pytest.raises(
+        ValueError, match=r"stop=0\.66 is a share.*not known.*give stop as an integer"
+    ):
         NMSparsifier(module, "2:4", "bame", skip_first_last=False).attach()
     assert type(module) is nn.Linear
     with pytest.raises(ValueError, match=r"stop=0\.1 is step 10 of 100, before start=50"):
-        NMSparsifier(module, "2:4", BAME(50, 0.1), skip_first_last=False, planned_steps=100).attach()
+        NMSparsifier(
+            module, "2:4", BAME(50, 0.1), skip_first_last=False, planned_steps=100
+        ).attach()
     assert BAME(0.1, 0.5).schedule(1000) == (100, 500)
     assert BAME(1, 1.0).schedule(1000) == (1, 1000)
     assert BAME(1, 7).schedule(None) == (1, 7)
@@ -152,27 +169,46 @@ def test_shares_need_a_plan_and_become_steps():
     [
         ({"start": 1.0, "stop": 1.0}, "never adapts: it starts at step 100 of 100"),
         ({"start": 200, "stop": 300}, "never adapts: it starts at step 200 of 100"),
-        ({"every": 500}, "adapts once and never again: every=500 steps do not fit between step 0 and step 65"),
+        (
+            {"every": 500},
+            "adapts once and never again: every=500 steps do not fit between step 0 and step 65",
+        ),
     ],
 )
 def test_an_interval_that_never_fires_is_warned_of(options, message):
     with pytest.warns(UserWarning, match=message):
-        NMSparsifier(nn.Linear(16, 8), "2:4", BAME(**options), skip_first_last=False, planned_steps=100).attach()
+        NMSparsifier(
+            nn.Linear(16, 8), "2:4", BAME(**options), skip_first_last=False, planned_steps=100
+        ).attach()
 
 
 def test_flops_follow_the_schedule():
-    module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2, evidence="batch"), "1:4")
+    module, sparsifier, optimizer, _ = linear(
+        BAME(start=1, stop=5, every=2, evidence="batch"), "1:4"
+    )
     module(torch.zeros(1, 16, dtype=torch.float64))
     shares = []
-    run(module, sparsifier, optimizer, 10, look=lambda step: shares.append(sparsifier.flops_ratios()))
+    run(
+        module,
+        sparsifier,
+        optimizer,
+        10,
+        look=lambda step: shares.append(sparsifier.flops_ratios()),
+    )
     r, dense = 1 / 4, 2  # steps 1 and 3 need the dense gradient
     mean = sparsifier.mean_flops_ratios()
-    assert mean["paper"] == mean["arithmetic"] == pytest.approx((10 * 2 * r + dense + (10 - dense) * r) / 30)
+    assert (
+        mean["paper"]
+        == mean["arithmetic"]
+        == pytest.approx((10 * 2 * r + dense + (10 - dense) * r) / 30)
+    )
     assert mean["eligible"] == pytest.approx((r + 2) / 3)
     module, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, gradient_every=2), "1:4")
     run(module, sparsifier, optimizer, 10)  # gradients of steps 1 and 3 are dense
     assert sparsifier.mean_flops_ratios()["paper"] == mean["paper"]
-    with_own, sparsifier, optimizer, _ = linear(BAME(start=1, stop=5, every=2, dgrad="bi-mask"), "1:4")
+    with_own, sparsifier, optimizer, _ = linear(
+        BAME(start=1, stop=5, every=2, dgrad="bi-mask"), "1:4"
+    )
     run(with_own, sparsifier, optimizer, 10)
     assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx((2 * r + 1) / 3)
 
@@ -188,7 +224,9 @@ def test_a_state_keeps_its_schedule_and_says_so():
     for stop, planned in ((0.5, 40), (20, None)):  # a longer run; another setting
         other, other_sparsifier, other_optimizer, layer = make(stop, planned)
         other.load_state_dict(states[0])
-        with pytest.warns(UserWarning, match=r"BAME scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"):
+        with pytest.warns(
+            UserWarning, match=r"BAME scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"
+        ):
             other_sparsifier.load_state_dict(states[1])
         assert layer.schedule == (0, 10)
         run(other, other_sparsifier, other_optimizer, 4, start=12)

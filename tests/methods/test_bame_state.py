@@ -66,7 +66,9 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
         if step < 2:
             optimizer.step()
             sparsifier.step()
-    with PeakMemory(*known) as applied:  # the exchanges themselves, as they follow the optimizer's step
+    with PeakMemory(
+        *known
+    ) as applied:  # the exchanges themselves, as they follow the optimizer's step
         layer.method.after_step(layer, optimizer)
     assert len(layer.pending.exchange.blocks) > 0.1 * weight.numel() / layer.pattern.m
     copies = max(found.peak, applied.peak) / (4 * weight.numel())

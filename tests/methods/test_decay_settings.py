@@ -14,7 +14,9 @@ from tests.support.lightning_models import Data, make_trainer, new_model
 MOST = 0.01  # the norm that gradients are clipped to
 
 
-def trained(method, *, norm=MOST, closure=False, positional=False, steps=5, optimizer=torch.optim.SGD):
+def trained(
+    method, *, norm=MOST, closure=False, positional=False, steps=5, optimizer=torch.optim.SGD
+):
     """The weights after some steps, and the sparsifier."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)).double()
@@ -34,7 +36,9 @@ def trained(method, *, norm=MOST, closure=False, positional=False, steps=5, opti
             return loss
 
         if closure:
-            assert (optimizer.step(gradients) if positional else optimizer.step(closure=gradients)) > 0
+            assert (
+                optimizer.step(gradients) if positional else optimizer.step(closure=gradients)
+            ) > 0
         else:
             gradients()
             optimizer.step(None) if positional else optimizer.step()
@@ -51,7 +55,9 @@ def by_formula(decay, *, after, steps=5):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(16, 8, generator=generator, dtype=torch.float64)
         masks = [
-            torch.zeros_like(w.view(-1, 4)).scatter_(1, w.abs().view(-1, 4).topk(2, 1).indices, 1).view_as(w)
+            torch.zeros_like(w.view(-1, 4))
+            .scatter_(1, w.abs().view(-1, 4).topk(2, 1).indices, 1)
+            .view_as(w)
             for w in weights
         ]
         used = [(w * mask).requires_grad_() for w, mask in zip(weights, masks, strict=True)]
@@ -124,7 +130,9 @@ def test_detached_optimizers_get_no_decay():
 def test_a_step_that_is_none_gets_no_decay():
     """Distributed checkpoints make one at learning rate 0, with gradients of zeros, to allocate state."""
     model = nn.Linear(8, 8)
-    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.3, decay_at="after-clipping"), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", SRSTE(0.3, decay_at="after-clipping"), skip_first_last=False
+    ).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
     sparsifier.register(optimizer)
     for parameter in model.parameters():
@@ -163,8 +171,16 @@ def test_a_trainer_clips_what_is_not_the_decay(tmp_path, algorithm):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (SRSTE, {"decay_at": "clipping"}, "decay_at='clipping' is unknown: use 'before-clipping' or 'after-clipping'"),
-        (SRSTE, {"decay_scale": -1}, "decay_scale=-1 must be a factor of the decay, 0 or more, or 'world-size'"),
+        (
+            SRSTE,
+            {"decay_at": "clipping"},
+            "decay_at='clipping' is unknown: use 'before-clipping' or 'after-clipping'",
+        ),
+        (
+            SRSTE,
+            {"decay_scale": -1},
+            "decay_scale=-1 must be a factor of the decay, 0 or more, or 'world-size'",
+        ),
         (BiMask, {"decay_scale": "ranks"}, "decay_scale='ranks' must be a factor"),
         (BiMask, {"first_search": -1}, "first_search=-1 must be at least 0"),
         (TransposableMask, {"first_update": 0}, "first_update=0 must be at least 1"),
@@ -176,7 +192,9 @@ def test_bad_settings_are_refused(make, options, words):
         make(**options)
 
 
-@pytest.mark.parametrize(("first", "expected"), [(None, [3, 6, 9]), (1, [1, 4, 7, 10]), (2, [2, 5, 8]), (7, [7, 10])])
+@pytest.mark.parametrize(
+    ("first", "expected"), [(None, [3, 6, 9]), (1, [1, 4, 7, 10]), (2, [2, 5, 8]), (7, [7, 10])]
+)
 def test_the_first_update_shifts_the_others(first, expected):
     method, selected = TransposableMask(update_every=3, first_update=first), []
     select = method.select
@@ -209,14 +227,18 @@ def test_the_first_search_shifts_the_others(first, expected):
 @pytest.mark.parametrize(
     ("decay_at", "order"),
     [
-        *product(("before-clipping", "after-clipping"), ("scaled", "unscaled before", "unscaled after")),
+        *product(
+            ("before-clipping", "after-clipping"), ("scaled", "unscaled before", "unscaled after")
+        ),
         ("after-clipping", "not announced"),
     ],
 )
 def test_a_gradient_scaler_does_not_scale_the_decay(decay_at, order, fused):
     """The gradients may be unscaled between ``before_step`` and the step, or within a fused optimizer's step."""
     model = nn.Linear(16, 16, bias=False)
-    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False
+    ).attach()
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
     sparsifier.register(optimizer)
     (layer,) = sparsifier.layers.values()
@@ -239,7 +261,9 @@ def test_a_gradient_scaler_does_not_scale_the_decay(decay_at, order, fused):
 @pytest.mark.parametrize("decay_at", ["before-clipping", "after-clipping"])
 def test_the_step_after_a_closure_that_raised_counts(decay_at, positional):
     model = nn.Linear(16, 16, bias=False)
-    sparsifier = NMSparsifier(model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", SRSTE(0.1, decay_at=decay_at), skip_first_last=False
+    ).attach()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     sparsifier.register(optimizer)
     (layer,) = sparsifier.layers.values()

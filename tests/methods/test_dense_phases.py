@@ -46,7 +46,9 @@ def test_masks_come_and_go(method, frozen):
     model = network()
     model[2].weight.requires_grad_(not frozen)
     made = METHODS[method](dense_start=3, dense_end=0.2)
-    sparsifier = NMSparsifier(model, "2:4", made, skip_first_last=False, planned_steps=10, frozen="mask").attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", made, skip_first_last=False, planned_steps=10, frozen="mask"
+    ).attach()
     phases, gemms = [], []
 
     def look(step):
@@ -68,14 +70,18 @@ def test_masks_come_and_go(method, frozen):
     assert per_step == 1.0, "the run ended dense"
     sparse_gemms = 2 if method in ("transposable", "bi-mask") else 1
     if not frozen:
-        assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx(1 - 5 / 10 * sparse_gemms / 6)
+        assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx(
+            1 - 5 / 10 * sparse_gemms / 6
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_dense_start_trains_as_a_dense_training(method):
     plain, phased = network(), network()
     dense = NMSparsifier(plain, "2:4", "dense", skip_first_last=False).attach()
-    sparsifier = NMSparsifier(phased, "2:4", METHODS[method](dense_start=4), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        phased, "2:4", METHODS[method](dense_start=4), skip_first_last=False
+    ).attach()
     for model, s in ((plain, dense), (phased, sparsifier)):
         train(model, s, 4, lambda step: None)
     for a, b in zip(plain.parameters(), phased.parameters(), strict=True):
@@ -86,7 +92,9 @@ def test_a_dense_start_trains_as_a_dense_training(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
     model = nn.Sequential(nn.Linear(18, 32), nn.ReLU(), nn.Linear(32, 18))
-    sparsifier = NMSparsifier(model, "2:4", METHODS[method](), "mvue", skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", METHODS[method](), "mvue", skip_first_last=False
+    ).attach()
     assert len(list(sgd_steps(model, sparsifier, 3, (16, 18)))) == 3
     first, second = (sparsifier.layers[name].gemms() for name in ("0", "2"))
     assert first.forward == ("dense", None, "in 18 % 4 != 0", 1.0, 1.0, 1.0)
@@ -110,7 +118,9 @@ def test_a_model_that_ends_dense_is_said_to_be_dense(tmp_path):
         print_summary(nm.sparsifier, trainer, console)
         seen.append(console.file.getvalue())
 
-    trainer = make_trainer(tmp_path, [nm, pl.callbacks.LambdaCallback(on_train_end=summary)], max_epochs=2)
+    trainer = make_trainer(
+        tmp_path, [nm, pl.callbacks.LambdaCallback(on_train_end=summary)], max_epochs=2
+    )
     model = new_model()
     trainer.fit(model, Data())
     assert "the trained model is dense in 2 of 2 layers" in seen[0]
@@ -123,13 +133,17 @@ def test_phases_at_their_limits(method):
     assert made(dense_start=0.0, dense_end=0.0).schedule(None) == ()
     assert made(dense_end=0.04).schedule(10) == (), "no dense step, so the masks stay"
     assert made(dense_start=9).schedule(10) == (9,)
-    with pytest.raises(ValueError, match="dense_start=10 ends at step 10 and dense_end=0 begins at step 10 of 10"):
+    with pytest.raises(
+        ValueError, match="dense_start=10 ends at step 10 and dense_end=0 begins at step 10 of 10"
+    ):
         made(dense_start=10).schedule(10)
 
 
 def test_flops_of_a_layer_that_no_optimizer_trains():
     model = network()
-    sparsifier = NMSparsifier(model, "2:4", STE(0, 5), skip_first_last=False, planned_steps=10).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", STE(0, 5), skip_first_last=False, planned_steps=10
+    ).attach()
     optimizer = torch.optim.SGD(model[0].parameters(), 0.05)
     sparsifier.register(optimizer)
     for _ in range(10):

@@ -9,9 +9,13 @@ from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
 
 
-@pytest.mark.parametrize("name", ["init", "forward_part", "forward_operand", "backward_operand", "gemms"])
+@pytest.mark.parametrize(
+    "name", ["init", "forward_part", "forward_operand", "backward_operand", "gemms"]
+)
 def test_a_replaced_hook_is_refused_when_the_class_is_made(name):
-    with pytest.raises(TypeError, match=rf"Mine defines {name}\(\), which is not a hook any more: "):
+    with pytest.raises(
+        TypeError, match=rf"Mine defines {name}\(\), which is not a hook any more: "
+    ):
         type("Mine", (MaskMethod,), {name: lambda self, layer: None})
 
 
@@ -57,7 +61,9 @@ class MasksForAPenalty(Method):
     """Has masks, but a dense forward weight."""
 
     def init_masks(self, layer):
-        layer.set_masks(layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)))
+        layer.set_masks(
+            layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1))
+        )
 
     sparse_forward = True
 
@@ -115,9 +121,13 @@ def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
     assert layer.masks.has_backward
 
 
-@pytest.mark.parametrize("name", ["marks", "own_backward", "permutation", "backward_density", "dense_gradient"])
+@pytest.mark.parametrize(
+    "name", ["marks", "own_backward", "permutation", "backward_density", "dense_gradient"]
+)
 def test_attributes_that_moved_say_where(name):
-    layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
+    layer = (
+        NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
+    )
     with pytest.raises(AttributeError, match=rf"NMLayer\.{name} cannot be set: "):
         setattr(layer, name, None)
 
@@ -154,7 +164,9 @@ def test_whether_gradients_were_dense_is_known_when_masks_are_updated():
 def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False
+    ).attach()
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
     for optimizer in optimizers:
         sparsifier.register(optimizer)
@@ -171,7 +183,9 @@ def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
 def test_an_adaptation_that_found_no_gradient_is_made_up_for():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    sparsifier = NMSparsifier(model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", BAME(stop=8, gradient_every=4), skip_first_last=False
+    ).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier.register(optimizer)
     model(torch.randn(4, 8)).square().sum().backward()
@@ -201,7 +215,9 @@ def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
     assert method.prepared == ["weight"]
     assert STE.restores_masks
     with pytest.raises(ValueError, match="schema 2"):
-        NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach({**state, "schema": 2})
+        NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach(
+            {**state, "schema": 2}
+        )
 
 
 def test_a_penalty_counts_whether_or_not_before_step_calls_its_base():

@@ -33,7 +33,9 @@ def test_patches_of_a_convolution(kind):
     (x,) = data(*shape, batches=1)
     patches = find_adapter(type(module))[0].inputs(module, "weight", (x,), {})
     weights = module.weight.flatten(1).unflatten(0, (module.groups, -1))
-    y = torch.cat([patch @ weight.t() for patch, weight in zip(patches, weights, strict=True)], dim=1)
+    y = torch.cat(
+        [patch @ weight.t() for patch, weight in zip(patches, weights, strict=True)], dim=1
+    )
     if module.bias is not None:
         y = y + module.bias
     expected = module(x).transpose(0, 1).flatten(1).t()
@@ -66,7 +68,12 @@ def test_the_error_is_that_of_the_output(kind, score, layout):
 
     before, old = outputs(), getattr(module, name).detach().clone()
     call = (lambda model, x: model[0](x, x, x)) if kind == "attention" else None
-    options = {"skip_first_last": False, "conv_layout": layout, "call": call, "exclude": "*.out_proj"}
+    options = {
+        "skip_first_last": False,
+        "conv_layout": layout,
+        "call": call,
+        "exclude": "*.out_proj",
+    }
     if kind != "attention":
         del options["exclude"]
     result = prune(model, "2:4", score, batches, **options)
@@ -110,7 +117,10 @@ def test_layers_see_what_pruned_layers_give_them():
     x = torch.cat(batches)
     for inputs, name in (
         (lambda: x, "first"),
-        (lambda: torch.cat([twin.first(x).relu(), twin.twice(twin.first(x).relu()).relu()]), "twice"),
+        (
+            lambda: torch.cat([twin.first(x).relu(), twin.twice(twin.first(x).relu()).relu()]),
+            "twice",
+        ),
         (lambda: twin.twice(twin.twice(twin.first(x).relu()).relu())[:, :8], "last"),
     ):
         layer, given = getattr(twin, name), inputs().detach()
@@ -140,7 +150,9 @@ def test_autocast_of_the_model_leaves_the_statistics_in_single_precision(monkeyp
     moments = []
     prune_one = one_shot._prune
     monkeypatch.setattr(
-        one_shot, "_prune", lambda weight, moment, *rest: moments.append(moment) or prune_one(weight, moment, *rest)
+        one_shot,
+        "_prune",
+        lambda weight, moment, *rest: moments.append(moment) or prune_one(weight, moment, *rest),
     )
 
     def call(model, x):
@@ -148,7 +160,9 @@ def test_autocast_of_the_model_leaves_the_statistics_in_single_precision(monkeyp
             return model(x)
 
     inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
-    prune(nn.Sequential(nn.Linear(16, 8)), "2:4", "wanda", [inputs], skip_first_last=False, call=call)
+    prune(
+        nn.Sequential(nn.Linear(16, 8)), "2:4", "wanda", [inputs], skip_first_last=False, call=call
+    )
     (moment,) = moments
     torch.testing.assert_close(moment, inputs.double().t() @ inputs.double(), rtol=1e-5, atol=1e-2)
 
@@ -174,7 +188,9 @@ def test_a_layer_that_no_token_reaches_is_pruned_by_magnitude_and_named(score):
     torch.manual_seed(0)
     model = Routed()
     expected = nmf.nm_prune(model.experts[2].weight.detach(), "2:4", dim=1)
-    message = "no calibration token, or only zeros, reach 1 layers, such as 'experts.2': .* magnitude"
+    message = (
+        "no calibration token, or only zeros, reach 1 layers, such as 'experts.2': .* magnitude"
+    )
     with pytest.warns(UserWarning, match=message):
         result = prune(model, "2:4", score, data(32, 16), skip_first_last=False)
     assert result.uncalibrated == {"experts.2": [0]}
@@ -190,7 +206,10 @@ def test_a_group_of_a_convolution_that_gets_zeros_is_pruned_by_magnitude(score):
     expected = nmf.nm_prune(model[0].weight.detach(), "2:4", dim=1)
     x = torch.randn(4, 16, 9)
     x[:, 8:] = 0
-    with pytest.warns(UserWarning, match=r"not all experts or groups of 1 layers, such as \[1\] of '0'.* magnitude"):
+    with pytest.warns(
+        UserWarning,
+        match=r"not all experts or groups of 1 layers, such as \[1\] of '0'.* magnitude",
+    ):
         result = prune(model, "2:4", score, [x], skip_first_last=False)
     assert result.uncalibrated == {"0": [1]}
     assert 0 < result.errors["0"] < 1
@@ -236,13 +255,29 @@ def test_a_pass_ends_at_the_layer():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"score": "random"}, ValueError, "'random' is unknown: use 'magnitude', 'wanda', 'sparsegpt'"),
+        (
+            {"score": "random"},
+            ValueError,
+            "'random' is unknown: use 'magnitude', 'wanda', 'sparsegpt'",
+        ),
         ({"score": "wanda"}, ValueError, "needs calibration batches"),
         ({"score": "wanda", "data": []}, ValueError, "holds no batch"),
         ({"score": "wanda", "data": iter([torch.ones(2, 16)])}, TypeError, "only once"),
-        ({"score": "wanda", "data": [torch.full((2, 16), torch.nan)]}, ValueError, "layer 'first'.*not finite"),
-        ({"score": "sparsegpt", "data": [torch.full((2, 16), torch.inf)]}, ValueError, "layer 'first'.*not finite"),
-        ({"score": "wanda", "data": [torch.ones(2, 16)], "call": lambda m, x: m.first(x)}, ValueError, "'twice'"),
+        (
+            {"score": "wanda", "data": [torch.full((2, 16), torch.nan)]},
+            ValueError,
+            "layer 'first'.*not finite",
+        ),
+        (
+            {"score": "sparsegpt", "data": [torch.full((2, 16), torch.inf)]},
+            ValueError,
+            "layer 'first'.*not finite",
+        ),
+        (
+            {"score": "wanda", "data": [torch.ones(2, 16)], "call": lambda m, x: m.first(x)},
+            ValueError,
+            "'twice'",
+        ),
         ({"include": "nothing"}, ValueError, "matches no layer"),
         ({"pattern": "2:3"}, ValueError, "%"),
     ],
@@ -296,7 +331,9 @@ def test_an_adapter_without_inputs_is_named():
     try:
         model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8))
         before = model[0].weight.clone()
-        with pytest.raises(ValueError, match="layer '1' cannot be calibrated: its adapter defines no inputs"):
+        with pytest.raises(
+            ValueError, match="layer '1' cannot be calibrated: its adapter defines no inputs"
+        ):
             prune(model, "2:4", "wanda", [torch.ones(2, 8)], skip_first_last=False)
         assert torch.equal(model[0].weight, before)  # refused before any layer is pruned
         prune(model, "2:4", skip_first_last=False)

@@ -89,14 +89,19 @@ def test_statistics_take_no_more_memory_than_the_weight(monkeypatch):
     prune(model, "2:4", "sparsegpt", data)
     up, down = model.experts.up, model.experts.down
     assert (up.shape, down.shape) == ((4, 32, 16), (4, 16, 32))
-    assert sizes == [4 * 16 * 16 * 8, *[32 * 32 * 8] * 4]  # down: one expert's matrix takes as much as the weight
+    assert sizes == [
+        4 * 16 * 16 * 8,
+        *[32 * 32 * 8] * 4,
+    ]  # down: one expert's matrix takes as much as the weight
     assert sizes[0] <= up.nbytes
     assert model.calls == 2 + 2 * (1 + 4)
     monkeypatch.undo()
     whole = copy.deepcopy(twin)
     monkeypatch.setattr("lightning_nm.methods.one_shot.max", lambda *_: EXPERTS, raising=False)
     prune(whole, "2:4", "sparsegpt", data)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True)
+    )
 
 
 def test_experts_without_tokens_are_pruned_by_magnitude_and_named():
@@ -124,7 +129,9 @@ def test_a_product_that_is_not_known_is_refused():
     register_experts(Squares)
     model = Squares()
     before = model.weight.detach().clone()
-    message = "layer 'weight' multiplies by an operator that does not tell the inputs of single experts"
+    message = (
+        "layer 'weight' multiplies by an operator that does not tell the inputs of single experts"
+    )
     with pytest.raises(ValueError, match=message):
         prune(model, "2:4", "wanda", [torch.randn(16)])
     assert type(model) is Squares
@@ -148,7 +155,9 @@ def test_mixtral():
         assert is_nm(model.model.layers[0].mlp.experts.gate_up_proj, "2:4", dim=2)
     names = [name for name in results["sparsegpt"].layers if ".experts." in name]
     assert len(names) == 4
-    assert all(results["sparsegpt"].errors[name] < results["magnitude"].errors[name] for name in names)
+    assert all(
+        results["sparsegpt"].errors[name] < results["magnitude"].errors[name] for name in names
+    )
 
 
 class ByBatch(nn.Module):
@@ -179,18 +188,32 @@ def test_each_of_a_list_of_experts_is_calibrated_by_all_batches_that_call_it(sco
     for name in result.layers:
         inputs = []
         linear = twin.get_submodule(name)
-        handle = linear.register_forward_pre_hook(lambda module, args, inputs=inputs: inputs.append(args[0]))
+        handle = linear.register_forward_pre_hook(
+            lambda module, args, inputs=inputs: inputs.append(args[0])
+        )
         with torch.no_grad():
             for x in data:
                 twin(x)
         handle.remove()
         alone = nn.Sequential(copy.deepcopy(linear))
-        (error,) = prune(alone, "2:4", score, [torch.cat(inputs)], skip_first_last=False).errors.values()
+        (error,) = prune(
+            alone, "2:4", score, [torch.cat(inputs)], skip_first_last=False
+        ).errors.values()
         assert result.errors[name] == pytest.approx(error, rel=1e-4)
         assert torch.allclose(model.get_submodule(name).weight, alone[0].weight, atol=1e-5)
-        linear.load_state_dict(alone[0].state_dict())  # the layers after it see what it gives them now
+        linear.load_state_dict(
+            alone[0].state_dict()
+        )  # the layers after it see what it gives them now
 
 
 def test_an_expert_that_no_batch_calls_is_named():
-    with pytest.raises(ValueError, match=r"do not call the layers \['experts.2'\]: name them in `exclude`"):
-        prune(ByBatch(), "2:4", "wanda", [torch.tensor([[1.0, 1.0] + [0.0] * 14])], skip_first_last=False)
+    with pytest.raises(
+        ValueError, match=r"do not call the layers \['experts.2'\]: name them in `exclude`"
+    ):
+        prune(
+            ByBatch(),
+            "2:4",
+            "wanda",
+            [torch.tensor([[1.0, 1.0] + [0.0] * 14])],
+            skip_first_last=False,
+        )

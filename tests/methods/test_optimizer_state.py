@@ -8,7 +8,12 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods.bame.exchange import Exchange, exchange_state
-from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, entry_states, step_size
+from lightning_nm.methods.bame.optimizer_state import (
+    check_optimizer,
+    clear_entries,
+    entry_states,
+    step_size,
+)
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.spec import LayerSpec
 
@@ -54,7 +59,12 @@ def step_of_blocks(size, grad, mask):
 @pytest.mark.parametrize(
     ("name", "steps"),
     # momentum reaches its effective step only after a while
-    [(name, steps) for name in ENTRYWISE for steps in (0, 3, 100) if steps == 100 or name[:4] != "sgd-"],
+    [
+        (name, steps)
+        for name in ENTRYWISE
+        for steps in (0, 3, 100)
+        if steps == 100 or name[:4] != "sgd-"
+    ],
 )
 def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     weight, mask, optimizer = stepped(ENTRYWISE[name], steps)
@@ -66,7 +76,9 @@ def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
-    torch.testing.assert_close((weight.detach() - before)[mask], expected[mask], rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        (weight.detach() - before)[mask], expected[mask], rtol=1e-4, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
@@ -82,7 +94,9 @@ def test_the_preconditioner_is_that_of_the_coming_step(amsgrad, factor, steps):
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
     direction = optimizer.state[weight]["exp_avg"] / (1 - beta ** (steps + 1))
-    torch.testing.assert_close((before - weight.detach())[mask], (eta * direction)[mask], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        (before - weight.detach())[mask], (eta * direction)[mask], rtol=1e-6, atol=1e-9
+    )
 
 
 def test_momentum_of_one_has_no_end_and_counts_as_none():
@@ -127,7 +141,9 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     sizes = {"exp_avg_sq", "max_exp_avg_sq"}
     states = dict(entry_states(optimizer, weight, "l"))
     assert set(states) == {
-        key for key, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor) and value.dim() == 2
+        key
+        for key, value in optimizer.state[weight].items()
+        if isinstance(value, torch.Tensor) and value.dim() == 2
     }
     clear_entries(optimizer, weight, ~mask, "l")
     assert all(not state[~mask].any() for state in states.values())
@@ -170,8 +186,14 @@ class Blockwise(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        (torch.zeros(16, 32, dtype=torch.uint8), r"Blockwise keeps 'kept' as torch.uint8 of shape \(16, 32\)"),
-        (torch.zeros(7), r"Blockwise keeps 'kept' as torch.float32 of shape \(7,\) for a weight of shape \(16, 32\)"),
+        (
+            torch.zeros(16, 32, dtype=torch.uint8),
+            r"Blockwise keeps 'kept' as torch.uint8 of shape \(16, 32\)",
+        ),
+        (
+            torch.zeros(7),
+            r"Blockwise keeps 'kept' as torch.float32 of shape \(7,\) for a weight of shape \(16, 32\)",
+        ),
         (torch.zeros(16, 1), r"Blockwise keeps 'kept' as torch.float32 of shape \(16, 1\)"),
         ([torch.zeros(16, 16), torch.zeros(32, 32)], "Blockwise keeps 'kept' as a list"),
         ({"left": torch.zeros(16, 16)}, "Blockwise keeps 'kept' as a dict"),
@@ -206,5 +228,7 @@ if hasattr(torch.optim, "Muon"):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_refused_by_name_before_any_step(name):
     weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=rf"{name} is neither SGD nor of the Adam family.*layer 'l'.*use SGD, Adam"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is neither SGD nor of the Adam family.*layer 'l'.*use SGD, Adam"
+    ):
         check_optimizer(OTHERS[name]([weight]), weight, "l")

@@ -35,7 +35,9 @@ def test_the_mask_is_the_best_transposable_one_of_the_weights_when_it_was_select
         masks.append(layer.forward_mask)
         if number % 3 == 0:
             assert torch.equal(masks[-1], nmf.transposable_mask(layer.weight.detach(), "2:4"))
-    moved = [number for number in range(2, 8) if not torch.equal(masks[number - 2], masks[number - 1])]
+    moved = [
+        number for number in range(2, 8) if not torch.equal(masks[number - 2], masks[number - 1])
+    ]
     assert moved == [3, 6]
 
 
@@ -47,7 +49,9 @@ def test_dgrad_is_exact_and_counts_as_sparse(conv):
     assert nmf.is_nm(rows, "2:4", dim=0)
     assert nmf.is_nm(rows, "2:4", dim=1)
     assert [gemm.treatment for gemm in layer.gemms()] == ["2:4", "2:4", "dense"]
-    assert sparsifier.flops_ratios() == pytest.approx({"arithmetic": 2 / 3, "paper": 2 / 3, "eligible": 2 / 3})
+    assert sparsifier.flops_ratios() == pytest.approx(
+        {"arithmetic": 2 / 3, "paper": 2 / 3, "eligible": 2 / 3}
+    )
 
 
 def test_rows_that_are_no_blocks_get_the_mask_of_one_direction():

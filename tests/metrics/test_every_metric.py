@@ -36,7 +36,9 @@ def test_layers_by_name_may_come_in_several_updates(name):
     metric = CASES[name].make()
     for update in CASES[name].updates:
         for layer in reversed(next(iter(update.values()))):
-            metric.update(**{argument: {layer: layers[layer]} for argument, layers in update.items()})
+            metric.update(
+                **{argument: {layer: layers[layer]} for argument, layers in update.items()}
+            )
     close(metric.compute(), CASES[name].expected)
 
 
@@ -106,7 +108,9 @@ def test_nothing_was_updated(name):
         close(CASES[name].make().compute(), CASES[name].empty)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda metric: pickle.loads(pickle.dumps(metric)), Metric.clone])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda metric: pickle.loads(pickle.dumps(metric)), Metric.clone]
+)
 def test_copies_go_on_alone(name, copied):
     case = CASES[name]
     first = updated(name, slice(2))
@@ -135,7 +139,9 @@ def test_updates_read_no_values(name):
     """On the meta device there are none: an update that would wait for a device fails."""
     metric = CASES[name].make().to("meta")
     for update in CASES[name].updates:
-        metric.update(**{key: {n: x.to("meta") for n, x in layers.items()} for key, layers in update.items()})
+        metric.update(
+            **{key: {n: x.to("meta") for n, x in layers.items()} for key, layers in update.items()}
+        )
     assert metric.compute().device.type == "meta"
 
 
@@ -193,19 +199,42 @@ def test_bad_arguments(name):
     for argument in arguments:
         with pytest.raises(TypeError, match="list given: pass the tensor of one layer, or a dict"):
             metric.update(**{**arguments, argument: [1]})
-        with pytest.raises(TypeError, match="layer 'x' has None in place of a tensor: leave out layers"):
-            metric.update(**{key: {"x": None if key == argument else value} for key, value in arguments.items()})
+        with pytest.raises(
+            TypeError, match="layer 'x' has None in place of a tensor: leave out layers"
+        ):
+            metric.update(
+                **{
+                    key: {"x": None if key == argument else value}
+                    for key, value in arguments.items()
+                }
+            )
         if len(arguments) > 1:
-            with pytest.raises(ValueError, match=r"name the same layers.*only one of them has.*'other'"):
-                metric.update(**{**CASES[name].updates[0], argument: {"other": arguments[argument]}})
-            with pytest.raises(ValueError, match=r"of layer 'x' has shape \(.*\) and .* has shape \(.*\)"):
-                metric.update(**{k: {"x": v[:1] if k == argument else v} for k, v in arguments.items()})
+            with pytest.raises(
+                ValueError, match=r"name the same layers.*only one of them has.*'other'"
+            ):
+                metric.update(
+                    **{**CASES[name].updates[0], argument: {"other": arguments[argument]}}
+                )
+            with pytest.raises(
+                ValueError, match=r"of layer 'x' has shape \(.*\) and .* has shape \(.*\)"
+            ):
+                metric.update(
+                    **{k: {"x": v[:1] if k == argument else v} for k, v in arguments.items()}
+                )
         if argument.endswith("masks") and name not in ("MaskDensity", "MaskViolations"):
-            with pytest.raises(TypeError, match=r"of layer 'x' is torch.float32, and a mask is a bool tensor"):
-                metric.update(**{k: {"x": v.float() if k == argument else v} for k, v in arguments.items()})
+            with pytest.raises(
+                TypeError, match=r"of layer 'x' is torch.float32, and a mask is a bool tensor"
+            ):
+                metric.update(
+                    **{k: {"x": v.float() if k == argument else v} for k, v in arguments.items()}
+                )
         elif not argument.endswith("masks"):
-            with pytest.raises(TypeError, match=r"of layer 'x' is torch.int64: pass a tensor of a floating dtype"):
-                metric.update(**{k: {"x": v.long() if k == argument else v} for k, v in arguments.items()})
+            with pytest.raises(
+                TypeError, match=r"of layer 'x' is torch.int64: pass a tensor of a floating dtype"
+            ):
+                metric.update(
+                    **{k: {"x": v.long() if k == argument else v} for k, v in arguments.items()}
+                )
     fresh = CASES[name].make().metric_state
     assert all(torch.equal(state, fresh[key]) for key, state in metric.metric_state.items())
 

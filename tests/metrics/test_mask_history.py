@@ -22,7 +22,10 @@ KINDS = {MaskFlipRate: oracle.flip_rate, MaskOscillation: oracle.oscillation}
 @given(
     kind=st.sampled_from(list(KINDS)),
     seed=st.integers(0, 2**16),
-    actions=st.lists(st.sampled_from(["update", "forward", "reset", "pickle", "load", "forget", "move"]), max_size=12),
+    actions=st.lists(
+        st.sampled_from(["update", "forward", "reset", "pickle", "load", "forget", "move"]),
+        max_size=12,
+    ),
 )
 def test_any_order_of_calls(kind, seed, actions):
     """Of the flips since the metric was new or forgot, those since the last reset count."""
@@ -36,7 +39,9 @@ def test_any_order_of_calls(kind, seed, actions):
             counted = min(counted + 1, len(history) - 1)
             value = getattr(metric, action)({"a": mask})
             if action == "forward":
-                assert value.item() == pytest.approx(_since(kind, history, min(1, counted)), abs=1e-6)
+                assert value.item() == pytest.approx(
+                    _since(kind, history, min(1, counted)), abs=1e-6
+                )
         elif action == "pickle":
             metric = pickle.loads(pickle.dumps(metric))
         elif action == "load":
@@ -103,11 +108,15 @@ def test_another_shape_is_refused_and_nothing_is_changed(kind):
     metric.update(MASKS[0])
     metric.update(MASKS[1])
     value = metric.compute()
-    with pytest.raises(ValueError, match=r"layer 'head' has shape \(4, 2\), but had \(5, 4, 2\).*forget"):
+    with pytest.raises(
+        ValueError, match=r"layer 'head' has shape \(4, 2\), but had \(5, 4, 2\).*forget"
+    ):
         metric.update({"encoder.0": MASKS[2]["encoder.0"], "head": MASKS[2]["head"][0]})
     assert metric.compute() == value
     metric.update(MASKS[1])
-    assert metric.compute() == pytest.approx(value.item() / 2)  # the last masks are still those of update 1
+    assert metric.compute() == pytest.approx(
+        value.item() / 2
+    )  # the last masks are still those of update 1
     metric.forget()
     metric.update({"head": MASKS[2]["head"][0]})
 
@@ -132,15 +141,23 @@ def test_it_is_the_mean_of_the_flip_rates_of_layers_of_one_size():
 def test_one_update_call_of_a_collection_serves_metrics_of_other_patterns():
     """A collection updates one metric for all whose first states are equal: those of other patterns have others."""
     mask = torch.tensor([True, True, False, False])
-    collection = MetricCollection({"1:4": MaskViolations("1:4"), "2:4": MaskViolations("2:4"), "flips": MaskFlipRate()})
+    collection = MetricCollection(
+        {"1:4": MaskViolations("1:4"), "2:4": MaskViolations("2:4"), "flips": MaskFlipRate()}
+    )
     for kept in (torch.zeros_like(mask), mask):
         collection.update(masks=kept)
-    assert {name: value.item() for name, value in collection.compute().items()} == {"1:4": 1, "2:4": 0, "flips": 0.5}
+    assert {name: value.item() for name, value in collection.compute().items()} == {
+        "1:4": 1,
+        "2:4": 0,
+        "flips": 0.5,
+    }
 
 
 def test_violations_name_the_layer():
     metric = MaskViolations("2:4")
-    with pytest.raises(ValueError, match=r"layer 'x': shape \(2, 6\) cannot be cut into blocks of 2:4"):
+    with pytest.raises(
+        ValueError, match=r"layer 'x': shape \(2, 6\) cannot be cut into blocks of 2:4"
+    ):
         metric.update({"x": torch.ones(2, 6)})
     with pytest.raises(IndexError, match=r"dim=3 is not an axis"):
         MaskViolations("2:4", dim=3).update(torch.ones(2, 8))

@@ -5,18 +5,31 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
-from lightning_nm.metrics import KeptMagnitude, MaskDensity, MaskFlipRate, MaskOscillation, MaskOverlap, MaskViolations
+from lightning_nm.metrics import (
+    KeptMagnitude,
+    MaskDensity,
+    MaskFlipRate,
+    MaskOscillation,
+    MaskOverlap,
+    MaskViolations,
+)
 
 
-@pytest.mark.parametrize("method", ["ste", "bi-mask", BAME(every=1, stop=5)], ids=["ste", "bi-mask", "bame"])
+@pytest.mark.parametrize(
+    "method", ["ste", "bi-mask", BAME(every=1, stop=5)], ids=["ste", "bi-mask", "bame"]
+)
 def test_metrics_agree_with_the_statistics(method):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8))
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8)
+    )
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     sparsifier.register(optimizer)
     flip_rate, oscillation = MaskFlipRate(), MaskOscillation()
-    flip_rate.update(masks := {name: layer.forward_mask for name, layer in sparsifier.layers.items()})
+    flip_rate.update(
+        masks := {name: layer.forward_mask for name, layer in sparsifier.layers.items()}
+    )
     oscillation.update(masks)
     masks_move_each_step = isinstance(method, str)
     for _ in range(6):
@@ -36,7 +49,8 @@ def test_metrics_agree_with_the_statistics(method):
         weights = {name: layer.weight for name, layer in layers.items()}
         assert KeptMagnitude()(weights, masks).item() == pytest.approx(stats["kept_magnitude"])
         backward = {
-            name: masks[name] if layer.backward_mask is None else layer.backward_mask for name, layer in layers.items()
+            name: masks[name] if layer.backward_mask is None else layer.backward_mask
+            for name, layer in layers.items()
         }
         assert MaskOverlap()(masks, backward).item() == pytest.approx(stats["overlap"])
     assert flip_rate.compute().item() == pytest.approx(sparsifier.mean_flip_rate())

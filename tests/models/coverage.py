@@ -21,7 +21,8 @@ class _Look(pl.Callback):
         selection = self.nm.sparsifier.selection
         self.masked = [layer.name.removeprefix("model.") for layer in selection.layers]
         self.skipped = {
-            name.removeprefix("model."): reason.replace("'model.", "'") for name, reason in selection.skipped.items()
+            name.removeprefix("model."): reason.replace("'model.", "'")
+            for name, reason in selection.skipped.items()
         }
 
 
@@ -31,7 +32,12 @@ def selection(family):
     look = _Look(nm)
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
-        max_steps=1, callbacks=[nm, look], accelerator="cpu", limit_val_batches=1, enable_model_summary=False, **options
+        max_steps=1,
+        callbacks=[nm, look],
+        accelerator="cpu",
+        limit_val_batches=1,
+        enable_model_summary=False,
+        **options,
     )
     trainer.fit(make(family), loader(family), loader(family))
     return look.masked, look.skipped
@@ -60,7 +66,9 @@ def share(family, masked):
     """The share of the parameters of the family's default model in layers that are called as the masked ones are."""
     templates = {template(name) for name in masked}
     sizes = {name: parameter.numel() for name, parameter in whole(family).named_parameters()}
-    inside = sum(size for name, size in sizes.items() if template(name.removesuffix(".weight")) in templates)
+    inside = sum(
+        size for name, size in sizes.items() if template(name.removesuffix(".weight")) in templates
+    )
     return inside / sum(sizes.values()), sum(sizes.values())
 
 
@@ -74,7 +82,9 @@ def table():
         for name, reason in skipped.items():
             others.setdefault(reason, []).append(name)
         dense = "; ".join(f"{_names(names)} ({reason})" for reason, names in others.items())
-        lines.append(f"| {family} | {_names(masked)} | {dense} | {part:.1%} of {size / 1e6:,.0f} M |")
+        lines.append(
+            f"| {family} | {_names(masked)} | {dense} | {part:.1%} of {size / 1e6:,.0f} M |"
+        )
     return lines
 
 

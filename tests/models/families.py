@@ -54,7 +54,9 @@ def timm():
         for name in ("torchvision", "timm"):
             if importlib.util.find_spec(name) is None:
                 pytest.skip(f"{name} is not installed")
-        with mock.patch.object(torch.library, "register_fake", return_value=lambda function: function):
+        with mock.patch.object(
+            torch.library, "register_fake", return_value=lambda function: function
+        ):
             importlib.import_module("torchvision")
         importlib.import_module("timm.models")
         return importlib.import_module("timm")
@@ -78,7 +80,11 @@ def _timm_vit():
 
 def _timm_resnet():
     resnet = timm().models.resnet
-    return WithLoss(resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), num_classes=CLASSES, channels=(16, 32, 32, 64)))
+    return WithLoss(
+        resnet.ResNet(
+            resnet.BasicBlock, (1, 1, 1, 1), num_classes=CLASSES, channels=(16, 32, 32, 64)
+        )
+    )
 
 
 FAMILIES = {
@@ -101,7 +107,9 @@ FAMILIES = {
 
 WHOLE = {
     "timm-vit": lambda: timm().models.VisionTransformer(),
-    "timm-resnet": lambda: timm().models.resnet.ResNet(timm().models.resnet.Bottleneck, (3, 4, 6, 3)),
+    "timm-resnet": lambda: timm().models.resnet.ResNet(
+        timm().models.resnet.Bottleneck, (3, 4, 6, 3)
+    ),
 }
 """Families whose default is not that of a Hugging Face configuration: ViT-B/16 and ResNet-50."""
 

@@ -75,11 +75,15 @@ def test_it_trains(tmp_path, family, method, estimator, pattern):
     assert len(verdicts) == len(nm.state_dict()["layers"]) >= 3
 
 
-@pytest.mark.parametrize(("family", "method"), [(name, ("bi-mask", "bame")[k % 2]) for k, name in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("family", "method"), [(name, ("bi-mask", "bame")[k % 2]) for k, name in enumerate(FAMILIES)]
+)
 def test_it_resumes_bit_for_bit(tmp_path, family, method):
     saves = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=True, save_top_k=-1)
     _, whole = fit(tmp_path, family, callback(method, "mvue", "2:4"), saves, steps=4)
-    _, resumed = fit(tmp_path, family, callback(method, "mvue", "2:4"), steps=4, resume=tmp_path / "step=2.ckpt")
+    _, resumed = fit(
+        tmp_path, family, callback(method, "mvue", "2:4"), steps=4, resume=tmp_path / "step=2.ckpt"
+    )
     assert resumed.losses == whole.losses[2:]
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key

@@ -56,7 +56,9 @@ def test_equals_the_stock_module(options, need_weights, masks, self_attention):
         padding = torch.zeros(batch, sources, dtype=torch.bool)
         padding[0, -2:] = True
     if masks == "both":
-        padding = torch.zeros(batch, sources, dtype=torch.float64).masked_fill(padding, float("-inf"))
+        padding = torch.zeros(batch, sources, dtype=torch.float64).masked_fill(
+            padding, float("-inf")
+        )
     arguments = {"key_padding_mask": padding, "attn_mask": attn, "need_weights": need_weights}
     expected, expected_weights = mha(query, key, value, **arguments)
     expected_heads = mha(query, key, value, **arguments, average_attn_weights=False)[1]
@@ -64,7 +66,9 @@ def test_equals_the_stock_module(options, need_weights, masks, self_attention):
     output, weights = mha(query, key, value, **arguments)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(weights, expected_weights)
-    torch.testing.assert_close(mha(query, key, value, **arguments, average_attn_weights=False)[1], expected_heads)
+    torch.testing.assert_close(
+        mha(query, key, value, **arguments, average_attn_weights=False)[1], expected_heads
+    )
 
 
 def test_unbatched_and_causal():
@@ -88,10 +92,14 @@ def test_masked_in_training_and_in_evaluation(which, training):
     sparsifier = sparse(model, "ste", include=which)
     plain.load_state_dict(model.state_dict())
     with torch.set_grad_enabled(training):
-        output, expected, dense = (m["mha"](x, x, x)[0] for m in (model, plain, copy.deepcopy(plain)))
+        output, expected, dense = (
+            m["mha"](x, x, x)[0] for m in (model, plain, copy.deepcopy(plain))
+        )
     torch.testing.assert_close(output, expected)
     for layer in sparsifier.layers.values():
-        layer.set_masks(torch.zeros_like(layer.weight, dtype=torch.bool))  # nothing kept: it must show
+        layer.set_masks(
+            torch.zeros_like(layer.weight, dtype=torch.bool)
+        )  # nothing kept: it must show
     assert not torch.allclose(model["mha"](x, x, x)[0], dense)
     sparsifier.detach()
     assert type(model["mha"]) is nn.MultiheadAttention
@@ -111,7 +119,11 @@ def test_gradients_of_separate_masks():
         """Forward with W_F, input gradient through W_B: their difference is held constant."""
         weight_b = layer.backward_weight()
         constant = nn.functional.linear(inputs.detach(), weight_b)
-        return nn.functional.linear(inputs, weight_b) - constant + nn.functional.linear(inputs.detach(), weight_f, bias)
+        return (
+            nn.functional.linear(inputs, weight_b)
+            - constant
+            + nn.functional.linear(inputs.detach(), weight_f, bias)
+        )
 
     x2 = x.detach().clone().requires_grad_()
     weights = [layer.forward_weight().requires_grad_() for layer in (projections, out)]
@@ -126,9 +138,12 @@ def test_gradients_of_separate_masks():
     torch.testing.assert_close(mha.out_proj.weight.grad, weights[1].grad)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the stock encoder's fused path
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors"
+)  # the stock encoder's fused path
 @pytest.mark.parametrize(
-    ("kind", "training", "grad"), list(itertools.product(["encoder", "decoder"], [True, False], [True, False]))
+    ("kind", "training", "grad"),
+    list(itertools.product(["encoder", "decoder"], [True, False], [True, False])),
 )
 def test_transformer_layers_run_masked_everywhere(kind, training, grad):
     torch.manual_seed(0)
@@ -154,7 +169,10 @@ def test_transformer_layers_run_masked_everywhere(kind, training, grad):
     visible = slice(None) if padding is None else ~padding  # the fused path zeroes padded positions
     torch.testing.assert_close(output[visible], expected[visible], rtol=1e-5, atol=1e-5)
 
-    for name, one in sparsifier.layers.items():  # each claimed layer really ran masked: emptying it shows
+    for (
+        name,
+        one,
+    ) in sparsifier.layers.items():  # each claimed layer really ran masked: emptying it shows
         marks = one.masks.bits.clone()
         one.set_masks(torch.zeros_like(marks, dtype=torch.bool))
         with torch.set_grad_enabled(grad):

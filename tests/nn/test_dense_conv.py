@@ -25,7 +25,11 @@ class Calls(TorchDispatchMode):
 KINDS = {
     "1d": (nn.Conv1d, (2, 16, 9), {"kernel_size": 3, "stride": 2}),
     "2d": (nn.Conv2d, (2, 16, 6, 7), {"kernel_size": 3, "padding": 1}),
-    "2d-groups": (nn.Conv2d, (2, 16, 6, 7), {"kernel_size": 3, "padding": 2, "dilation": 2, "groups": 2}),
+    "2d-groups": (
+        nn.Conv2d,
+        (2, 16, 6, 7),
+        {"kernel_size": 3, "padding": 2, "dilation": 2, "groups": 2},
+    ),
     "3d": (nn.Conv3d, (2, 16, 3, 4, 5), {"kernel_size": 2}),
 }
 

@@ -93,7 +93,10 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
     for step in range(4):
         tokens, body = batch(step), copy.deepcopy(model.body)
         body.zero_grad()
-        used, bias = layer.forward_weight().clone().requires_grad_(), model.head.bias.detach().clone().requires_grad_()
+        used, bias = (
+            layer.forward_weight().clone().requires_grad_(),
+            model.head.bias.detach().clone().requires_grad_(),
+        )
         words = layer.noise.words
 
         def estimate(grad, words=words):
@@ -106,7 +109,9 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
         optimizer.zero_grad()
         loss_of(found, tokens).backward()
         torch.testing.assert_close(found, expected)
-        routed, *others = layer.method.weight_gradient(layer, model.head.weight.detach(), used.grad.clone())
+        routed, *others = layer.method.weight_gradient(
+            layer, model.head.weight.detach(), used.grad.clone()
+        )
         torch.testing.assert_close(model.head.weight.grad, routed)
         for parameter, grad in zip(layer.parameters.values(), others, strict=True):
             torch.testing.assert_close(parameter.grad, grad)
@@ -126,7 +131,9 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_embedding_alone(method, options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(VOCABULARY, DIM, **options, dtype=torch.float64), nn.Linear(DIM, 4).double())
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, DIM, **options, dtype=torch.float64), nn.Linear(DIM, 4).double()
+    )
     sparsifier = attach(model, method, include="0", grad_estimator="mvue")
     layer = sparsifier.layers["0"]
     assert layer.estimator is None
@@ -140,7 +147,9 @@ def test_an_embedding_alone(method, options):
         grad = torch.randn_like(found)
         found.backward(grad)
         expected.backward(grad)
-        routed, *others = layer.method.weight_gradient(layer, model[0].weight.detach(), twin.weight.grad.clone())
+        routed, *others = layer.method.weight_gradient(
+            layer, model[0].weight.detach(), twin.weight.grad.clone()
+        )
         torch.testing.assert_close(model[0].weight.grad, routed)
         for parameter, one in zip(layer.parameters.values(), others, strict=True):
             torch.testing.assert_close(parameter.grad, one)
@@ -208,7 +217,9 @@ def test_neither_is_masked_by_default():
     assert "shares its weight with 'head.weight'" in sparsifier.skipped["embed"]
     assert "shared with 'embed.weight'" in sparsifier.skipped["head"]
     assert "a lookup" in sparsifier.skipped["body.position"]
-    with pytest.raises(ValueError, match=r"'body.position': .* if `include` has its exact name, without wildcards"):
+    with pytest.raises(
+        ValueError, match=r"'body.position': .* if `include` has its exact name, without wildcards"
+    ):
         attach(made(), include="*position")
     assert "body.up" in sparsifier.layers
 
@@ -230,7 +241,9 @@ def test_copies_pickles_and_loads_keep_the_tie():
     assert torch.equal(model.head.weight, latent)
     model.load_state_dict(made(seed=2).state_dict())
     assert nmf.is_nm(sparsifier.layers["head"].forward_weight(), "2:4")
-    assert torch.equal(model.state_dict()["embed.weight"], sparsifier.layers["head"].forward_weight())
+    assert torch.equal(
+        model.state_dict()["embed.weight"], sparsifier.layers["head"].forward_weight()
+    )
 
 
 @pytest.mark.parametrize("include", ["head", ["embed", "body.*"], ["body.position"]], ids=str)
@@ -272,7 +285,10 @@ class Scaled(nn.Embedding):
 @pytest.mark.parametrize(
     ("embedding", "reason"),
     [
-        (lambda: nn.Embedding(VOCABULARY, DIM, sparse=True), "sparse=True: no method takes a sparse gradient"),
+        (
+            lambda: nn.Embedding(VOCABULARY, DIM, sparse=True),
+            "sparse=True: no method takes a sparse gradient",
+        ),
         (lambda: nn.Embedding(VOCABULARY, DIM, max_norm=1.0), "max_norm: it renormalises rows"),
         (lambda: Scaled(VOCABULARY, DIM), "Scaled has a forward of its own"),
         (lambda: nn.Embedding(VOCABULARY, 18), "in 18 % 4 != 0"),
@@ -281,13 +297,17 @@ class Scaled(nn.Embedding):
 )
 def test_what_cannot_be_masked_is_refused_by_name(embedding, reason):
     model = nn.Sequential(embedding(), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    with pytest.raises(ValueError, match=f"layer '0' is named by `include` but cannot be masked: {reason}"):
+    with pytest.raises(
+        ValueError, match=f"layer '0' is named by `include` but cannot be masked: {reason}"
+    ):
         attach(model, include=["0", "1"])
     tied = GPT()
     tied.embed = embedding()
     tied.head = nn.Linear(tied.embed.embedding_dim, VOCABULARY)
     tied.head.weight = tied.embed.weight
-    with pytest.raises(ValueError, match=r"'head' is named .*(shared with 'embed.weight', which cannot|in 18 % 4)"):
+    with pytest.raises(
+        ValueError, match=r"'head' is named .*(shared with 'embed.weight', which cannot|in 18 % 4)"
+    ):
         attach(tied, include="head")
     assert not any(isinstance(module, Adapter) for module in (*model.modules(), *tied.modules()))
 
@@ -296,7 +316,9 @@ def test_two_products_may_not_share_a_weight():
     model = GPT()
     model.other = nn.Linear(DIM, VOCABULARY)
     model.other.weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"its weight is shared with '.*', which would change with it"):
+    with pytest.raises(
+        ValueError, match=r"its weight is shared with '.*', which would change with it"
+    ):
         attach(model)
 
 
@@ -330,7 +352,9 @@ def test_one_shot_pruning():
     model = made()
     assert prune(model, include=["embed", "body.position"]).layers == ["body.position", "head"]
     assert nmf.is_nm(model.head.weight, "2:4")
-    with pytest.raises(ValueError, match=r"layer 'body.position' is an embedding, whose inputs are tokens"):
+    with pytest.raises(
+        ValueError, match=r"layer 'body.position' is an embedding, whose inputs are tokens"
+    ):
         prune(made(), include=["body.up", "body.position"], data=[batch()[:, :-1]])
     model = made()
     prune(model, include="embed", data=[batch()[:, :-1]])  # by the inputs of the head

@@ -14,7 +14,17 @@ from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn.layer.noise import LayerNoise
 from tests.support.cpu_products import needs_library
-from tests.support.experts import EXPERTS, GROUPED, SPARSE_WAYS, WAYS, WIDTH, Experts, TransposedExperts, Twin, matrices
+from tests.support.experts import (
+    EXPERTS,
+    GROUPED,
+    SPARSE_WAYS,
+    WAYS,
+    WIDTH,
+    Experts,
+    TransposedExperts,
+    Twin,
+    matrices,
+)
 from tests.support.outside import ScaledMask, SoftThreshold
 
 METHODS = {
@@ -28,7 +38,13 @@ METHODS = {
     "soft-threshold": SoftThreshold,
 }
 CASES = [
-    pytest.param(kind, WAYS[(row + column) % len(WAYS)], method, estimator, id=f"{kind.__name__}-{method}-{estimator}")
+    pytest.param(
+        kind,
+        WAYS[(row + column) % len(WAYS)],
+        method,
+        estimator,
+        id=f"{kind.__name__}-{method}-{estimator}",
+    )
     for column, method in enumerate(METHODS)
     for row, (kind, estimator) in enumerate(
         [(Experts, None), (TransposedExperts, None), (Experts, "mvue"), (TransposedExperts, "mvue")]
@@ -45,10 +61,21 @@ def alike(monkeypatch):
         return (order + torch.arange(groups)[:, None] * order.shape[1]).flatten()
 
     monkeypatch.setattr("lightning_nm.methods.bi_mask.search_permutation", search)
-    monkeypatch.setattr(LayerNoise, "for_call", lambda self, words, row: torch.tensor([1, 2, 3, self.draws]))
+    monkeypatch.setattr(
+        LayerNoise, "for_call", lambda self, words, row: torch.tensor([1, 2, 3, self.draws])
+    )
 
 
-def train(model, method, estimator, router=None, steps=4, dtype=torch.float64, optimizer=torch.optim.AdamW, tokens=41):
+def train(
+    model,
+    method,
+    estimator,
+    router=None,
+    steps=4,
+    dtype=torch.float64,
+    optimizer=torch.optim.AdamW,
+    tokens=41,
+):
     model = model.to(dtype)
     sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False).attach()
     optimizer = optimizer(model.parameters(), 1e-2)
@@ -57,8 +84,12 @@ def train(model, method, estimator, router=None, steps=4, dtype=torch.float64, o
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
-        experts = torch.randint(0, EXPERTS - (step == 2), (tokens,), generator=generator)  # one without tokens
-        optimizer.zero_grad(set_to_none=False)  # a twin without tokens then has a gradient of 0, too
+        experts = torch.randint(
+            0, EXPERTS - (step == 2), (tokens,), generator=generator
+        )  # one without tokens
+        optimizer.zero_grad(
+            set_to_none=False
+        )  # a twin without tokens then has a gradient of 0, too
         with routing(router):
             loss = model(x, experts).to(dtype).square().mean()
         loss.backward()
@@ -82,7 +113,10 @@ def test_experts_train_as_linear_layers(alike, kind, way, method, estimator):
     for name in ("up", "down"):
         layer, layers = found.layers[name], [expected.layers[f"{name}.{k}"] for k in range(EXPERTS)]
         assert layer.groups == EXPERTS
-        assert layer.rows(layer.param).shape == (EXPERTS * layers[0].param.shape[0], layers[0].param.shape[1])
+        assert layer.rows(layer.param).shape == (
+            EXPERTS * layers[0].param.shape[0],
+            layers[0].param.shape[1],
+        )
         for get in (
             lambda layer: layer.param,
             lambda layer: layer.param.grad,
@@ -116,9 +150,15 @@ def test_a_method_with_a_parameter_routes_the_gradient_of_all_experts_once():
     sparsifier = NMSparsifier(model, "2:4", ScaledMask()).attach()
     x, experts = torch.randn(9, WIDTH).double(), torch.arange(9) % EXPERTS
     model(x, experts).square().mean().backward()
-    scales = [layer.parameters["scale"].detach().clone().requires_grad_() for layer in sparsifier.layers.values()]
+    scales = [
+        layer.parameters["scale"].detach().clone().requires_grad_()
+        for layer in sparsifier.layers.values()
+    ]
     masks = [layer.forward_mask for layer in sparsifier.layers.values()]
-    up, down = (p.detach() * scale * mask for p, scale, mask in zip(model.parameters(), scales, masks, strict=True))
+    up, down = (
+        p.detach() * scale * mask
+        for p, scale, mask in zip(model.parameters(), scales, masks, strict=True)
+    )
     hidden = torch.einsum("ti,toi->to", x, up[experts]).relu()
     torch.einsum("ti,toi->to", hidden, down[experts]).square().mean().backward()
     for layer, scale in zip(sparsifier.layers.values(), scales, strict=True):
@@ -133,7 +173,10 @@ def test_estimates_differ_for_each_expert_and_call_and_repeat_with_the_draw(way)
     sparsifier = NMSparsifier(model, "2:4", "dense", MVUE()).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     sparsifier.register(optimizer)
-    x, experts = torch.randn(8, WIDTH).repeat(EXPERTS, 1), torch.arange(EXPERTS).repeat_interleave(8)
+    x, experts = (
+        torch.randn(8, WIDTH).repeat(EXPERTS, 1),
+        torch.arange(EXPERTS).repeat_interleave(8),
+    )
 
     def gradient(draw):
         model.zero_grad()
@@ -238,7 +281,9 @@ def test_the_module_stays_what_it_was():
     model = Experts("grouped")
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
-    assert all(dict(model.named_parameters())[name] is parameter for name, parameter in parameters.items())
+    assert all(
+        dict(model.named_parameters())[name] is parameter for name, parameter in parameters.items()
+    )
     assert all(getattr(model, name) is parameter for name, parameter in parameters.items())
     assert isinstance(model, Experts)
     x, experts = torch.randn(16, WIDTH), torch.arange(16) % EXPERTS
@@ -249,7 +294,11 @@ def test_the_module_stays_what_it_was():
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+    for twin in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ):
         torch.testing.assert_close(twin(x, experts), y)
     plain = Experts("loop")
     plain.load_state_dict(state)

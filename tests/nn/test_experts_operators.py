@@ -49,21 +49,33 @@ OPERATORS = {
     "negative": lambda w, x: x @ w[-1].T,
     "ellipsis": lambda w, x: x @ w[2, ...].mT + x @ w[3, :, :].mT,
     "slice": lambda w, x: torch.bmm(x.expand(2, 6, 16), w[1:3].transpose(1, 2)),
-    "bool": lambda w, x: torch.bmm(x.expand(2, 6, 16), w[torch.tensor([True, False, True, False])].mT),
+    "bool": lambda w, x: torch.bmm(
+        x.expand(2, 6, 16), w[torch.tensor([True, False, True, False])].mT
+    ),
     "list": lambda w, x: x @ w[[0, 2]].swapaxes(-1, -2),
     "grid": lambda w, x: x[:, None, None] @ w[torch.tensor([[0, 1], [3, 3], [2, 0]] * 2)].mT,
     "broadcast": lambda w, x: x.view(2, 1, 3, 16) @ w.permute(0, 2, 1),
     "vector": lambda w, x: torch.mv(w[0], x[0]) + w[1] @ x[1] + x[2] @ w[2].T,
     "vectors": lambda w, x: w @ x[0] + x[1] @ w.mT,
     "addmm": lambda w, x: torch.addmm(x.new_ones(8), x, w.select(0, 1).t()),
-    "baddbmm": lambda w, x: torch.baddbmm(x.new_ones(4, 6, 8), x.expand(4, 6, 16), w.contiguous().mT),
-    "index-select": lambda w, x: torch.bmm(x[:, None], w.index_select(0, torch.tensor([0, 0, 3, 1, 2, 0])).mT),
+    "baddbmm": lambda w, x: torch.baddbmm(
+        x.new_ones(4, 6, 8), x.expand(4, 6, 16), w.contiguous().mT
+    ),
+    "index-select": lambda w, x: torch.bmm(
+        x[:, None], w.index_select(0, torch.tensor([0, 0, 3, 1, 2, 0])).mT
+    ),
     "index-of-index": lambda w, x: torch.bmm(x[:2, None], w[torch.tensor([0, 0, 3])][1:].mT),
     "einsum-all": lambda w, x: torch.einsum("td,ehd->teh", x, w),
     "einsum-one": lambda w, x: torch.einsum("hd,td->ht", w[1], x),
-    "einsum-vector": lambda w, x: torch.einsum("d,hd->h", x[0], w[1]) + torch.einsum("ed,ehd->eh", x[:4], w).sum(0),
-    "einsum-batch": lambda w, x: torch.einsum("bted,ehd->bteh", x.view(3, 1, 2, 16).expand(3, 5, 2, 16), w[:2]),
-    "shape": lambda w, x: x.reshape(-1, w.shape[-1]) @ w[0].T * (w.dim() + len(w) + w.size(1) + w.element_size()),
+    "einsum-vector": lambda w, x: (
+        torch.einsum("d,hd->h", x[0], w[1]) + torch.einsum("ed,ehd->eh", x[:4], w).sum(0)
+    ),
+    "einsum-batch": lambda w, x: torch.einsum(
+        "bted,ehd->bteh", x.view(3, 1, 2, 16).expand(3, 5, 2, 16), w[:2]
+    ),
+    "shape": lambda w, x: (
+        x.reshape(-1, w.shape[-1]) @ w[0].T * (w.dim() + len(w) + w.size(1) + w.element_size())
+    ),
     "zeros-like": lambda w, x: x @ (w[0].new_zeros(16, 8)) + x @ w[0].T,
 }
 
@@ -73,7 +85,10 @@ def test_products_are_recognised(code):
     result(code)
     if code is not OPERATORS["zeros-like"]:
         with pytest.MonkeyPatch.context() as patch:  # none of them falls back on W_F
-            patch.setattr("lightning_nm.nn.adapters.experts.weight._values", lambda tree: pytest.fail("fell back"))
+            patch.setattr(
+                "lightning_nm.nn.adapters.experts.weight._values",
+                lambda tree: pytest.fail("fell back"),
+            )
             result(code)
 
 
@@ -122,7 +137,9 @@ def test_a_custom_function_is_refused_before_a_wrong_gradient():
     model = Any(lambda w, x: OwnProduct.apply(x, w))
     NMSparsifier(model, "2:4", "sr-ste").attach()
     y = model(torch.randn(6, WIDTH, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="'expert_weights' was read by code that its masks do not reach"):
+    with pytest.raises(
+        RuntimeError, match="'expert_weights' was read by code that its masks do not reach"
+    ):
         y.sum().backward()
     assert model.expert_weights.grad is None
 
@@ -136,7 +153,9 @@ def test_a_product_over_the_other_axis_tells_the_way_out(monkeypatch):
 
     model = Any(code)
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
-    with pytest.raises(ValueError, match=r"\[experts, out, in\].*register_experts\(Any, transposed=True\)"):
+    with pytest.raises(
+        ValueError, match=r"\[experts, out, in\].*register_experts\(Any, transposed=True\)"
+    ):
         model(torch.randn(6, WIDTH, dtype=torch.float64))
     sparsifier.detach()
     register_experts(Any, transposed=True)

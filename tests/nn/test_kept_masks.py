@@ -33,7 +33,9 @@ METHODS = {
 def masked_model(method, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    sparsifier = NMSparsifier(model, PATTERN, METHODS[method](), skip_first_last=False, planned_steps=100).attach()
+    sparsifier = NMSparsifier(
+        model, PATTERN, METHODS[method](), skip_first_last=False, planned_steps=100
+    ).attach()
     return model, sparsifier
 
 
@@ -234,7 +236,11 @@ def test_no_two_states_of_masks_have_one_number():
         states.append(masks.state)
         masks.to(torch.device("cpu"))
         assert masks.state == states[-1], "nothing changed"
-    states += [copy.copy(first).state, copy.deepcopy(first).state, pickle.loads(pickle.dumps(first)).state]
+    states += [
+        copy.copy(first).state,
+        copy.deepcopy(first).state,
+        pickle.loads(pickle.dumps(first)).state,
+    ]
     assert len(set(states)) == len(states)
 
 

@@ -6,7 +6,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.report.tables import layer_table
@@ -29,7 +32,9 @@ def wrapped(how, place):
     if place == "block":
         block = wrap(block)
     if place == "layers":
-        block = nn.Sequential(*(wrap(part) if isinstance(part, nn.Linear) else part for part in block))
+        block = nn.Sequential(
+            *(wrap(part) if isinstance(part, nn.Linear) else part for part in block)
+        )
         last = wrap(last)
     model = nn.Sequential()
     model.add_module("block", block)
@@ -79,7 +84,13 @@ def test_wrapped_layers_train_as_unwrapped_ones(how, place, tmp_path):
         assert torch.equal(a, b)  # the noise depends on the names
 
     path = str(tmp_path / "saved.ckpt")
-    torch.save({"state_dict": model.state_dict(), "callbacks": {"NMSparsityCallback": sparsifier.state_dict()}}, path)
+    torch.save(
+        {
+            "state_dict": model.state_dict(),
+            "callbacks": {"NMSparsityCallback": sparsifier.state_dict()},
+        },
+        path,
+    )
     assert verify([path]) == 0
 
     # Either state goes on in the other model.
@@ -88,7 +99,9 @@ def test_wrapped_layers_train_as_unwrapped_ones(how, place, tmp_path):
         (plain, expected, wrapped(how, place)),
     ):
         with torch.no_grad():
-            for parameter, value in zip(target.parameters(), source.state_dict().values(), strict=True):
+            for parameter, value in zip(
+                target.parameters(), source.state_dict().values(), strict=True
+            ):
                 parameter.copy_(value)
         resumed = attach(target)
         resumed.load_state_dict(part.state_dict())
@@ -104,7 +117,9 @@ def test_globs_find_wrapped_layers(how):
         assert list(attach(wrapped(how, "block"), include=include).layers) == NAMES[:2]
     part = attach(wrapped(how, "block"), include=["block.2"], exclude="last")
     assert list(part.layers) == ["block.2"]
-    shapes = dict(zip(layer_table(part).columns[0]._cells, layer_table(part).columns[1]._cells, strict=True))
+    shapes = dict(
+        zip(layer_table(part).columns[0]._cells, layer_table(part).columns[1]._cells, strict=True)
+    )
     assert shapes == {"block.0": "32x16", "block.2": "16x32", "last": "16x16"}
 
 
@@ -114,10 +129,14 @@ def test_states_that_were_saved_with_the_wrappers_names_go_on():
     train(model, sparsifier, range(2))
     state = sparsifier.state_dict()
     for key in ("layers", "macs"):
-        state[key] = {name.replace("block", "block._orig_mod"): value for name, value in state[key].items()}
+        state[key] = {
+            name.replace("block", "block._orig_mod"): value for name, value in state[key].items()
+        }
     weights = copy.deepcopy(model.state_dict())
     other = wrapped("nothing", "block")
-    other.load_state_dict({name.replace("_orig_mod.", ""): value for name, value in weights.items()})
+    other.load_state_dict(
+        {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
+    )
     resumed = attach(other)
     resumed.load_state_dict(state)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):

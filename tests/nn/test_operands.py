@@ -38,7 +38,9 @@ def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 40),
-    estimator=st.sampled_from(["mvue", "approx-mvue", "top-n", MVUE("1:2"), MVUE("3:5"), MVUE("4:8")]),
+    estimator=st.sampled_from(
+        ["mvue", "approx-mvue", "top-n", MVUE("1:2"), MVUE("3:5"), MVUE("4:8")]
+    ),
     gather=st.booleans(),
     seed=st.integers(0, 99),
 )

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightning_nm
-from lightning_nm import NMPattern, NMSparsifier, load_packed, pack, save_packed, unpacked_state_dict
+from lightning_nm import (
+    NMPattern,
+    NMSparsifier,
+    load_packed,
+    pack,
+    save_packed,
+    unpacked_state_dict,
+)
 from lightning_nm.functional import nm_prune
 from lightning_nm.nn.packed import PackedTensor, PackedWeight, kernel_choice, packed_weights
 from lightning_nm.nn.packed.operand import lay_out
@@ -29,12 +36,16 @@ def close(found, expected):
     limit = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[expected.dtype]
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
-    assert float((found - expected).detach().double().norm()) <= limit * float(expected.detach().double().norm())
+    assert float((found - expected).detach().double().norm()) <= limit * float(
+        expected.detach().double().norm()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("experts")])  # those stay dense
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if not kind.startswith("experts")]
+)  # those stay dense
 def test_every_kind(kind, dtype):
     for pattern in ("2:4", "1:8"):
         module, x = make(kind, dtype)
@@ -42,7 +53,9 @@ def test_every_kind(kind, dtype):
         expected, state = module(x).detach(), clones(module)
         by_unpacking = pack(copied(module), kernels="reference")
         by_kernels = pack(module, kernels="sparse")
-        if "attention" not in kind and "encoder" not in kind:  # torch's own attention adds in another order
+        if (
+            "attention" not in kind and "encoder" not in kind
+        ):  # torch's own attention adds in another order
             assert torch.equal(by_unpacking(x), expected)
         for model in (by_unpacking, by_kernels):
             close(model(x), expected)
@@ -55,12 +68,16 @@ def test_every_kind(kind, dtype):
 @needs_library
 @given(st.data())
 def test_layouts_of_kernels_keep_every_bit(data):
-    pattern = NMPattern.parse(data.draw(st.sampled_from(["2:4", "1:4", "1:16", "3:8", "1:32", "1:3"])))
+    pattern = NMPattern.parse(
+        data.draw(st.sampled_from(["2:4", "1:4", "1:16", "3:8", "1:32", "1:3"]))
+    )
     rows, depth = data.draw(st.integers(1, 70)), pattern.m * data.draw(st.integers(1, 20))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     matrix = nm_prune(torch.randn(rows, depth, generator=generator), pattern).to(dtype)
-    special = torch.tensor([1.0, -0.0, 0.0, float("inf"), 1e-42])[torch.randint(5, matrix.shape, generator=generator)]
+    special = torch.tensor([1.0, -0.0, 0.0, float("inf"), 1e-42])[
+        torch.randint(5, matrix.shape, generator=generator)
+    ]
     matrix = torch.where(matrix != 0, matrix * special.to(dtype).nan_to_num(1), 0)
     with at_level(data.draw(st.sampled_from(LEVELS))), pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_nm.nn.packed.operand.LARGEST", 99)
@@ -85,7 +102,9 @@ def test_a_projection_by_parts_is_on_the_kernel():
     close(module(x), expected)
     assert len(operand._parts) == 3
     storage = operand.tensors[0].untyped_storage().data_ptr()
-    assert all(part.tensors[0].untyped_storage().data_ptr() == storage for part in operand._parts.values())
+    assert all(
+        part.tensors[0].untyped_storage().data_ptr() == storage for part in operand._parts.values()
+    )
     assert operand.part(8, 32) is None
 
 
@@ -120,13 +139,20 @@ def test_what_has_no_kernel_is_unpacked():
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.randn(4, 64, dtype=torch.float64))
     nan = prune(nn.Linear(64, 64), "1:16")
-    nan.weight.data[0, int(nan.weight[0].count_nonzero()) and int(nan.weight[0].nonzero()[0])] = float("nan")
+    nan.weight.data[0, int(nan.weight[0].count_nonzero()) and int(nan.weight[0].nonzero()[0])] = (
+        float("nan")
+    )
     assert pack(nan, kernels="sparse").weight.operand is None
 
 
 def test_dtype_and_shape_of_a_packed_weight_are_the_dense_ones():
     weight = pack(prune(nn.Linear(64, 32).bfloat16(), "1:4")).weight
-    assert (weight.dtype, weight.shape, weight.dim(), weight.numel()) == (torch.bfloat16, (32, 64), 2, 2048)
+    assert (weight.dtype, weight.shape, weight.dim(), weight.numel()) == (
+        torch.bfloat16,
+        (32, 64),
+        2,
+        2048,
+    )
     assert weight.device.type == "cpu"
     assert "1:4, plain, (32, 64)" in repr(weight)
 
@@ -136,7 +162,9 @@ def test_training_is_refused():
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not model.training
     model.train()
-    with pytest.raises(RuntimeError, match=r"'0.weight' is packed and cannot be trained: call model.eval\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"'0.weight' is packed and cannot be trained: call model.eval\(\)"
+    ):
         model(torch.randn(2, 16, 4, 4))
     with torch.no_grad():
         model(torch.randn(2, 16, 4, 4))
@@ -152,12 +180,18 @@ def test_packed_layers_are_named_as_such():
     for model in (small(), prune(attention, "2:4")):
         pack(model, "2:4")
         way = r"packed already, for inference: .* load lightning_nm.unpacked_state_dict\(model\) into a model"
-        for use in (lambda m: NMSparsifier(m, "2:4").attach(), lightning_nm.prune, lambda m: pack(m, "2:4")):
+        for use in (
+            lambda m: NMSparsifier(m, "2:4").attach(),
+            lightning_nm.prune,
+            lambda m: pack(m, "2:4"),
+        ):
             with pytest.raises(ValueError, match=way) as raised:
                 use(model)
             assert "forward of its own" not in str(raised.value)
     model = pack(small())
-    with pytest.raises(ValueError, match="layer '4' is named by `include` but cannot be masked: packed already"):
+    with pytest.raises(
+        ValueError, match="layer '4' is named by `include` but cannot be masked: packed already"
+    ):
         lightning_nm.prune(model, include="4")
 
 
@@ -170,7 +204,10 @@ def test_what_is_packed_and_what_not():
     assert isinstance(own, nn.Linear)
     pack(model, "2:4")
     assert list(dict(packed_weights(model))) == ["0.weight", "4.weight", "5.weight"]
-    with pytest.raises(ValueError, match=r"has no weight to pack: .*'6.weight': 24 of 24 blocks hold more than 1 of 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no weight to pack: .*'6.weight': 24 of 24 blocks hold more than 1 of 4",
+    ):
         pack(model, "1:4")
     with pytest.raises(ValueError, match="kernels='fast' is unknown"):
         pack(model, kernels="fast")
@@ -185,7 +222,10 @@ def test_what_is_packed_and_what_not():
         tied.weight.copy_(nm_prune(tied.weight, "1:4"))
     own = Own(16, 8)
     own.weight.data.zero_()
-    with pytest.raises(ValueError, match=r"'own': Own has a forward of its own; .*'tied.weight': its weight is shared"):
+    with pytest.raises(
+        ValueError,
+        match=r"'own': Own has a forward of its own; .*'tied.weight': its weight is shared",
+    ):
         pack(nn.ModuleDict({"own": own, "embedding": embedding, "tied": tied}))
     with torch.device("meta"):
         model = nn.Linear(16, 8)
@@ -228,19 +268,25 @@ def test_a_packed_model_on_the_meta_device_is_loaded(kernels):
     empty = copied(model).to("meta")
     with (
         pytest.raises(RuntimeError, match=r"'4.weight' is on the meta device: pass assign=True"),
-        pytest.warns(UserWarning, match="copying from a non-meta parameter"),  # torch's, of the other parameters
+        pytest.warns(
+            UserWarning, match="copying from a non-meta parameter"
+        ),  # torch's, of the other parameters
     ):
         empty.load_state_dict(model.state_dict())
     for loaded, assign in ((empty, True), (copied(empty).to_empty(device="cpu"), False)):
         loaded.load_state_dict(model.state_dict(), assign=assign)
         x = torch.randn(2, 16, 4, 4)
-        assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {"cpu"}
+        assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {
+            "cpu"
+        }
         assert_equal_states(unpacked_state_dict(loaded), dense.state_dict())
         close(loaded(x), dense(x))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize(("ours", "theirs"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float64)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float64)]
+)
 def test_a_state_dict_of_another_dtype_is_converted_or_assigned(ours, theirs, kernels):
     """Weights and biases have one dtype, as after torch's own loading."""
     dense, other = small("1:16", ours), small("1:16", theirs, seed=1)
@@ -259,7 +305,10 @@ def test_a_state_dict_of_another_dtype_is_converted_or_assigned(ours, theirs, ke
 def test_a_dtype_that_is_not_packed_is_refused(kernels):
     linear = prune(nn.Linear(64, 64, bias=False), "1:16")
     model, x = pack(copied(linear), kernels=kernels), torch.randn(2, 64)
-    with pytest.raises(TypeError, match=r"'weight' is packed, and cannot be converted to torch\.float8_e4m3fn: it can"):
+    with pytest.raises(
+        TypeError,
+        match=r"'weight' is packed, and cannot be converted to torch\.float8_e4m3fn: it can",
+    ):
         model.to(torch.float8_e4m3fn)
     with pytest.raises(TypeError, match=r"cannot be converted to torch\.int8"):
         model.type(torch.int8)
@@ -291,7 +340,9 @@ def test_a_packed_tensor_of_every_layout():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["sparse", "reference"])
-@pytest.mark.parametrize("kind", ["linear", "conv2d", "conv1d", "hugging-face-conv1d", "cross-attention"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "conv2d", "conv1d", "hugging-face-conv1d", "cross-attention"]
+)
 def test_compiled_and_exported(kind, kernels, tmp_path):
     module, x = make(kind, torch.float32)
     model = pack(prune(module, "1:16"), kernels=kernels)

@@ -20,7 +20,9 @@ from tests.support.fake_kernels import without_home
 from tests.support.kinds import make
 from tests.support.packed_models import held, prune
 
-needs_kernel = pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
+needs_kernel = pytest.mark.skipif(
+    bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,9 @@ def linear(pattern="1:16", **options):
 
 
 @needs_kernel
-@pytest.mark.parametrize(("dense_ms", "form"), [(2.9, "dense"), (3.1, "cpu-permute"), (5.0, "cpu-permute")])
+@pytest.mark.parametrize(
+    ("dense_ms", "form"), [(2.9, "dense"), (3.1, "cpu-permute"), (5.0, "cpu-permute")]
+)
 def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form):
     clock[8] = dense_ms
     for run in range(2):
@@ -60,7 +64,11 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         assert model.weight.form == "cpu-permute", "nothing is measured before the first product"
         for _ in range(2):
             y = model(x)
-            assert torch.equal(y, dense(x)) if form == "dense" else torch.allclose(y, dense(x), atol=1e-5)
+            assert (
+                torch.equal(y, dense(x))
+                if form == "dense"
+                else torch.allclose(y, dense(x), atol=1e-5)
+            )
         assert model.weight.form == form
         # before and after the kernel, twice if dense seems faster; in the second run the file has it
         assert len(clock["asked"]) == (4 if form == "dense" else 2), run
@@ -123,7 +131,11 @@ def test_products_without_a_kernel(clock, monkeypatch, why):
             model(x)
             assert model.weight.form == "cpu-permute"
             with monkeypatch.context() as patch:
-                patch.setattr(type(kernel_choice.kernel_of("cpu-permute")), "linear", lambda *_: torch.zeros(1))
+                patch.setattr(
+                    type(kernel_choice.kernel_of("cpu-permute")),
+                    "linear",
+                    lambda *_: torch.zeros(1),
+                )
                 with pytest.warns(RuntimeWarning, match="'cpu-permute' is switched off"):
                     y = model(x)
                 assert torch.equal(y, dense(x))
@@ -133,7 +145,9 @@ def test_products_without_a_kernel(clock, monkeypatch, why):
                 assert torch.equal(model(x), dense(x))
         assert model.weight.form == form
         if why == "gradient":
-            (found,), (expected,) = (torch.autograd.grad(f(x).square().sum(), x) for f in (model, dense))
+            (found,), (expected,) = (
+                torch.autograd.grad(f(x).square().sum(), x) for f in (model, dense)
+            )
             assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -186,7 +200,9 @@ def test_parts_of_a_projection(clock):
     part.hold()
     assert weight.form == "dense"
     assert weight.operand is None
-    assert part.dense().data_ptr() in {weight.matrix[i : i + 32].data_ptr() for i in range(0, 96, 32)}
+    assert part.dense().data_ptr() in {
+        weight.matrix[i : i + 32].data_ptr() for i in range(0, 96, 32)
+    }
     assert not operand.tensors
     assert torch.allclose(model(x), expected, atol=1e-5)
 
@@ -210,7 +226,9 @@ def test_the_layout_is_freed(clock):
 @given(st.data())
 def test_never_more_memory_than_dense(data):
     pattern = data.draw(st.sampled_from(["2:4", "3:4", "1:4", "1:16", "7:8", "1:2"]))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    dtype = data.draw(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    )
     sizes = [data.draw(st.integers(1, 6)) * 16 for _ in range(2)]
     if data.draw(st.booleans()):
         dense = nn.Linear(*sizes, bias=False)
@@ -230,12 +248,24 @@ def test_never_more_memory_than_dense(data):
 
 
 def test_the_summary():
-    model = pack(nn.Sequential(linear("1:16", bias=False).half(), linear("2:4")), kernels="reference")
+    model = pack(
+        nn.Sequential(linear("1:16", bias=False).half(), linear("2:4")), kernels="reference"
+    )
     summary = packed_summary(model)
-    assert [each[:3] for each in summary.weights] == [("0.weight", "1:16", "packed"), ("1.weight", "2:4", "packed")]
+    assert [each[:3] for each in summary.weights] == [
+        ("0.weight", "1:16", "packed"),
+        ("1.weight", "2:4", "packed"),
+    ]
     assert (summary.bytes, summary.dense_bytes) == (held(model) - 96 * 4, 64 * 96 * (2 + 4))
-    assert str(summary).splitlines()[-1].split() == ["2", "weights", f"{summary.bytes}", f"{summary.bytes / 36864:.3f}"]
-    with pytest.raises(ValueError, match=r"Linear has no packed layer: call lightning_nm.pack\(model\) first"):
+    assert str(summary).splitlines()[-1].split() == [
+        "2",
+        "weights",
+        f"{summary.bytes}",
+        f"{summary.bytes / 36864:.3f}",
+    ]
+    with pytest.raises(
+        ValueError, match=r"Linear has no packed layer: call lightning_nm.pack\(model\) first"
+    ):
         packed_summary(nn.Linear(4, 4))
 
 
@@ -293,7 +323,9 @@ def test_a_layer_that_becomes_dense_while_its_weight_is_read(monkeypatch):
     """As another thread does: here, between the two reads of one call."""
     dense = linear()
     weight = pack(copy.deepcopy(dense)).weight
-    monkeypatch.setattr(type(weight), "values", property(lambda self: self.hold_dense()), raising=False)
+    monkeypatch.setattr(
+        type(weight), "values", property(lambda self: self.hold_dense()), raising=False
+    )
     assert torch.equal(weight.product_matrix(), dense.weight)
     assert weight.form == "dense"
 

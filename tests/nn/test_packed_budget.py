@@ -18,7 +18,9 @@ from lightning_nm.nn.packed import kernel_choice
 from tests.support.cpu_products import REASON
 from tests.support.packed_models import prune
 
-pytestmark = pytest.mark.skipif(bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel")
+pytestmark = pytest.mark.skipif(
+    bool(REASON) or not library.level(), reason="this CPU has no cpu-permute kernel"
+)
 
 
 class Clock:
@@ -63,7 +65,9 @@ def test_sizes_are_powers_of_two(clock):
     run(model, *range(6, 30))
     assert clock.measured == [(96, 8), (96, 16), (96, 32)]
     run(model, 3000, 4096, 5000, 9000)
-    assert clock.measured[3:] == [(96, 4096)], "longer products are taken to be as fast by the token"
+    assert clock.measured[3:] == [(96, 4096)], (
+        "longer products are taken to be as fast by the token"
+    )
 
 
 def test_images_are_powers_of_two(clock):
@@ -71,7 +75,9 @@ def test_images_are_powers_of_two(clock):
     assert model.weight.form == "cpu-csr"
     for images in (1, 3, 4, 5, 100):
         model(torch.randn(images, 16, 8, 8))
-    assert [columns // 64 for _, columns in clock.measured] == [1, 4, 8, 64], "at most 4096 positions"
+    assert [columns // 64 for _, columns in clock.measured] == [1, 4, 8, 64], (
+        "at most 4096 positions"
+    )
 
 
 def test_the_budget_is_that_of_the_model(clock):
@@ -103,13 +109,20 @@ def test_the_nearest_measured_product_decides(clock):
     run(pack(linear(), budget_s=9), 4, 512)
     run(pack(linear(160), budget_s=9), 4)
     seen = len(clock.measured)
-    for out, tokens, form in ((96, 8, "cpu-permute"), (96, 256, "dense"), (176, 4, "dense"), (80, 4, "cpu-permute")):
+    for out, tokens, form in (
+        (96, 8, "cpu-permute"),
+        (96, 256, "dense"),
+        (176, 4, "dense"),
+        (80, 4, "cpu-permute"),
+    ):
         model = pack(linear(out), budget_s=0)
         run(model, tokens)
         assert model.weight.form == form, (out, tokens)
     other = pack(prune(nn.Linear(64, 160), "1:8"), budget_s=0)
     run(other, 4)
-    assert other.weight.form == "cpu-permute", "nothing of its pattern was measured: the smaller weight stays"
+    assert other.weight.form == "cpu-permute", (
+        "nothing of its pattern was measured: the smaller weight stays"
+    )
     assert len(clock.measured) == seen
 
 
@@ -172,8 +185,12 @@ def test_warm_up(clock):
 
 def test_warm_up_by_an_example(clock):
     convolution = prune(nn.Conv2d(16, 32, 3, padding=1), "1:16")
-    model = pack(nn.Sequential(convolution, nn.Flatten(), prune(nn.Linear(2048, 32), "1:16")), budget_s=0)
-    with pytest.raises(ValueError, match=r"'0.weight' is of a convolution, .*: pass example=image\[None\]"):
+    model = pack(
+        nn.Sequential(convolution, nn.Flatten(), prune(nn.Linear(2048, 32), "1:16")), budget_s=0
+    )
+    with pytest.raises(
+        ValueError, match=r"'0.weight' is of a convolution, .*: pass example=image\[None\]"
+    ):
         warm_up(model, batch=[2])
     with pytest.raises(ValueError, match=r"the shape \[3, 16, 8, 8\]: it must be one input"):
         warm_up(model, example=torch.randn(3, 16, 8, 8))
@@ -182,7 +199,9 @@ def test_warm_up_by_an_example(clock):
     assert {columns for _, columns in clock.measured} == {64, 4 * 64, 1, 4}
 
 
-@pytest.mark.parametrize(("option", "value"), [("batch", []), ("batch", [0]), ("tokens", [1.5]), ("tokens", [-1])])
+@pytest.mark.parametrize(
+    ("option", "value"), [("batch", []), ("batch", [0]), ("tokens", [1.5]), ("tokens", [-1])]
+)
 def test_warm_up_refuses_sizes(clock, option, value):
     with pytest.raises(ValueError, match=rf"{option}=.* must be positive integers"):
         warm_up(pack(linear()), **{option: value})
@@ -190,7 +209,9 @@ def test_warm_up_refuses_sizes(clock, option, value):
 
 
 def test_warm_up_needs_a_packed_model():
-    with pytest.raises(ValueError, match=r"Linear has no packed layer: call lightning_nm.pack\(model\) first"):
+    with pytest.raises(
+        ValueError, match=r"Linear has no packed layer: call lightning_nm.pack\(model\) first"
+    ):
         warm_up(nn.Linear(4, 4))
 
 
@@ -212,9 +233,16 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
         found = operator(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in args
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in given
+            ):
                 self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
         return found
 
@@ -225,7 +253,9 @@ def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
     monkeypatch.setattr(kernel_choice, "PANEL_BYTES", 1)
     kernel_choice._tuner_of.cache_clear()
-    monkeypatch.setattr(kernel_choice.DeviceTimer, "time", lambda self, function, device: function() is None or 1e-3)
+    monkeypatch.setattr(
+        kernel_choice.DeviceTimer, "time", lambda self, function, device: function() is None or 1e-3
+    )
     # 64 of 1024 rows, and values that the kernel is faster with: it is not measured twice, and does not become dense.
     monkeypatch.setattr(kernel_choice, "time_packed", lambda *given: measured.append(given) or 1e-3)
     measured = []
@@ -248,7 +278,9 @@ def test_few_rows_of_a_large_weight(rows, depth, dtype):
     few = kernel_choice.few_rows(key)
     assert replace(few, rows=rows) == key
     assert few.rows == rows or (few.rows < rows and few.rows % 64 == 0)
-    assert few.rows <= 64 or few.rows * depth * dtype.itemsize <= max(kernel_choice.PANEL_BYTES, 64 * depth * 4)
+    assert few.rows <= 64 or few.rows * depth * dtype.itemsize <= max(
+        kernel_choice.PANEL_BYTES, 64 * depth * 4
+    )
 
 
 def test_a_time_of_few_rows_is_scaled(clock, monkeypatch):
@@ -261,7 +293,10 @@ def test_a_time_of_few_rows_is_scaled(clock, monkeypatch):
 
 def test_threads_have_one_tuner(clock):
     made = []
-    threads = [threading.Thread(target=lambda: made.append(kernel_choice._tuner("cpu-csr", 1))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: made.append(kernel_choice._tuner("cpu-csr", 1)))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -275,7 +310,8 @@ def test_a_file_that_cannot_be_written_is_told_once(clock, tmp_path, monkeypatch
     kernel_choice._warn_once.cache_clear()
     model = pack(linear(), budget_s=1000)
     with pytest.warns(
-        RuntimeWarning, match=r"not kept and will be measured again.*packed\.json does not hold decisions"
+        RuntimeWarning,
+        match=r"not kept and will be measured again.*packed\.json does not hold decisions",
     ):
         run(model, 4)
     run(model, 4, 8, 16)

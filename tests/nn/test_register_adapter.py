@@ -65,7 +65,9 @@ def test_an_adapter_from_outside(registered):
     assert isinstance(module, NMGated)
     assert list(module.state_dict()) == keys
     x = torch.randn(8, 16)
-    torch.testing.assert_close(module(x), F.linear(x, module.state_dict()["kernel"]) * module.gate.sigmoid())
+    torch.testing.assert_close(
+        module(x), F.linear(x, module.state_dict()["kernel"]) * module.gate.sigmoid()
+    )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     sparsifier.register(optimizer)

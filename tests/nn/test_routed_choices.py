@@ -36,7 +36,9 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(tmp_path):
     assert share == pytest.approx(1 / 37)
     assert basis == "measured times"
 
-    again = Router("auto", [fast], file=file, timer=(second := FakeTimer([fast], dense=1.0, fast=(9.0, 0.0))))
+    again = Router(
+        "auto", [fast], file=file, timer=(second := FakeTimer([fast], dense=1.0, fast=(9.0, 0.0)))
+    )
     gradients(module, x, again)
     again.tune()
     gradients(module, x, again)
@@ -50,7 +52,9 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path):
     fast = FakeKernel()
     (tmp_path / "kernels.json").write_text("my notes")
     for file in (tmp_path / "kernels.json", tmp_path / "kernels.json" / "below.json"):
-        router = Router("auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
+        router = Router(
+            "auto", [fast], file=file, timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
+        )
         with pytest.warns(RuntimeWarning, match="not kept and will be measured again"):
             gradients(module, x, router)
         gradients(module, x, router)
@@ -120,7 +124,11 @@ def test_a_reset_lets_kernels_try_again():
     with pytest.warns(RuntimeWarning, match=r"it returned \(3,\)"):
         gradients(module, x, router)
     gradients(module, x, router)
-    reasons = [used.decision.reason for used in router.used() if used.kernel == "reference" and used.decision]
+    reasons = [
+        used.decision.reason
+        for used in router.used()
+        if used.kernel == "reference" and used.decision
+    ]
     assert all("it failed" in reason for reason in reasons)
     assert reasons
     kernel.linear = linear
@@ -171,7 +179,9 @@ def test_measuring_draws_no_random_numbers():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kernels", ["cusparselt", SimulatedSparseKernel(), [SimulatedSparseKernel]])
+@pytest.mark.parametrize(
+    "kernels", ["cusparselt", SimulatedSparseKernel(), [SimulatedSparseKernel]]
+)
 def test_kernels_are_objects_in_a_list(kernels):
     with pytest.raises(ValueError, match="must be a list of GemmKernel objects"):
         Router("sparse", kernels)
@@ -269,7 +279,11 @@ def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monke
     monkeypatch.setattr(routed_ops, "in_one_pass", lambda weight: calls.append(weight) or True)
     for name in ("packable_forward", "packable_backward"):
         original = getattr(routed_ops, name)
-        monkeypatch.setattr(routed_ops, name, lambda *args, name=name, call=original: calls.append(name) or call(*args))
+        monkeypatch.setattr(
+            routed_ops,
+            name,
+            lambda *args, name=name, call=original: calls.append(name) or call(*args),
+        )
     assert_equal(gradients(module, x, router), expected)
     (layer,) = module.nm_layers.values()
     permuted = layer.permutation is not None

@@ -23,13 +23,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
     ("method", "estimator"),
     [
         ("bi-mask", "mvue"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bi-mask", None), ("scaled-mask", "mvue")]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("bi-mask", None), ("scaled-mask", "mvue")]
+        ),
         pytest.param("scaled-mask", None, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_code_calls_the_same_kernels(method, estimator):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).double()  # no rounding moves a draw
+    module = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
+    ).double()  # no rounding moves a draw
     attach(module, "2:4", METHODS[method](), estimator)
     x = torch.randn(24, 32, dtype=torch.float64)
     router = simulated()
@@ -38,7 +43,9 @@ def test_compiled_code_calls_the_same_kernels(method, estimator):
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_equal(gradients(compiled, x, router), eager)
-    assert {used.product: used.calls for used in router.used()} == {key: 2 * calls for key, calls in before.items()}
+    assert {used.product: used.calls for used in router.used()} == {
+        key: 2 * calls for key, calls in before.items()
+    }
     # Without the router, and with another number of tokens.
     assert_equal(gradients(compiled, x, None), gradients(module, x, None))
     for tokens in (16, 40):
@@ -72,11 +79,24 @@ def test_the_operators_are_well_made(estimator):
     weight, bias, tensors = module.weight.detach(), module.bias.detach(), list(layer.tensors())
     grad = torch.randn(6, 64).double()
     ops = torch.ops.lightning_nm
-    torch.library.opcheck(ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.handle_tensor, router.handle))
-    torch.library.opcheck(ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.handle_tensor, router.handle))
+    torch.library.opcheck(
+        ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.handle_tensor, router.handle)
+    )
+    torch.library.opcheck(
+        ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.handle_tensor, router.handle)
+    )
     for needs in ((True, True), (True, False), (False, True)):
         layer.progress.estimating = False  # every call draws other noise
-        arguments = (grad, x, weight, layer.noise.words, tensors, *needs, layer.handle_tensor, router.handle)
+        arguments = (
+            grad,
+            x,
+            weight,
+            layer.noise.words,
+            tensors,
+            *needs,
+            layer.handle_tensor,
+            router.handle,
+        )
         torch.library.opcheck(ops.backward_gemms, arguments)
 
 
@@ -84,7 +104,9 @@ def test_flops_are_those_of_the_dense_products():
     counts = []
     for router in (None, simulated()):
         module, x = make("linear-3d-no-bias")
-        sparsifier = NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0)
+        sparsifier = NMSparsifier(
+            module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0
+        )
         sparsifier.attach()
         with FlopCounterMode(display=False) as counter, routing(router):
             module(x.requires_grad_()).square().sum().backward()
@@ -94,7 +116,10 @@ def test_flops_are_those_of_the_dense_products():
 
 def test_checkpointed_layers_compute_their_forward_again_on_the_same_kernels():
     torch.manual_seed(0)
-    module, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(16, 32, requires_grad=True)
+    module, x = (
+        nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
+        torch.randn(16, 32, requires_grad=True),
+    )
     attach(module)
     calls = []
     for again in (False, True):
@@ -102,7 +127,13 @@ def test_checkpointed_layers_compute_their_forward_again_on_the_same_kernels():
         with routing(router):
             y = checkpoint(module, x, use_reentrant=False) if again else module(x)
             y.square().sum().backward()
-        calls.append({used.product.key.gemm: used.calls for used in router.used() if used.product.layer == "0"})
+        calls.append(
+            {
+                used.product.key.gemm: used.calls
+                for used in router.used()
+                if used.product.layer == "0"
+            }
+        )
         assert ("forward", "simulated") in ran(router)
     assert calls[1] == {**calls[0], "forward": 2}
 
@@ -136,7 +167,9 @@ def test_a_backward_pass_uses_what_its_forward_found():
     assert router_module.active() is None
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_copies_are_layers_of_their_own(again):
     module, x = make("linear")
     attach(module)

@@ -13,7 +13,9 @@ from lightning_nm.kernels.cpu import library
 from lightning_nm.methods import ASP, STE
 from tests.support.kinds import hugging_face_conv1d
 
-pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable() or "a library")
+pytestmark = pytest.mark.skipif(
+    bool(library.unavailable()), reason=library.unavailable() or "a library"
+)
 
 
 class DenseBackward(STE):
@@ -35,7 +37,9 @@ class Watching(ASP):
 
 def masked(model, pattern, method, estimator=None):
     torch.manual_seed(0)
-    return NMSparsifier(model, pattern, method, estimator, skip_first_last=False, planned_steps=1000).attach()
+    return NMSparsifier(
+        model, pattern, method, estimator, skip_first_last=False, planned_steps=1000
+    ).attach()
 
 
 def products(model, router, x):
@@ -50,7 +54,9 @@ def products(model, router, x):
 def compare(model, router, x):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for found, expected in zip(products(model, router, x), products(model, None, x), strict=True):
+        for found, expected in zip(
+            products(model, router, x), products(model, None, x), strict=True
+        ):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 

@@ -18,7 +18,9 @@ from tests.support.routed import METHODS, assert_equal, attach, gradients, ran, 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-@pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, ["2:4", "1:2", "1:16", "3:8"]))
+@pytest.mark.parametrize(
+    ("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, ["2:4", "1:2", "1:16", "3:8"])
+)
 def test_the_same_numbers(method, kind, pattern):
     module, x = make(kind)
     attach(module, pattern, METHODS[method](), MVUE(pattern))
@@ -59,7 +61,11 @@ def test_each_product_that_can_be_sparse_is(method, estimator, sparse):
 
 
 @settings(max_examples=30, deadline=None)
-@given(tokens=st.integers(1, 40), seed=st.integers(0, 99), estimator=st.sampled_from([None, "mvue", "top-n"]))
+@given(
+    tokens=st.integers(1, 40),
+    seed=st.integers(0, 99),
+    estimator=st.sampled_from([None, "mvue", "top-n"]),
+)
 def test_any_number_of_tokens(tokens, seed, estimator):
     torch.manual_seed(seed)
     module = nn.Linear(32, 64, dtype=torch.float64)
@@ -81,7 +87,9 @@ def test_an_empty_batch_and_an_expanded_gradient():
     for router in (None, simulated()):
         module.zero_grad()
         with routing(router):
-            module(torch.ones(8, 32, dtype=torch.float64)).sum().backward()  # a gradient of strides 0
+            module(
+                torch.ones(8, 32, dtype=torch.float64)
+            ).sum().backward()  # a gradient of strides 0
         results.append(module.weight.grad.clone())
     torch.testing.assert_close(*results)
 
@@ -94,7 +102,9 @@ def test_other_layouts_of_the_input():
         torch.randn(16, 64).double()[:, ::2],
         torch.randn(3, 4, 2, 32).double(),
     ):
-        assert_equal(gradients(module, x, simulated()), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+        assert_equal(
+            gradients(module, x, simulated()), gradients(module, x, None), rtol=1e-10, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,7 +119,9 @@ def test_autocast(dtype):
             found.append(places.results(module, x, grad, router))
     assert found[0].y.dtype == dtype
     for (name, a), (_, b) in zip(*(one.items() for one in found), strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
@@ -117,7 +129,9 @@ def test_autocast(dtype):
 def test_convolutions_of_one_tap_with_channels_last_are_matrix_products(kind, conv_layout):
     torch.manual_seed(0)
     module = kind(16, 32, 1).double()
-    NMSparsifier(module, "2:4", "bi-mask", "mvue", conv_layout=conv_layout, skip_first_last=False).attach()
+    NMSparsifier(
+        module, "2:4", "bi-mask", "mvue", conv_layout=conv_layout, skip_first_last=False
+    ).attach()
     shape = (2, 4, 5, 6)[: module.weight.dim() - 1]
     x = torch.randn(*shape, 16).double().movedim(-1, 1)
     router = simulated()
@@ -131,11 +145,18 @@ def test_convolutions_of_one_tap_with_channels_last_are_matrix_products(kind, co
 
 def test_convolutions_that_are_none_stay_convolutions():
     x = torch.randn(2, 6, 6, 16).double().movedim(-1, 1)
-    for options in ({"stride": 2}, {"padding": 1}, {"groups": 2}, {"padding": 1, "padding_mode": "circular"}):
+    for options in (
+        {"stride": 2},
+        {"padding": 1},
+        {"groups": 2},
+        {"padding": 1, "padding_mode": "circular"},
+    ):
         module = nn.Conv2d(16, 16, 1, **options).double()
         attach(module)
         router = simulated()
-        assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10)
+        assert_equal(
+            gradients(module, x, router), gradients(module, x, None), rtol=1e-10, atol=1e-10
+        )
         if options.get("padding_mode") is None:
             assert {kernel for _, kernel in ran(router)} == {"reference"}, options
 

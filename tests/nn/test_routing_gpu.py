@@ -17,7 +17,11 @@ from lightning_nm.kernels import routing
 from tests.support.places import PLACES, assert_on_kernel, assert_right, exact, make_place, results
 
 BF16, FP16 = torch.bfloat16, torch.float16
-GEMMS = {"sr-ste": {"forward"}, "bi-mask": {"forward", "dgrad"}, "transposable": {"forward", "dgrad"}}
+GEMMS = {
+    "sr-ste": {"forward"},
+    "bi-mask": {"forward", "dgrad"},
+    "transposable": {"forward", "dgrad"},
+}
 
 
 @pytest.fixture(params=PLACES)
@@ -29,11 +33,15 @@ def masked(place, method="bi-mask", mvue=False, sizes=(256, 384), dtype=BF16):
     """A masked linear layer and its sparsifier."""
     module = nn.Linear(*sizes)
     with torch.no_grad():
-        module.weight.copy_(torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1)) * sizes[0] ** -0.5)
+        module.weight.copy_(
+            torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1)) * sizes[0] ** -0.5
+        )
         module.bias.copy_(torch.linspace(-1, 1, sizes[1]))
     module.to(place.device, dtype)
     estimator = MVUE("2:4") if mvue else None
-    sparsifier = NMSparsifier(module, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0).attach()
+    sparsifier = NMSparsifier(
+        module, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0
+    ).attach()
     return module, sparsifier
 
 
@@ -41,7 +49,9 @@ def batch(place, module, tokens=200, seed=0):
     """Input and output gradient."""
     out, width = module.weight.shape
     dtype = module.weight.dtype
-    return place.random(tokens, width, dtype=dtype, seed=seed), place.random(tokens, out, dtype=dtype, seed=seed + 1)
+    return place.random(tokens, width, dtype=dtype, seed=seed), place.random(
+        tokens, out, dtype=dtype, seed=seed + 1
+    )
 
 
 def change(module):
@@ -54,7 +64,10 @@ def move_masks(sparsifier, by=4):
     """Other masks that are N:M alike: whole blocks change places."""
     for layer in sparsifier.layers.values():
         backward = layer.backward_mask
-        layer.set_masks(layer.forward_mask.roll((by, by), (0, 1)), None if backward is None else backward.roll(by, 1))
+        layer.set_masks(
+            layer.forward_mask.roll((by, by), (0, 1)),
+            None if backward is None else backward.roll(by, 1),
+        )
 
 
 @pytest.mark.parametrize("tokens", [16, 50, 128, 200])
@@ -161,14 +174,18 @@ def test_checkpointed(place):
     x, grad = batch(place, module)
     for _ in range(2):
         with set_checkpoint_early_stop(False):  # which spares a last layer its second forward
-            found = results(module, x, grad, router, lambda x: checkpoint(module, x, use_reentrant=False))
+            found = results(
+                module, x, grad, router, lambda x: checkpoint(module, x, use_reentrant=False)
+            )
         assert_right(found, exact(module, x, grad), BF16)
         change(module)
     forward = sum(used.calls for used in router.used() if used.product.key.gemm == "forward")
     assert forward == 4
 
 
-def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(place, deterministic, monkeypatch):
+def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
+    place, deterministic, monkeypatch
+):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module, _ = masked(place, "bi-mask", True)
     router = place.router()
@@ -176,9 +193,15 @@ def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(place,
     first = results(module, x, grad, router)
     assert_right(first, exact(module, x, grad), BF16)
     for _ in range(5):
-        for (name, a), (_, b) in zip(results(module, x, grad, router).items(), first.items(), strict=True):
+        for (name, a), (_, b) in zip(
+            results(module, x, grad, router).items(), first.items(), strict=True
+        ):
             assert torch.equal(a, b), name
-    refused = [used.decision.reason for used in router.used() if used.kernel == "reference" and used.decision]
+    refused = [
+        used.decision.reason
+        for used in router.used()
+        if used.kernel == "reference" and used.decision
+    ]
     assert all("gives other bits" in reason for reason in refused)
 
 
@@ -208,7 +231,9 @@ def test_captured_by_hand(place, method):
         if k:
             move_masks(sparsifier)
     assert assert_on_kernel(place, router, GEMMS[method]) == GEMMS[method]
-    assert (sum(used.calls for used in router.used()) == calls) == place.on_gpu, "a replay calls no router"
+    assert (sum(used.calls for used in router.used()) == calls) == place.on_gpu, (
+        "a replay calls no router"
+    )
 
 
 def test_memory_of_packs_is_let_go(place, monkeypatch):
@@ -233,7 +258,9 @@ def test_memory_of_packs_is_let_go(place, monkeypatch):
         gc.collect()
         return sum(reference() is not None for reference in packs)
 
-    assert (len(packs), alive()) == (4, 2), "those of the weight, forward and dgrad; each E(dY) has one that goes"
+    assert (len(packs), alive()) == (4, 2), (
+        "those of the weight, forward and dgrad; each E(dY) has one that goes"
+    )
     before = torch.cuda.memory_allocated() if place.on_gpu else 0
     router.release()
     assert alive() == 0

@@ -93,8 +93,12 @@ def test_each_gemm_is_eligible_by_itself():
     assert layers["odd_in"].gemms().forward.reason == "in 30 % 4 != 0"
     assert layers["odd_out"].gemms().dgrad.reason == "out 30 % 4 != 0"
     assert [g.treatment for g in layers["conv"].gemms()] == ["2:4", "2:4", "dense"]
-    with pytest.raises(ValueError, match=r"'odd_in' is named by `include` but cannot be masked: in 30 % 4 != 0"):
-        attach(method="sr-ste", include="odd_in")  # a method without a backward mask gains nothing there
+    with pytest.raises(
+        ValueError, match=r"'odd_in' is named by `include` but cannot be masked: in 30 % 4 != 0"
+    ):
+        attach(
+            method="sr-ste", include="odd_in"
+        )  # a method without a backward mask gains nothing there
 
 
 @pytest.mark.parametrize(
@@ -109,13 +113,25 @@ def test_each_gemm_is_eligible_by_itself():
         ({"exclude": ["cnov"]}, "`exclude` 'cnov' matches no layer.*'conv'"),
         ({"include": "lora"}, r"'lora', a LoRA, which cannot be masked"),
         ({"include": "own"}, "'own' is named by `include` but cannot be masked: OwnForward"),
-        ({"include": "lstm"}, "'lstm' is named by `include` but cannot be masked: a recurrent layer"),
-        ({"include": "odd", "pattern": "1:16"}, "'odd' is named .* in 30 % 16 != 0; out 30 % 16 != 0"),
+        (
+            {"include": "lstm"},
+            "'lstm' is named by `include` but cannot be masked: a recurrent layer",
+        ),
+        (
+            {"include": "odd", "pattern": "1:16"},
+            "'odd' is named .* in 30 % 16 != 0; out 30 % 16 != 0",
+        ),
         ({"include": ["conv", "depthwise"]}, "'depthwise' is named .*depthwise convolution"),
         ({"rules": [{"include": "conv", "patern": "1:4"}]}, "unknown key 'patern'"),
         ({"rules": [{"pattern": "1:4"}]}, "no 'include'"),
-        ({"rules": [{"include": "head"}, {"include": "nothing.*"}]}, r"`include` of rules\[1\] 'nothing.\*' matches"),
-        ({"include": "emb*"}, r"`include` 'emb\*' matches only layers that cannot be masked: 'embedding': a lookup"),
+        (
+            {"rules": [{"include": "head"}, {"include": "nothing.*"}]},
+            r"`include` of rules\[1\] 'nothing.\*' matches",
+        ),
+        (
+            {"include": "emb*"},
+            r"`include` 'emb\*' matches only layers that cannot be masked: 'embedding': a lookup",
+        ),
         ({"conv_layout": "hwc"}, "conv_layout='hwc'"),
         ({"pattern": "1:1000000"}, "no layer can be masked.*in 16 % 1000000"),
     ],
@@ -171,7 +187,10 @@ def test_rules_mix_patterns_and_methods():
         ],
         exclude="odd*",
     )
-    found = {name: (str(layer.pattern), type(layer.method).__name__) for name, layer in sparsifier.layers.items()}
+    found = {
+        name: (str(layer.pattern), type(layer.method).__name__)
+        for name, layer in sparsifier.layers.items()
+    }
     assert found["conv"] == ("1:16", "SRSTE")
     assert found["gpt"] == ("1:4", "BiMask")
     assert found["derived"] == ("2:4", "BiMask")
@@ -219,7 +238,9 @@ class DerivedAttention(nn.MultiheadAttention):
 
 
 def test_an_attention_with_its_own_forward_reads_its_projection():
-    model = nn.ModuleDict({"a": OwnAttention(16, 4), "b": DerivedAttention(16, 4), "c": nn.Linear(16, 16)})
+    model = nn.ModuleDict(
+        {"a": OwnAttention(16, 4), "b": DerivedAttention(16, 4), "c": nn.Linear(16, 16)}
+    )
     sparsifier = attach(model, skip_first_last=False)
     assert list(sparsifier.layers) == ["b.in_proj_weight", "b.out_proj", "c"]
     assert sparsifier.skipped["a.out_proj"] == "read, not called, by OwnAttention"
@@ -246,5 +267,7 @@ def test_globs_are_strings(option):
 
 def test_input_of_the_wrong_rank_gets_an_error_that_says_so():
     attach(model := nn.Sequential(nn.Conv2d(16, 16, 3)), skip_first_last=False)
-    with pytest.raises(RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"):
+    with pytest.raises(
+        RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"
+    ):
         model(torch.randn(4, 16))

@@ -45,7 +45,11 @@ def packed_by_torch():
     return torch.ao.nn.quantized.dynamic.Linear(16, 16)
 
 
-RECURRENT, CELL, QUANTISED = "a recurrent layer: a fused operator", "a recurrent cell: a fused", "quantised: "
+RECURRENT, CELL, QUANTISED = (
+    "a recurrent layer: a fused operator",
+    "a recurrent cell: a fused",
+    "quantised: ",
+)
 CASES = {
     "rnn": (lambda: nn.RNN(16, 16), RECURRENT),
     "lstm": (lambda: nn.LSTM(16, 16), RECURRENT),
@@ -55,10 +59,16 @@ CASES = {
     "gru-cell": (lambda: nn.GRUCell(16, 16), CELL),
     "bilinear": (lambda: nn.Bilinear(16, 16, 16), "a bilinear layer"),
     "int8": (lambda: with_weight(torch.int8), QUANTISED + "its weight is torch.int8"),
-    "fp8": (lambda: with_weight(torch.float8_e4m3fn), QUANTISED + "its weight is torch.float8_e4m3fn"),
+    "fp8": (
+        lambda: with_weight(torch.float8_e4m3fn),
+        QUANTISED + "its weight is torch.float8_e4m3fn",
+    ),
     "bitsandbytes": (Linear8bitLt, QUANTISED + "its weight is Int8Params"),
     "packed": (Packed, QUANTISED + "its weight is torch.int32"),
-    "torch-ao": (packed_by_torch, QUANTISED + "torch.ao.nn.quantized.dynamic.modules.linear.Linear packs its weight"),
+    "torch-ao": (
+        packed_by_torch,
+        QUANTISED + "torch.ao.nn.quantized.dynamic.modules.linear.Linear packs its weight",
+    ),
 }
 
 
@@ -67,7 +77,9 @@ CASES = {
 def test_the_reason_is_listed_and_given_when_it_is_named(make, reason):
     model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(make()), nn.Linear(16, 16))
     before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match=f"layer '1.0' is named by `include` but cannot be masked: {reason}"):
+    with pytest.raises(
+        ValueError, match=f"layer '1.0' is named by `include` but cannot be masked: {reason}"
+    ):
         NMSparsifier(model, include=["*", "1.0"]).attach()
     assert {name: type(module) for name, module in model.named_modules()} == before
     sparsifier = NMSparsifier(model).attach()

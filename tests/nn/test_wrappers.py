@@ -24,7 +24,9 @@ from lightning_nm.nn.adapters import Adapter
 from tests.support.contract import METHODS
 from tests.support.kinds import KINDS, Attention, make
 
-pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # torch 2.6
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Please specify CheckpointImpl:FutureWarning"
+)  # torch 2.6
 
 
 class Model(nn.Module):
@@ -64,7 +66,9 @@ HOW = {
     "in forward, reentrant": in_forward(lambda part, x: checkpoint(part, x, use_reentrant=True)),
     "in sequence": in_forward(
         lambda part, x: (
-            checkpoint_sequential(part, 2, x, use_reentrant=False) if isinstance(part, nn.Sequential) else part(x)
+            checkpoint_sequential(part, 2, x, use_reentrant=False)
+            if isinstance(part, nn.Sequential)
+            else part(x)
         )
     ),
 }
@@ -99,10 +103,16 @@ def steps(method, estimator, how=None, wrap_first=False):
 
 
 ESTIMATORS = [None, "approx-mvue", "top-n"]
-CELLS = [(method, "mvue") for method in METHODS] + [("bi-mask", estimator) for estimator in ESTIMATORS]
+CELLS = [(method, "mvue") for method in METHODS] + [
+    ("bi-mask", estimator) for estimator in ESTIMATORS
+]
 
 
-QUICK = {("bi-mask", "wrappers"), ("bame-bi-mask", "reentrant wrappers"), ("transposable", "in forward")}
+QUICK = {
+    ("bi-mask", "wrappers"),
+    ("bame-bi-mask", "reentrant wrappers"),
+    ("transposable", "in forward"),
+}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +142,9 @@ POLICIES = {
 def chosen(policy, model):
     """The modules that a policy would wrap."""
     if callable(policy) and not hasattr(policy, "_run_policy"):
-        return [m for m in model.modules() if policy(module=m, recurse=False, nonwrapped_numel=10**9)]
+        return [
+            m for m in model.modules() if policy(module=m, recurse=False, nonwrapped_numel=10**9)
+        ]
     return list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
 
 
@@ -141,7 +153,9 @@ def chosen(policy, model):
 def test_policies_that_wrap_by_class_find_masked_layers(kind, name):
     plain, _ = make(kind)
     model, policies = nn.Sequential(plain), []
-    handled = [type(m) for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))]
+    handled = [
+        type(m) for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))
+    ]
     for cls in dict.fromkeys(handled):
         policy = POLICIES[name](cls)
         before = chosen(policy, model)
@@ -157,8 +171,14 @@ def test_policies_that_wrap_by_class_find_masked_layers(kind, name):
 def test_a_policy_that_wraps_linear_layers_applies_to_masked_ones():
     model = Model()
     sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
-    apply_activation_checkpointing(model, checkpoint_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    wrapped = {name for name, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    wrapped = {
+        name for name, module in model.named_modules() if isinstance(module, CheckpointWrapper)
+    }
     assert wrapped == {"block.0", "block.3", "attention.mha.out_proj"}
     for name in wrapped:
-        assert sparsifier.layers[name].module is model.get_submodule(name)._checkpoint_wrapped_module
+        assert (
+            sparsifier.layers[name].module is model.get_submodule(name)._checkpoint_wrapped_module
+        )

@@ -19,7 +19,9 @@ from tests.support.processes import in_processes
 
 def fake(budget_s=0.0, dense=10.0, **options):
     kernel = FakeKernel()
-    made = NMPrecision(kernels="auto", backends=[kernel], decisions=None, budget_s=budget_s, **options)
+    made = NMPrecision(
+        kernels="auto", backends=[kernel], decisions=None, budget_s=budget_s, **options
+    )
     made.router.timer = FakeTimer([kernel], dense, fast=(2.0, 1.0))
     return made
 
@@ -41,14 +43,21 @@ def test_one_product_is_measured_after_a_step(tmp_path, monkeypatch):
     made = fake()
     seen = Seen(made.router)
     fit(tmp_path, [made], callbacks=[sparse_callback(), seen], max_epochs=3)
-    assert seen.left[:9] == [7, 6, 5, 4, 3, 2, 1, 0, 0], "each of the eight is measured after one step"
-    measured = [used for used in made.router.used() if used.decision and used.decision.source == "measured"]
+    assert seen.left[:9] == [7, 6, 5, 4, 3, 2, 1, 0, 0], (
+        "each of the eight is measured after one step"
+    )
+    measured = [
+        used for used in made.router.used() if used.decision and used.decision.source == "measured"
+    ]
     assert {used.kernel for used in measured} == {"fast"}
     assert made.router.sparse_share()[0] > 0
 
 
 def test_what_is_left_out_is_said_at_once(tmp_path):
-    with pytest.warns(UserWarning, match=r"8 of 8 products, 100% of their multiply-adds, were not measured within bud"):
+    with pytest.warns(
+        UserWarning,
+        match=r"8 of 8 products, 100% of their multiply-adds, were not measured within bud",
+    ):
         fit(tmp_path, [fake()], max_epochs=1, limit_train_batches=1)
 
 
@@ -61,7 +70,13 @@ def test_the_share_on_sparse_kernels_is_logged(tmp_path, monkeypatch):
         def on_train_batch_end(self, trainer, *_):
             shares.append(float(trainer.callback_metrics["nm/sparse_gemm_share"]))
 
-    fit(tmp_path, [fake()], callbacks=[sparse_callback(monitor=True), Look()], max_epochs=3, log_every_n_steps=1)
+    fit(
+        tmp_path,
+        [fake()],
+        callbacks=[sparse_callback(monitor=True), Look()],
+        max_epochs=3,
+        log_every_n_steps=1,
+    )
     assert shares[0] == 0
     assert shares[-1] > 0.3
     assert shares == sorted(shares)
@@ -122,9 +137,13 @@ def test_postponed_products_are_not_kept_in_the_file(tmp_path):
 
 def _measure_together():
     kernel = FakeKernel()
-    router = Router("auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0)))
+    router = Router(
+        "auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0))
+    )
     keys = [gemm_key(gemm) for gemm in GEMMS]
-    router.record([router_module.Product("layer", key) for key in keys])  # no plugin has initialized the router
+    router.record(
+        [router_module.Product("layer", key) for key in keys]
+    )  # no plugin has initialized the router
     found = []
     with pytest.warns(UserWarning, match="were not measured within"):
         router.tune()
@@ -147,7 +166,9 @@ def test_processes_decide_together(tmp_path):
 
 def _decide_with_products_on_the_first_rank():
     kernel = FakeKernel()
-    router = Router("auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0)))
+    router = Router(
+        "auto", [kernel], budget_s=0.0, timer=FakeTimer([kernel], 10.0, fast=(2.0, 1.0))
+    )
     own = gemm_key(columns=256 + 256 * dist.get_rank())
     if dist.get_rank() == 0:
         router.record([router_module.Product("layer", gemm_key(gemm)) for gemm in GEMMS])

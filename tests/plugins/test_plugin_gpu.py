@@ -20,7 +20,11 @@ from lightning_nm.commands.doctor.training import judge, watch
 from tests.support.lightning_models import Inspect, make_trainer
 from tests.support.places import PLACES, layers_of, make_place
 
-SPARSE = {("net.0", "forward"), ("net.0", "wgrad"), *(("net.2", gemm) for gemm in ("forward", "dgrad", "wgrad"))}
+SPARSE = {
+    ("net.0", "forward"),
+    ("net.0", "wgrad"),
+    *(("net.2", gemm) for gemm in ("forward", "dgrad", "wgrad")),
+}
 
 
 @pytest.fixture(params=PLACES)
@@ -31,7 +35,9 @@ def place(request):
 class Mlp(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 8))
+        self.net = nn.Sequential(
+            nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 8)
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -67,7 +73,13 @@ def model():
 
 def prepare(place, tmp_path, plugin, *more, method="transposable", estimator="mvue", **options):
     masks = NMSparsityCallback(
-        "2:4", method, estimator, show_tables=False, skip_first_last=False, include="net.[02]", grad_snr_every=0
+        "2:4",
+        method,
+        estimator,
+        show_tables=False,
+        skip_first_last=False,
+        include="net.[02]",
+        grad_snr_every=0,
     )
     options = {"accelerator": place.accelerator, "max_epochs": 3, **options}
     return make_trainer(tmp_path, [masks, *more], plugins=[plugin], **options)
@@ -81,7 +93,14 @@ def fit(place, tmp_path, plugin, *more, **options):
 
 def routed(place, cls, precision, kernels, decisions=None):
     options = {"device": place.device.type} if issubclass(cls, MixedPrecision) else {}
-    return cls(precision, kernels=kernels, backends=[place.kernel], decisions=decisions, budget_s=20, **options)
+    return cls(
+        precision,
+        kernels=kernels,
+        backends=[place.kernel],
+        decisions=decisions,
+        budget_s=20,
+        **options,
+    )
 
 
 PRECISIONS = [
@@ -95,22 +114,32 @@ PRECISIONS = [
     ("method", "cls", "stock", "precision", "kernels"),
     [
         (method, *PRECISIONS[at], kernels)  # every pair of two of the three
-        for at, kernels in ((0, ("sparse", "auto")), (1, ("auto", "sparse")), (2, ("sparse", "auto")))
+        for at, kernels in (
+            (0, ("sparse", "auto")),
+            (1, ("auto", "sparse")),
+            (2, ("sparse", "auto")),
+        )
         for method, kernels in zip(("transposable", "bi-mask"), kernels, strict=True)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_fit_learns_as_without_the_plugin(place, tmp_path, method, cls, stock, precision, kernels):
+def test_a_fit_learns_as_without_the_plugin(
+    place, tmp_path, method, cls, stock, precision, kernels
+):
     options = {"device": place.device.type} if stock is MixedPrecision else {}
     # Without an estimator: its draws are other ones where a gradient's last digit is.
     expected = fit(place, tmp_path, stock(precision, **options), method=method, estimator=None)
     plugin = routed(place, cls, precision, kernels)
     found = fit(place, tmp_path, plugin, method=method, estimator=None)
-    loss, stock_loss = (float(trainer.callback_metrics["val_loss"]) for trainer in (found, expected))
+    loss, stock_loss = (
+        float(trainer.callback_metrics["val_loss"]) for trainer in (found, expected)
+    )
     assert stock_loss < 1.5, "it learns, from a loss of 2.1"
     assert loss == pytest.approx(stock_loss, rel=0.05, abs=2e-3)
     decided = {
-        (used.product.layer, used.product.key.gemm): used for used in plugin.router.used() if used.decision is not None
+        (used.product.layer, used.product.key.gemm): used
+        for used in plugin.router.used()
+        if used.decision is not None
     }
     assert set(decided) == {product for product in SPARSE if product[1] != "wgrad"}
     if kernels == "sparse":
@@ -124,7 +153,9 @@ def test_all_three_products_are_sparse_and_it_learns(place, tmp_path):
     trainer = fit(place, tmp_path, plugin)
     assert trainer.callback_metrics["val_loss"] < 1.5
     assert {
-        (used.product.layer, used.product.key.gemm) for used in plugin.router.used() if used.kernel == place.kernel.name
+        (used.product.layer, used.product.key.gemm)
+        for used in plugin.router.used()
+        if used.kernel == place.kernel.name
     } == SPARSE
 
 
@@ -174,7 +205,9 @@ def test_packs_go_with_the_fit(place, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kernels", ["auto", "sparse"])
 def test_the_doctor_watches_and_judges(place, tmp_path, kernels):
     plugin = routed(place, NMMixedPrecision, "bf16-mixed", kernels)
-    seen = watch(prepare(place, tmp_path, plugin, max_epochs=10, num_sanity_val_steps=0), model(), Blobs())
+    seen = watch(
+        prepare(place, tmp_path, plugin, max_epochs=10, num_sanity_val_steps=0), model(), Blobs()
+    )
     assert seen.step_ms > 0
     assert {product.key.device for product in seen.counts} == {str(place.device)}
     (found,) = judge(seen.router, seen)
@@ -184,7 +217,9 @@ def test_the_doctor_watches_and_judges(place, tmp_path, kernels):
         assert row.eligible
         assert min(row.dense_ms, row.sparse_ms, row.pack_ms) > 0
         assert row.kernel == place.kernel.name or kernels == "auto"
-    assert found.predicted_step_ms == pytest.approx(found.step_ms - (found.dense_ms - found.chosen_ms))
+    assert found.predicted_step_ms == pytest.approx(
+        found.step_ms - (found.dense_ms - found.chosen_ms)
+    )
     assert found.verdict
     trainer = fit(place, tmp_path, plugin)
     assert trainer.callback_metrics["val_loss"] < 1.5

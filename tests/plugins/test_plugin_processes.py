@@ -39,7 +39,9 @@ class Model(pl.LightningModule):
 def run(decisions):
     """What the products of a training used, and its weights."""
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(64, 32, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+    data = TensorDataset(
+        torch.randn(64, 32, generator=generator), torch.randint(0, 4, (64,), generator=generator)
+    )
     plugin = NMPrecision(backends=[SimulatedSparseKernel()], decisions=decisions)
     plugin.router.timer = Opinion()
     pl.seed_everything(0)
@@ -64,7 +66,9 @@ def run(decisions):
 @pytest.mark.slow
 def test_the_first_process_decides(tmp_path):
     decisions = tmp_path / "kernels.json"
-    (first, weights), (second, other_weights) = in_processes(2, tmp_path / "run", run, str(decisions))
+    (first, weights), (second, other_weights) = in_processes(
+        2, tmp_path / "run", run, str(decisions)
+    )
     assert first == second
     assert ("forward", "simulated", 3, "") in first, first
     assert all(torch.equal(weights[key], other_weights[key]) for key in weights)

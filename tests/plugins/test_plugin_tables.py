@@ -21,10 +21,18 @@ def test_the_table_after_a_fit(tmp_path, capsys):
         fit(tmp_path, [made], callbacks=[tabled(tables)], max_epochs=1)
         out = capsys.readouterr().out
         assert ("N:M kernels" in out) == tables
-    fit(tmp_path, [plugin(kernels="auto")], callbacks=[tabled(True)], max_epochs=1, limit_train_batches=1)
+    fit(
+        tmp_path,
+        [plugin(kernels="auto")],
+        callbacks=[tabled(True)],
+        max_epochs=1,
+        limit_train_batches=1,
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert "share of the masked layers' GEMM time on sparse kernels" in out
-    dense = NMPrecision(kernels="sparse", backends=[FakeKernel(supports=lambda key: "never " + "and never " * 3)])
+    dense = NMPrecision(
+        kernels="sparse", backends=[FakeKernel(supports=lambda key: "never " + "and never " * 3)]
+    )
     fit(tmp_path, [dense], callbacks=[tabled(True)], max_epochs=1)
     out = " ".join(capsys.readouterr().out.split())
     assert "no product ran on a sparse kernel" in out
@@ -47,13 +55,26 @@ def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
     assert none.router.unavailable_reason == "there is no sparse kernel"
 
 
-def product(layer, gemm="forward", rows=4096, depth=16384, columns=65536, reason="", pattern="2:4", **options):
-    key = GemmKey(gemm, rows, depth, columns, torch.bfloat16, NMPattern.parse(pattern), "cpu", **options)
+def product(
+    layer,
+    gemm="forward",
+    rows=4096,
+    depth=16384,
+    columns=65536,
+    reason="",
+    pattern="2:4",
+    **options,
+):
+    key = GemmKey(
+        gemm, rows, depth, columns, torch.bfloat16, NMPattern.parse(pattern), "cpu", **options
+    )
     return Product(layer, key, reason)
 
 
 def decided(kernel="cpu-permute", dense_ms=1000.25):
-    return Decision(kernel, dense_ms, 200.0, 50.0, f"measured {kernel} 4.000x; sparse from 1.03x", "measured")
+    return Decision(
+        kernel, dense_ms, 200.0, 50.0, f"measured {kernel} 4.000x; sparse from 1.03x", "measured"
+    )
 
 
 def used_router(monkeypatch, *uses):
@@ -73,13 +94,18 @@ def test_a_product_has_one_row_for_all_its_kernels_and_layers(monkeypatch):
     )
     (row,) = kernel_rows(made)
     assert (row.product, row.calls, row.kernel) == ("forward 4096x16384x65536", 15, "cpu-permute")
-    assert row.why == "measured cpu-permute 4.000x; sparse from 1.03x; 4 calls before that on reference"
+    assert (
+        row.why
+        == "measured cpu-permute 4.000x; sparse from 1.03x; 4 calls before that on reference"
+    )
     assert row.gain == 1000.25 / (200 + 50)
 
 
 def test_products_of_equal_sizes_are_told_apart_by_what_differs(monkeypatch):
     keys = ({}, {"pattern": "1:4"}, {"permuted": True}, {"gemm": "dgrad"})
-    made = used_router(monkeypatch, *(Used(product("a", **key), "reference", 1, None) for key in keys))
+    made = used_router(
+        monkeypatch, *(Used(product("a", **key), "reference", 1, None) for key in keys)
+    )
     names = [row.product for row in kernel_rows(made)]
     assert names == [
         "forward 4096x16384x65536 2:4",
@@ -93,7 +119,12 @@ def test_the_table_fits_into_80_columns(monkeypatch):
     made = used_router(
         monkeypatch,
         Used(product("a"), "cusparselt-direct", 123456, decided("cusparselt-direct")),
-        Used(product("a", "wgrad", reason="none of its operands is N:M " * 9), "reference", 123456, None),
+        Used(
+            product("a", "wgrad", reason="none of its operands is N:M " * 9),
+            "reference",
+            123456,
+            None,
+        ),
         Used(product("a", permuted=True), "cpu-permute", 123456, decided()),
     )
     out = io.StringIO()
@@ -101,6 +132,13 @@ def test_the_table_fits_into_80_columns(monkeypatch):
     text = out.getvalue()
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     assert "…" not in text
-    for words in ("123456", "1000.250", "250.000", "4.00x", "cusparselt-", "1: none of its operands is N:M"):
+    for words in (
+        "123456",
+        "1000.250",
+        "250.000",
+        "4.00x",
+        "cusparselt-",
+        "1: none of its operands is N:M",
+    ):
         assert words in text
     assert [len(row) for row in kernel_columns(made)[1]] == [7] * 3

@@ -37,7 +37,9 @@ class Mlp(pl.LightningModule):
     def __init__(self, checkpointed=False):
         super().__init__()
         self.checkpointed = checkpointed
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 4))
+        self.net = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 4)
+        )
 
     def forward(self, x):
         x = x.to(self.net[0].weight.dtype)
@@ -75,16 +77,23 @@ def mlp(**options):
 
 
 def plugin(cls=NMPrecision, *args, kernels="sparse", **options):
-    return cls(*args, kernels=kernels, backends=[SimulatedSparseKernel()], decisions=None, **options)
+    return cls(
+        *args, kernels=kernels, backends=[SimulatedSparseKernel()], decisions=None, **options
+    )
 
 
 def sparse_callback(**options):
-    return callback("bi-mask", grad_estimator="mvue", skip_first_last=False, include="net.[02]", **options)
+    return callback(
+        "bi-mask", grad_estimator="mvue", skip_first_last=False, include="net.[02]", **options
+    )
 
 
 def fit(tmp_path, plugins, callbacks=None, model=None, **options):
     trainer = make_trainer(
-        tmp_path, [sparse_callback()] if callbacks is None else callbacks, plugins=plugins, **options
+        tmp_path,
+        [sparse_callback()] if callbacks is None else callbacks,
+        plugins=plugins,
+        **options,
     )
     model = model or mlp()
     trainer.fit(model, Blobs())
@@ -101,7 +110,9 @@ def kernels_of(router):
 
 ALL = {
     (layer, gemm): "simulated"
-    for layer, gemm in [(f"net.{k}", gemm) for k in (0, 2) for gemm in ("forward", "dgrad", "wgrad")]
+    for layer, gemm in [
+        (f"net.{k}", gemm) for k in (0, 2) for gemm in ("forward", "dgrad", "wgrad")
+    ]
     if (layer, gemm) != ("net.0", "dgrad")  # data need no gradient
 }
 
@@ -159,7 +170,9 @@ def test_averaged_weights_in_validation_do_not_reach_the_training(accumulated, t
     for plugins in ([], [plugin()]):
         callbacks = [EMAWeightAveraging(decay=0.5), sparse_callback()]
         options = {"accumulate_grad_batches": accumulated, "max_epochs": 4}
-        trainer, model = fit(tmp_path, plugins, callbacks, model=mlp().double(), **options)  # no rounding moves a mask
+        trainer, model = fit(
+            tmp_path, plugins, callbacks, model=mlp().double(), **options
+        )  # no rounding moves a mask
         results.append((float(trainer.callback_metrics["val_loss"]), model.state_dict()))
     (loss, weights), (other_loss, other_weights) = results
     assert loss == pytest.approx(other_loss, rel=1e-4)
@@ -168,7 +181,11 @@ def test_averaged_weights_in_validation_do_not_reach_the_training(accumulated, t
 
 
 def test_a_trainer_without_any_callback_is_told_of_it(tmp_path):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     trainer = pl.Trainer(max_steps=1, logger=False, accelerator="cpu", plugins=[plugin()], **quiet)
     assert not trainer.callbacks
     with pytest.raises(RuntimeError, match="Mlp has none: add NMSparsityCallback"):
@@ -178,7 +195,9 @@ def test_a_trainer_without_any_callback_is_told_of_it(tmp_path):
 def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
     model = mlp()
     before = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match=r"NMPrecision .* Mlp has none: add NMSparsityCallback .* own Precision"):
+    with pytest.raises(
+        RuntimeError, match=r"NMPrecision .* Mlp has none: add NMSparsityCallback .* own Precision"
+    ):
         fit(tmp_path, [plugin()], callbacks=[pl.Callback()], model=model)
     assert_equal_models(model, before)
     trainer = make_trainer(tmp_path, plugins=[plugin()])
@@ -188,10 +207,14 @@ def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
 def test_bad_settings_are_refused_when_the_plugin_is_made():
     with pytest.raises(ValueError, match="kernels='fastest' is unknown: use 'auto'"):
         NMPrecision(kernels="fastest")
-    with pytest.raises(ValueError, match=r"kernels='replay:here' was removed: use 'auto' \(measured\)"):
+    with pytest.raises(
+        ValueError, match=r"kernels='replay:here' was removed: use 'auto' \(measured\)"
+    ):
         NMPrecision(kernels="replay:here")
     for cls in (NMPrecision, fabric_plugins.NMPrecision):
-        with pytest.raises(TypeError, match="NMPrecision: the argument 'gpu' was removed: times are measured"):
+        with pytest.raises(
+            TypeError, match="NMPrecision: the argument 'gpu' was removed: times are measured"
+        ):
             cls(gpu=None)
     with pytest.raises(ValueError, match="precision='bf16' is unknown"):
         NMHalfPrecision("bf16")
@@ -208,11 +231,18 @@ def test_auto_measures_the_first_batch_before_its_backward(checkpointed, tmp_pat
     made.router.timer = timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
     fit(tmp_path, [made], model=mlp(checkpointed=checkpointed))
     calls = {
-        (used.product.layer, used.product.key.gemm, used.product.key.columns, used.kernel): used.calls
+        (
+            used.product.layer,
+            used.product.key.gemm,
+            used.product.key.columns,
+            used.kernel,
+        ): used.calls
         for used in made.router.used()
     }
     assert calls["net.0", "forward", 16, "reference"] == 1
-    assert calls["net.0", "forward", 16, "fast"] == (15 if checkpointed else 7), "computed again in backward"
+    assert calls["net.0", "forward", 16, "fast"] == (15 if checkpointed else 7), (
+        "computed again in backward"
+    )
     assert calls["net.2", "dgrad", 16, "fast"] == 8
     assert timer.timed
     assert (tmp_path / "kernels.json").exists()
@@ -247,10 +277,16 @@ def scaler():
     return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
 
 
-@pytest.mark.parametrize(("first", "second"), [(NMMixedPrecision, MixedPrecision), (MixedPrecision, NMMixedPrecision)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(NMMixedPrecision, MixedPrecision), (MixedPrecision, NMMixedPrecision)]
+)
 def test_the_scaler_goes_on_when_the_plugin_joins_or_leaves(first, second, tmp_path):
     def made(cls):
-        return plugin(cls, "16-mixed", "cpu", scaler()) if cls is NMMixedPrecision else cls("16-mixed", "cpu", scaler())
+        return (
+            plugin(cls, "16-mixed", "cpu", scaler())
+            if cls is NMMixedPrecision
+            else cls("16-mixed", "cpu", scaler())
+        )
 
     trainer, _ = fit(tmp_path, [made(first)], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
@@ -371,7 +407,10 @@ def test_searches_of_lightning_take_the_masks_away(as_callback, tmp_path):
             self.batch_size = 16
 
     pl.seed_everything(0, verbose=False)
-    callbacks = [sparse_callback(), *([LearningRateFinder(num_training_steps=3)] if as_callback else [])]
+    callbacks = [
+        sparse_callback(),
+        *([LearningRateFinder(num_training_steps=3)] if as_callback else []),
+    ]
     made = plugin()
     trainer = make_trainer(tmp_path, callbacks, plugins=[made], max_epochs=1)
     model, data = Tuned(), Blobs()

@@ -95,7 +95,9 @@ def test_bad_interval(every):
         NMSparsityCallback(compare_ranks_every=every)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [0, 1, 2, 3, 4, 5, "end"]), (3, [0, 3, "end"])])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, []), (1, [0, 1, 2, 3, 4, 5, "end"]), (3, [0, 3, "end"])]
+)
 @pytest.mark.parametrize("strategy", [DDPStrategy, NMDDPStrategy])
 def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
     sparsifier = NMSparsifier(Net(), "2:4", "asp", skip_first_last=False).attach()
@@ -135,7 +137,9 @@ class Logged(pl.Callback):
 
 
 def fit(strategy, method, manual=False, callbacks=(), pattern="1:16", **options):
-    callback = NMSparsityCallback(pattern, method, show_tables=False, skip_first_last=False, log_layers=True)
+    callback = NMSparsityCallback(
+        pattern, method, show_tables=False, skip_first_last=False, log_layers=True
+    )
     trainer = pl.Trainer(
         devices=2, strategy=strategy, max_epochs=1, log_every_n_steps=1, callbacks=[callback, *callbacks], **OPTIONS,
         use_distributed_sampler=False, **options,
@@ -170,10 +174,18 @@ def many():
     ):
         log = Logged()
         model, layers = fit(strategy, method, callbacks=[log], **options)
-        logged[name] = (log.ratios, model.state_dict(), [layer["forward_mask"] for layer in layers.values()])
+        logged[name] = (
+            log.ratios,
+            model.state_dict(),
+            [layer["forward_mask"] for layer in layers.values()],
+        )
     with pytest.MonkeyPatch.context() as patch:
         reduced, reduce_gradients = [], NMSparsifier.reduce_gradients
-        patch.setattr(NMSparsifier, "reduce_gradients", lambda self: (reduced.append(1), reduce_gradients(self)))
+        patch.setattr(
+            NMSparsifier,
+            "reduce_gradients",
+            lambda self: (reduced.append(1), reduce_gradients(self)),
+        )
         _, scaled = fit("ddp", ScaledMask(), pattern="2:4", accumulate_grad_batches=3)
         assert len(reduced) == 2, "once for each real step"
     _, manual = fit("ddp", ScaledMask(), manual=True, pattern="2:4")
@@ -183,7 +195,9 @@ def many():
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    (errors, logged, scales), (other_errors, other_logged, other_scales) = in_processes(2, tmp_path / "run", many)
+    (errors, logged, scales), (other_errors, other_logged, other_scales) = in_processes(
+        2, tmp_path / "run", many
+    )
     assert errors == other_errors
     for error in errors:
         assert "layer 'net.2': ranks [1] differ from rank 0 in masks" in error
@@ -205,5 +219,9 @@ def test_two_processes(tmp_path):
         assert ratios == expected[name], name
         _, other_weights, other_masks = other_logged[name]
         assert all(torch.equal(weights[key], other_weights[key]) for key in weights), name
-        assert all(torch.equal(mask, other) for mask, other in zip(masks, other_masks, strict=True)), name
-    assert all(scale != 1.5 and scale == other for scale, other in zip(scales, other_scales, strict=True))
+        assert all(
+            torch.equal(mask, other) for mask, other in zip(masks, other_masks, strict=True)
+        ), name
+    assert all(
+        scale != 1.5 and scale == other for scale, other in zip(scales, other_scales, strict=True)
+    )

@@ -23,7 +23,9 @@ METHODS = {
 }
 PRECISIONS = ["32", "fp16", "fp16-fused"]
 GRID = list(itertools.product(("sr-ste", "bi-mask", "transposable"), PRECISIONS, (1, 4), (1, 2)))
-GRID += [("after-clipping", precision, 4, 1) for precision in PRECISIONS] + [("world-size", "32", 1, 1)]
+GRID += [("after-clipping", precision, 4, 1) for precision in PRECISIONS] + [
+    ("world-size", "32", 1, 1)
+]
 
 
 class Net(pl.LightningModule):
@@ -34,7 +36,10 @@ class Net(pl.LightningModule):
         self.layer, self.calls, self.fused = nn.Linear(16, 16, bias=False), calls, fused
 
     def training_step(self, batch, batch_idx):
-        parts = (part.squeeze(0).chunk(self.trainer.world_size)[self.trainer.global_rank] for part in batch)
+        parts = (
+            part.squeeze(0).chunk(self.trainer.world_size)[self.trainer.global_rank]
+            for part in batch
+        )
         pairs = zip(*(part.chunk(self.calls) for part in parts), strict=True)
         return sum((self.layer(x) * coefficients).sum() for x, coefficients in pairs) / (
             TOKENS / self.trainer.world_size
@@ -68,7 +73,9 @@ def weights_and_masks(method, precision, accumulate, calls, devices=1, strategy=
     """The weight before each step and after the last, and the masks of the steps."""
     torch.manual_seed(0)
     plugins = []
-    if precision != "32":  # Lightning makes bf16-mixed of `precision="16-mixed"` on a CPU, not of the plugin
+    if (
+        precision != "32"
+    ):  # Lightning makes bf16-mixed of `precision="16-mixed"` on a CPU, not of the plugin
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     record = Record()
@@ -79,14 +86,19 @@ def weights_and_masks(method, precision, accumulate, calls, devices=1, strategy=
         max_epochs=1,
         accumulate_grad_batches=accumulate,
         plugins=plugins,
-        callbacks=[NMSparsityCallback("2:4", METHODS[method](), skip_first_last=False, show_tables=False), record],
+        callbacks=[
+            NMSparsityCallback("2:4", METHODS[method](), skip_first_last=False, show_tables=False),
+            record,
+        ],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(calls, precision == "fp16-fused"), DataLoader(TensorDataset(*integers(accumulate))))
+    trainer.fit(
+        Net(calls, precision == "fp16-fused"), DataLoader(TensorDataset(*integers(accumulate)))
+    )
     return torch.stack(record.weights), torch.stack(record.masks)
 
 
@@ -99,8 +111,14 @@ def check(weights, masks, method, accumulate, devices=1):
     before, after = weights[:-1].double(), weights[1:].double()
     decayed = DECAY * torch.where(masks, 0, before) * (devices if method == "world-size" else 1)
     error = (after - (before - RATE * (gradients + decayed))).abs()
-    allowed = 2 * torch.finfo(torch.float32).eps * (before.abs() + RATE * (gradients.abs() + decayed.abs()))
-    assert bool((error <= allowed).all()), f"off by up to {float((error / allowed).max()):.3g} x what rounding may do"
+    allowed = (
+        2
+        * torch.finfo(torch.float32).eps
+        * (before.abs() + RATE * (gradients.abs() + decayed.abs()))
+    )
+    assert bool((error <= allowed).all()), (
+        f"off by up to {float((error / allowed).max()):.3g} x what rounding may do"
+    )
     assert bool((masks[0] != masks[-1]).any()), "the masks stood still"
     if method != "transposable":
         assert torch.equal(masks, nmf.nm_mask(weights[:-1].abs(), "2:4"))

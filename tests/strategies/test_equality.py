@@ -10,7 +10,15 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import ASP, BAME, SRSTE, BiMask, NMDDPStrategy, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    SRSTE,
+    BiMask,
+    NMDDPStrategy,
+    NMSparsityCallback,
+    TransposableMask,
+)
 from tests.support.outside import ScaledMask
 from tests.support.processes import in_processes
 
@@ -41,7 +49,12 @@ class Net(pl.LightningModule):
         super().__init__()
         self.overflows = overflows
         self.net = nn.Sequential(
-            nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 4)
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(128, 32),
+            nn.Tanh(),
+            nn.Linear(32, 4),
         )
 
     def training_step(self, batch, batch_idx):
@@ -60,8 +73,12 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
     x = torch.randn(96, 4, 4, 4, generator=generator, dtype=torch.float64)
     data = TensorDataset(x, torch.randint(0, 4, (96,), generator=generator))
     pl.seed_everything(0, verbose=False)
-    model = Net(OVERFLOWS if scaled else ()).double()  # float64 is not autocast: no rounding, but scaled gradients
-    callback = NMSparsityCallback("2:4", METHODS[method](), skip_first_last=False, show_tables=False)
+    model = Net(
+        OVERFLOWS if scaled else ()
+    ).double()  # float64 is not autocast: no rounding, but scaled gradients
+    callback = NMSparsityCallback(
+        "2:4", METHODS[method](), skip_first_last=False, show_tables=False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -69,7 +86,9 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
         max_epochs=1,
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if scaled else None,
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+        if scaled
+        else None,
         callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
@@ -91,17 +110,26 @@ def assert_equal(found, expected, tolerance=1e-10):
         other = expected_layers[name]
         assert (layer["step"], layer["total_flips"]) == (other["step"], other["total_flips"]), name
         for key in ("forward_mask", "backward_mask", "permutation", "latent", "parameters"):
-            torch.testing.assert_close(layer[key], other[key], rtol=0, atol=tolerance) if layer[key] is not None else 0
+            torch.testing.assert_close(layer[key], other[key], rtol=0, atol=tolerance) if layer[
+                key
+            ] is not None else 0
             assert (layer[key] is None) == (other[key] is None), (name, key)
 
 
 RUNS = [(method, strategy, 1) for method in METHODS for strategy in ("ddp", "nm_ddp")]
-RUNS += [("bame", "nm_ddp", 2), ("asp", "static", 1), ("bame", "static", 1), ("scaled-mask", "ddp", 2)]
+RUNS += [
+    ("bame", "nm_ddp", 2),
+    ("asp", "static", 1),
+    ("bame", "static", 1),
+    ("scaled-mask", "ddp", 2),
+]
 RUNS += [(method, strategy, 1, True) for method, strategy, _ in RUNS[: 2 * len(METHODS)]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "runs"), [(2, RUNS), (4, [("bame", "nm_ddp", 1)])], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("world", "runs"), [(2, RUNS), (4, [("bame", "nm_ddp", 1)])], ids=["2", "4"]
+)
 def test_processes_equal_one(tmp_path, world, runs):
     everyone = in_processes(world, tmp_path / "run", fits, runs, world)
     one = cache(lambda method, *options: fit(method, "auto", 1, *options))
@@ -115,4 +143,6 @@ def test_processes_equal_one(tmp_path, world, runs):
             except AssertionError as error:
                 raise AssertionError(f"{method} under {strategy}, {options}: {error}") from error
             assert_equal(found[k], everyone[0][k], tolerance=0)
-        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), "masks moved"
+        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), (
+            "masks moved"
+        )

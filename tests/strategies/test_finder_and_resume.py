@@ -17,7 +17,10 @@ METHODS = {
     "sr-ste": lambda: (SRSTE(1e-2), None),
     "bi-mask": lambda: (BiMask(permute_every=4), None),
     "bame": lambda: (BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5), None),
-    "three-gemms": lambda: (TransposableMask(update_every=3, decay=1e-3), MVUE("1:2", dense_end=0.2)),
+    "three-gemms": lambda: (
+        TransposableMask(update_every=3, decay=1e-3),
+        MVUE("1:2", dense_end=0.2),
+    ),
 }
 RUNS = list(itertools.product(METHODS, ("ddp", "nm_ddp")))
 HALF = 9
@@ -66,7 +69,11 @@ def everything(trainer, model):
     assert all(nmf.is_nm(model.net[k].weight, "2:4", dim=1) for k in (3, 6))
     nm = trainer.callbacks[0].state_dict()
     assert all(layer["step"] == trainer.global_step for layer in nm["layers"].values())
-    return {"model": model.state_dict(), "sparsifier": nm, "optimizer": trainer.optimizers[0].state_dict()}
+    return {
+        "model": model.state_dict(),
+        "sparsifier": nm,
+        "optimizer": trainer.optimizers[0].state_dict(),
+    }
 
 
 def found(folder):
@@ -91,7 +98,9 @@ def found(folder):
                 pl.seed_everything(7, verbose=False)
                 model = Tuned()
             trainer = trainer_of(folder, method, strategy)
-            trainer.fit(model, datamodule=Data(batch_size=8), ckpt_path=path if name == "resumed" else None)
+            trainer.fit(
+                model, datamodule=Data(batch_size=8), ckpt_path=path if name == "resumed" else None
+            )
             results[-1].append(everything(trainer, model))
     return results
 
@@ -104,7 +113,9 @@ def differences(one, other, path=""):
         keys = list(one) if isinstance(one, dict) else range(len(one))
         same = [*other] == keys if isinstance(one, dict) else len(one) == len(other)
         assert same, path
-        return [found for key in keys for found in differences(one[key], other[key], f"{path}/{key}")]
+        return [
+            found for key in keys for found in differences(one[key], other[key], f"{path}/{key}")
+        ]
     return [] if one == other else [path]
 
 
@@ -114,8 +125,14 @@ def test_two_processes(tmp_path):
     for run, one, other in zip(RUNS, first, second, strict=True):
         for name, mine, theirs in zip(("tuned", "straight", "resumed"), one, other, strict=True):
             parts = differences(mine, theirs)
-            assert all("net.1.running" in part for part in parts), (run, name, parts)  # each rank's own batches
+            assert all("net.1.running" in part for part in parts), (
+                run,
+                name,
+                parts,
+            )  # each rank's own batches
         _, straight, resumed = one
         assert not differences(straight, resumed), (run, differences(straight, resumed))
         assert not differences(other[1], other[2]), run
-        assert all(layer["total_flips"] for layer in straight["sparsifier"]["layers"].values()), "the masks stood still"
+        assert all(layer["total_flips"] for layer in straight["sparsifier"]["layers"].values()), (
+            "the masks stood still"
+        )

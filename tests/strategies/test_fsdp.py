@@ -44,7 +44,12 @@ class Net(pl.LightningModule):
             return
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 4)
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(128, 32),
+            nn.Tanh(),
+            nn.Linear(32, 4),
         ).to(self.dtype_)
         if self.shard:
             settings = {} if self.policy is None else {"mp_policy": self.policy}
@@ -53,7 +58,11 @@ class Net(pl.LightningModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"], **settings)
 
     def _loss(self, batch):
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer.world_size > 1 else (0, 1)
+        rank, world = (
+            (self.trainer.global_rank, self.trainer.world_size)
+            if self.trainer.world_size > 1
+            else (0, 1)
+        )
         x, y = (part[rank::world] for part in batch)
         return F.cross_entropy(self.net(x), y)
 
@@ -72,7 +81,9 @@ class Net(pl.LightningModule):
 def data(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12 * STEPS, 4, 4, 4, generator=generator, dtype=torch.float64).to(dtype)
-    return DataLoader(TensorDataset(x, torch.randint(0, 4, (len(x),), generator=generator)), batch_size=12)
+    return DataLoader(
+        TensorDataset(x, torch.randint(0, 4, (len(x),), generator=generator)), batch_size=12
+    )
 
 
 def trainer(devices, callbacks, whole_file=True, **options):
@@ -93,12 +104,25 @@ def trainer(devices, callbacks, whole_file=True, **options):
 
 
 def whole(model):
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    return {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
+    }
 
 
-def fit(method, devices, optimizer="sgd", ckpt_path=None, save=None, whole_file=True, estimator=None, **options):
+def fit(
+    method,
+    devices,
+    optimizer="sgd",
+    ckpt_path=None,
+    save=None,
+    whole_file=True,
+    estimator=None,
+    **options,
+):
     """Weights and the sparsifier's state after some epochs of eight batches."""
-    callback = NMSparsityCallback("2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False)
+    callback = NMSparsityCallback(
+        "2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False
+    )
     model = Net(devices > 1, optimizer)
     run = trainer(devices, [callback], whole_file, **options)
     run.fit(model, data(), data(), ckpt_path=ckpt_path)
@@ -119,7 +143,12 @@ FORMS = ({}, {"accumulate_grad_batches": 2}, {"optimizer": "adamw"})
 def test_sharded_weights_train_as_whole_ones(tmp_path, world):
     """On three processes no layer's rows divide evenly, and the last layer has fewer blocks than there are."""
     # Each pair of any two of method, form and number of processes occurs.
-    runs = [(method, form) for i, method in enumerate(METHODS) for j, form in enumerate(FORMS) if (i + j - world) % 2]
+    runs = [
+        (method, form)
+        for i, method in enumerate(METHODS)
+        for j, form in enumerate(FORMS)
+        if (i + j - world) % 2
+    ]
     everyone = in_processes(world, tmp_path / "run", sharded_runs, runs, world)
     for k, (method, options) in enumerate(runs):
         alone = fit(method, 1, **options)
@@ -129,7 +158,9 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
             except AssertionError as error:
                 raise AssertionError(f"{method}, {options}: {error}") from error
             assert_equal(found[k], everyone[0][k], tolerance=0)
-        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), "masks moved"
+        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), (
+            "masks moved"
+        )
 
 
 def resumed_runs(runs, folder, devices):
@@ -166,7 +197,9 @@ def continued(folder):
     """Two sharded runs: one that goes on from a file of one process, one whose files another number goes on from."""
     goes_on = fit("bi-mask", 2, "adamw", max_epochs=2, ckpt_path=f"{folder}/alone.ckpt")
     fit("bi-mask", 2, "adamw", max_epochs=2, max_steps=STEPS, save=f"{folder}/two.ckpt")
-    fit("bame", 2, max_epochs=2, max_steps=STEPS, save=f"{folder}/two-shards.ckpt", whole_file=False)
+    fit(
+        "bame", 2, max_epochs=2, max_steps=STEPS, save=f"{folder}/two-shards.ckpt", whole_file=False
+    )
     return goes_on
 
 
@@ -180,7 +213,9 @@ def test_checkpoints_move_between_one_two_and_three_processes(tmp_path):
     fit("bi-mask", 1, "adamw", max_epochs=2, max_steps=STEPS, save=tmp_path / "alone.ckpt")
     for found in in_processes(2, tmp_path / "two", continued, str(tmp_path)):
         assert_equal(found, alone, 1e-9)
-    assert_equal(fit("bi-mask", 1, "adamw", max_epochs=2, ckpt_path=tmp_path / "two.ckpt"), alone, 1e-9)
+    assert_equal(
+        fit("bi-mask", 1, "adamw", max_epochs=2, ckpt_path=tmp_path / "two.ckpt"), alone, 1e-9
+    )
     for found in in_processes(3, tmp_path / "three", three, str(tmp_path)):
         assert_equal(found, fit("bame", 1, max_epochs=2), 1e-9)
 
@@ -201,7 +236,9 @@ def half_precision(method):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     callback = NMSparsityCallback("2:4", method, log_layers=True, skip_first_last=False)
     model, look = Net(True, "adamw", torch.float32, policy), Look()
-    run = trainer(2, [callback, look], val_check_interval=3, log_every_n_steps=2, num_sanity_val_steps=1)
+    run = trainer(
+        2, [callback, look], val_check_interval=3, log_every_n_steps=2, num_sanity_val_steps=1
+    )
     run.fit(model, data(torch.float32), data(torch.float32))
     state = callback.state_dict()["layers"]["net.3"]
     figures = {key: float(value) for key, value in run.callback_metrics.items()}
@@ -231,14 +268,23 @@ def routed(folder):
     """A run whose products a kernel in software makes, and what it ran; the same without."""
     found = []
     for plugins in (
-        [NMPrecision(kernels="sparse", backends=[SimulatedSparseKernel()], decisions=f"{folder}/kernels.json")],
+        [
+            NMPrecision(
+                kernels="sparse",
+                backends=[SimulatedSparseKernel()],
+                decisions=f"{folder}/kernels.json",
+            )
+        ],
         [],
     ):
         model, method = Net(True, "adamw"), METHODS["transposable"]()
         nm = NMSparsityCallback("2:4", method, "mvue", include="net.3", show_tables=False)
         trainer(2, [nm], plugins=plugins, accumulate_grad_batches=2).fit(model, data())
         found.append(whole(model))
-        found += [[[use.product.key.gemm, use.kernel] for use in plugin.router.used()] for plugin in plugins]
+        found += [
+            [[use.product.key.gemm, use.kernel] for use in plugin.router.used()]
+            for plugin in plugins
+        ]
     return found
 
 
@@ -288,19 +334,28 @@ def refused():
     mesh = init_device_mesh("cpu", (2,))
     left_behind = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(left_behind, mesh=mesh)
-    for names, reason in ((True, "its weight is flat"), (False, "its weight is computed, not stored")):
+    for names, reason in (
+        (True, "its weight is flat"),
+        (False, "its weight is computed, not stored"),
+    ):
         first = FullyShardedDataParallel(
-            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), use_orig_params=names, device_id=torch.device("cpu")
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+            use_orig_params=names,
+            device_id=torch.device("cpu"),
         )
         with pytest.raises(ValueError, match=rf"no layer can be masked.*'0': {reason}"):
             NMSparsifier(first, "2:4", "sr-ste").attach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceMesh, "device_type", "cuda")  # as if products were made there
-        with pytest.raises(ValueError, match=r"'0' is named .* cannot be masked: FSDP keeps it on the cpu"):
+        with pytest.raises(
+            ValueError, match=r"'0' is named .* cannot be masked: FSDP keeps it on the cpu"
+        ):
             NMSparsifier(left_behind, "2:4", "sr-ste", include="0").attach()
     model = Net(True)
     with pytest.raises(ValueError, match=r"ScaledMask owns parameters at layer 'net\.0'"):
-        trainer(2, [NMSparsityCallback("2:4", ScaledMask(), skip_first_last=False)]).fit(model, data())
+        trainer(2, [NMSparsityCallback("2:4", ScaledMask(), skip_first_last=False)]).fit(
+            model, data()
+        )
     return not any(isinstance(module, Adapter) for module in model.modules())
 
 
@@ -331,7 +386,11 @@ def broken_off(folder):
         trainer(2, [nm, OneFails(news)]).fit(model, data())
     heard = news.exists()
     news.touch()
-    sparse = all(is_nm(w, NMPattern(2, 4), dim=1) for key, w in whole(model).items() if key.endswith("weight"))
+    sparse = all(
+        is_nm(w, NMPattern(2, 4), dim=1)
+        for key, w in whole(model).items()
+        if key.endswith("weight")
+    )
     step = nm.state_dict()["clock"]
     run = trainer(2, [nm])
     run.fit(model, data())
@@ -341,7 +400,13 @@ def broken_off(folder):
     nm = NMSparsityCallback("2:4", "asp", skip_first_last=False, show_tables=False)
     with pytest.raises(ValueError, match="of another sparse model"):
         trainer(2, [nm]).fit(other, data(), ckpt_path=f"{folder}/other.ckpt")
-    return heard, sparse, step, steps, any(isinstance(part, Adapter) for m in (model, other) for part in m.modules())
+    return (
+        heard,
+        sparse,
+        step,
+        steps,
+        any(isinstance(part, Adapter) for m in (model, other) for part in m.modules()),
+    )
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from tests.support.processes import in_processes
 def plain_loop(settings, evaluate_first):
     """Weights after a loop without Lightning that evaluates whenever it can; sharded unless ``settings`` is None."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model = nn.Sequential(
+        nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    ).double()
     if settings is not None:
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh, **settings)
@@ -88,7 +90,11 @@ def not_ready():
 def plain_loops():
     forms = [{}, {"reshard_after_forward": False}]
     not_ready()
-    return [plain_loop(settings, evaluate_first) for settings in forms for evaluate_first in (False, True)], warm_up()
+    return [
+        plain_loop(settings, evaluate_first)
+        for settings in forms
+        for evaluate_first in (False, True)
+    ], warm_up()
 
 
 @pytest.mark.slow

@@ -49,8 +49,13 @@ def test_all_processes_compute_and_the_first_writes(tmp_path):
     fit(folder, "alone")
     for densities in in_processes(2, tmp_path / "run", in_two, folder):
         assert densities.tolist() == [0.5] * 3
-    alone, sharded, refusing, ddp = (Events(f"{folder}/{name}") for name in ("alone", "sharded", "refusing", "ddp"))
-    assert all(len(list((tmp_path / "logs" / name).glob("events*"))) == 1 for name in ("sharded", "refusing", "ddp"))
+    alone, sharded, refusing, ddp = (
+        Events(f"{folder}/{name}") for name in ("alone", "sharded", "refusing", "ddp")
+    )
+    assert all(
+        len(list((tmp_path / "logs" / name).glob("events*"))) == 1
+        for name in ("sharded", "refusing", "ddp")
+    )
     assert sharded.tags() == alone.tags()
     for tag in ("nm/margin", "nm/margin/net.0", "nm/margin/net.3"):
         assert sharded.steps(tag) == alone.steps(tag) == [1, 3, 5, 7]

@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import ASP, BAME, SRSTE, BiMask, NMPattern, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    SRSTE,
+    BiMask,
+    NMPattern,
+    NMSparsifier,
+    NMSparsityCallback,
+    TransposableMask,
+)
 from lightning_nm.functional import is_nm
 from tests.strategies.test_equality import assert_equal
 from tests.support.processes import in_processes
@@ -70,8 +79,12 @@ class Net(pl.LightningModule):
 def fit(method, data=1, tensor=1, estimator=None, ckpt_path=None, save=None, hidden=32, **options):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8 * STEPS, 16, generator=generator, dtype=torch.float64)
-    batches = DataLoader(TensorDataset(x, torch.randint(0, 4, (len(x),), generator=generator)), batch_size=8)
-    callback = NMSparsityCallback("2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False)
+    batches = DataLoader(
+        TensorDataset(x, torch.randint(0, 4, (len(x),), generator=generator)), batch_size=8
+    )
+    callback = NMSparsityCallback(
+        "2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=data * tensor,
@@ -88,7 +101,9 @@ def fit(method, data=1, tensor=1, estimator=None, ckpt_path=None, save=None, hid
     trainer.fit(model, batches, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    weights = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    weights = {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
+    }
     return weights, callback.state_dict()["layers"]
 
 
@@ -97,8 +112,21 @@ def fits(data, tensor, folder):
     resumed = []
     for method, estimator in (("bame", None), ("bi-mask", "mvue")):
         straight = fit(method, data, tensor, estimator, max_epochs=2)
-        fit(method, data, tensor, estimator, save=f"{folder}/{method}.ckpt", max_epochs=2, max_steps=STEPS)
-        resumed.append((straight, fit(method, data, tensor, estimator, f"{folder}/{method}.ckpt", max_epochs=2)))
+        fit(
+            method,
+            data,
+            tensor,
+            estimator,
+            save=f"{folder}/{method}.ckpt",
+            max_epochs=2,
+            max_steps=STEPS,
+        )
+        resumed.append(
+            (
+                straight,
+                fit(method, data, tensor, estimator, f"{folder}/{method}.ckpt", max_epochs=2),
+            )
+        )
     return found, resumed
 
 
@@ -112,21 +140,29 @@ def test_tensor_parallel_layers_train_as_whole_ones(tmp_path, data, tensor):
             assert_equal(found[k], everyone[0][0][k], tolerance=0)
             for straight, again in resumed:
                 assert_equal(again, straight, tolerance=0)
-            if method == "bi-mask":  # its permutation must not leave a process's rows, so it is another
+            if (
+                method == "bi-mask"
+            ):  # its permutation must not leave a process's rows, so it is another
                 continue
             try:
                 assert_equal(found[k], alone, 1e-9)
             except AssertionError as error:
                 raise AssertionError(f"{method}: {error}") from error
-        assert method == "asp" or any(layer["total_flips"] for layer in alone[1].values()), "masks moved"
+        assert method == "asp" or any(layer["total_flips"] for layer in alone[1].values()), (
+            "masks moved"
+        )
 
 
 def cut(hidden):
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(OrderedDict(up=nn.Linear(16, hidden), act=nn.ReLU(), down=nn.Linear(hidden, 8)))
+    model = nn.Sequential(
+        OrderedDict(up=nn.Linear(16, hidden), act=nn.ReLU(), down=nn.Linear(hidden, 8))
+    )
     model.register_module("conv", nn.Conv1d(8, 8, 1))
     model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model.conv.weight = nn.Parameter(distribute_tensor(model.conv.weight.detach(), mesh, [Shard(0)]))
+    model.conv.weight = nn.Parameter(
+        distribute_tensor(model.conv.weight.detach(), mesh, [Shard(0)])
+    )
     sparsifier = NMSparsifier(model, "2:4", BiMask(), skip_first_last=False).attach()
     up = sparsifier.layers["up"]
     rows = up.rows(up.backward_mask) if up.backward_mask is not None else None
@@ -134,19 +170,26 @@ def cut(hidden):
     found = {
         "skipped": sparsifier.skipped,
         "gemms": {
-            name: [[gemm.treatment, gemm.reason] for gemm in layer.gemms()] for name, layer in sparsifier.layers.items()
+            name: [[gemm.treatment, gemm.reason] for gemm in layer.gemms()]
+            for name, layer in sparsifier.layers.items()
         },
         "whole": local is not None and bool(is_nm(local, NMPattern(2, 4), dim=0)),
-        "own rows": local is not None and up.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
+        "own rows": local is not None
+        and up.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
     }
     sparsifier.detach()
     whole = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.ReLU())
     fully_shard(whole, mesh=mesh)
     of_a_part = NMSparsifier(whole[0], "2:4", "sr-ste", skip_first_last=False).attach()
-    with pytest.raises(RuntimeError, match=r"layer '0' was taken for tensor parallel, but FSDP gathers its weight"):
+    with pytest.raises(
+        RuntimeError, match=r"layer '0' was taken for tensor parallel, but FSDP gathers its weight"
+    ):
         whole(torch.randn(4, 8))
     of_a_part.detach()
-    with pytest.raises(ValueError, match=r"'conv' is named by `include` but cannot be masked: sharded while it runs"):
+    with pytest.raises(
+        ValueError,
+        match=r"'conv' is named by `include` but cannot be masked: sharded while it runs",
+    ):
         NMSparsifier(model, "2:4", BiMask(), include="conv").attach()
     return found
 

@@ -22,7 +22,10 @@ CONFIG = {
         "callbacks": [
             {
                 "class_path": "lightning_nm.NMSparsityCallback",
-                "init_args": {"pattern": "2:4", "method": {"class_path": "lightning_nm.TransposableMask"}},
+                "init_args": {
+                    "pattern": "2:4",
+                    "method": {"class_path": "lightning_nm.TransposableMask"},
+                },
             }
         ],
     },
@@ -43,7 +46,9 @@ def test_a_large_decay_holds_masks_and_dense_training_counts(config, capsys):
     dense, none, large = (float(row[1]) for row in rows)
     assert 0 < large < none
     assert dense > 0
-    assert [float(row[2]) for row in rows[1:]] == pytest.approx([none / dense, large / dense], abs=0.01)
+    assert [float(row[2]) for row in rows[1:]] == pytest.approx(
+        [none / dense, large / dense], abs=0.01
+    )
 
 
 class Weights(Callback):
@@ -59,12 +64,20 @@ class Weights(Callback):
 @pytest.mark.parametrize("transposable", [False, True])
 def test_rates_are_those_of_the_weights(transposable):
     def select(weight):
-        return nmf.transposable_mask(weight, "2:4") if transposable else nmf.nm_mask(weight.abs(), "2:4", dim=1)
+        return (
+            nmf.transposable_mask(weight, "2:4")
+            if transposable
+            else nmf.nm_mask(weight.abs(), "2:4", dim=1)
+        )
 
     flips, weights = Flips(2, transposable), Weights()
     callbacks = [NMSparsityCallback("2:4", "dense", show_tables=False), flips, weights]
-    Trainer(max_steps=7, callbacks=callbacks, logger=False, enable_checkpointing=False, **QUIET).fit(Net(), Data())
-    masks = [torch.cat([select(weight).flatten() for weight in weights.seen[step]]) for step in (1, 3, 5)]
+    Trainer(
+        max_steps=7, callbacks=callbacks, logger=False, enable_checkpointing=False, **QUIET
+    ).fit(Net(), Data())
+    masks = [
+        torch.cat([select(weight).flatten() for weight in weights.seen[step]]) for step in (1, 3, 5)
+    ]
     expected = [(a != b).double().mean().item() for a, b in pairwise(masks)]
     assert flips.rates == pytest.approx(expected)
     assert all(expected)
@@ -75,7 +88,11 @@ def test_rates_are_those_of_the_weights(transposable):
     [
         ("bi-mask", [], "'bi-mask' has no decay: write one as class_path"),
         ({"class_path": "lightning_nm.ASP"}, [], "has no decay"),
-        ({"class_path": "lightning_nm.SRSTE"}, ["--every", "4", "--steps", "6"], "--every 4 --steps 6"),
+        (
+            {"class_path": "lightning_nm.SRSTE"},
+            ["--every", "4", "--steps", "6"],
+            "--every 4 --steps 6",
+        ),
     ],
 )
 def test_bad_input(tmp_path, capsys, method, options, says):

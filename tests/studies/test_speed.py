@@ -33,7 +33,12 @@ class Scripted:
     """The connection of a side whose steps take given seconds and whose losses fall from 4 by 0.1 a step."""
 
     def __init__(self, seconds, clock=None, dies_after=None, last=("validated", 1.5)):
-        self.seconds, self.clock, self.dies_after, self.last = seconds, clock or [0.0], dies_after, last
+        self.seconds, self.clock, self.dies_after, self.last = (
+            seconds,
+            clock or [0.0],
+            dies_after,
+            last,
+        )
         self.steps, self.received, self.inbox = 0, 0, [("idle", {})]
 
     def send(self, grant):
@@ -86,7 +91,9 @@ def test_before_the_first_step_of_a_window_the_last_one_counts():
 
 
 @pytest.mark.parametrize(
-    ("sparse_s", "words"), [(0.5, "2.00 times as fast"), (1.0, "NOT faster"), (2.0, "SLOWER")], ids=str
+    ("sparse_s", "words"),
+    [(0.5, "2.00 times as fast"), (1.0, "NOT faster"), (2.0, "SLOWER")],
+    ids=str,
 )
 def test_findings_say_what_is_not_better(sparse_s, words):
     sparse = curve("sparse", [sparse_s] * 40, [3.0] * 40, val_loss=3.0)
@@ -110,7 +117,10 @@ def test_a_speed_comes_with_its_spread():
 
 
 def test_findings_without_steps():
-    assert "Nothing to compare" in findings(Curve("sparse", "32-true", 1), Curve("dense", "32-true", 1))[0]
+    assert (
+        "Nothing to compare"
+        in findings(Curve("sparse", "32-true", 1), Curve("dense", "32-true", 1))[0]
+    )
 
 
 def test_sides_take_turns_for_equal_seconds():
@@ -156,7 +166,9 @@ def test_the_interval_of_a_median_covers_the_true_one():
 def test_the_faster_precision_is_measured(bf16_s, steps):
     clock = [0.0]
     full, half = Scripted(1.0, clock), Scripted(bf16_s, clock)
-    found = faster_precision([side("dense", full), side("dense", half, "bf16-mixed")], print, lambda: clock[0])
+    found = faster_precision(
+        [side("dense", full), side("dense", half, "bf16-mixed")], print, lambda: clock[0]
+    )
     assert found == {"32-true": 1.0, "bf16-mixed": bf16_s}
     assert next(iter(found)) == ("bf16-mixed" if bf16_s < 1 else "32-true")
     assert half.steps == steps
@@ -174,7 +186,10 @@ def run(monkeypatch, out, dies_after=None, *more):
 
     @contextmanager
     def scripted(setting, *wanted):
-        yield [side(name, Scripted(0.5 if name == "sparse" else 1.0, clock, dies_after), p) for name, p in wanted]
+        yield [
+            side(name, Scripted(0.5 if name == "sparse" else 1.0, clock, dies_after), p)
+            for name, p in wanted
+        ]
 
     monkeypatch.setattr(command, "sides", scripted)
     return command.main(["--seconds", "1e-9", "--precision", "32-true", "--out", str(out), *more])
@@ -193,11 +208,15 @@ def test_files_are_written_also_after_ctrl_c(monkeypatch, tmp_path, capsys, dies
     assert content["setting"]["pattern"] == "1:16"
     assert content["machine"]["torch"] == torch.__version__
     assert content["machine"]["lightning_nm"] == lightning_nm.__version__
-    assert content["command"].startswith("python -m studies.speed --seconds 1e-9 --precision 32-true")
+    assert content["command"].startswith(
+        "python -m studies.speed --seconds 1e-9 --precision 32-true"
+    )
     sparse = content["sides"]["sparse"]
     assert set(sparse["seconds"]) == {0.5}
     events = Events(tmp_path / "out" / "sparse")
-    assert [event.value for event in events.scalars["loss/over_ms"]] == pytest.approx(sparse["losses"])
+    assert [event.value for event in events.scalars["loss/over_ms"]] == pytest.approx(
+        sparse["losses"]
+    )
     assert events.steps("loss/over_ms") == [500 * (k + 1) for k in range(len(sparse["seconds"]))]
     assert ("val_loss" in events.scalars) == (not status)
     if not status:
@@ -250,7 +269,14 @@ def trained(setting, sparse, precision="32-true"):
 @pytest.mark.parametrize("method", ["asp", "bame"])
 def test_a_side_trains_and_reports_each_step(method):
     dense = trained(TINY, False)
-    assert [message[0] for message in dense] == ["idle", "step", "step", "step", "idle", "validated"]
+    assert [message[0] for message in dense] == [
+        "idle",
+        "step",
+        "step",
+        "step",
+        "idle",
+        "validated",
+    ]
     sparse = trained(TINY._replace(method=method), True)
     assert [message[0] for message in sparse] == [message[0] for message in dense]
     assert dense[1][2] != sparse[1][2]
@@ -260,7 +286,9 @@ def test_a_side_trains_and_reports_each_step(method):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_side_sends_its_error():
-    (message,) = [message for message in trained(TINY._replace(pattern="1:7"), True) if message[0] != "idle"]
+    (message,) = [
+        message for message in trained(TINY._replace(pattern="1:7"), True) if message[0] != "idle"
+    ]
     assert message[0] == "error"
 
 
@@ -280,7 +308,15 @@ def test_the_config_trains_the_model_of_the_comparison():
 
 @pytest.mark.slow
 def test_the_command_runs_in_processes(tmp_path, capsys):
-    sizes = {"seconds": 1, "width": 32, "layers": 1, "tokens": 64, "context": 16, "threads": 1, "out": tmp_path}
+    sizes = {
+        "seconds": 1,
+        "width": 32,
+        "layers": 1,
+        "tokens": 64,
+        "context": 16,
+        "threads": 1,
+        "out": tmp_path,
+    }
     assert command.main([f"--{name}={value}" for name, value in sizes.items()]) == 0
     assert "A dense step takes" in capsys.readouterr().out
     content = json.loads((tmp_path / "speed.json").read_text())

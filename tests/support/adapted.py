@@ -21,7 +21,11 @@ QUIET = [
 class Net(nn.Module):
     def __init__(self, pattern="2:4"):
         super().__init__()
-        self.first, self.gpt, self.head = nn.Linear(16, 32), Conv1D(24, 32), nn.Linear(24, 8, bias=False)
+        self.first, self.gpt, self.head = (
+            nn.Linear(16, 32),
+            Conv1D(24, 32),
+            nn.Linear(24, 8, bias=False),
+        )
         with torch.no_grad():
             self.gpt.weight.normal_()
             for layer, dim in ((self.first, 1), (self.gpt, 0), (self.head, 1)):
@@ -39,7 +43,9 @@ class Convs(nn.Module):
         self.three = nn.Conv3d(8, 8, (2, 1, 1), padding=(1, 0, 0))
         with torch.no_grad():
             self.one.weight.copy_(nmf.nm_prune(self.one.weight, "2:4", dim=1))
-            self.two.weight.copy_(nmf.nm_prune(self.two.weight.flatten(1), "2:4", dim=1).view_as(self.two.weight))
+            self.two.weight.copy_(
+                nmf.nm_prune(self.two.weight.flatten(1), "2:4", dim=1).view_as(self.two.weight)
+            )
             self.three.weight.copy_(nmf.nm_prune(self.three.weight, "2:4", dim=1))
 
     def forward(self, x):
@@ -55,7 +61,11 @@ def tiny_llama():
     return model
 
 
-TARGETS = {Net: ["first", "gpt", "head"], Convs: ["one", "two", "three"], tiny_llama: ["q_proj", "v_proj", "down_proj"]}
+TARGETS = {
+    Net: ["first", "gpt", "head"],
+    Convs: ["one", "two", "three"],
+    tiny_llama: ["q_proj", "v_proj", "down_proj"],
+}
 INPUTS = {
     Net: lambda: torch.randn(6, 16, dtype=torch.float64),
     Convs: lambda: torch.randn(2, 8, 12, dtype=torch.float64),
@@ -65,7 +75,12 @@ INPUTS = {
 
 def adapted(make=Net, *, seed=0, dtype=torch.float64, **options):
     torch.manual_seed(seed)
-    options = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS[make], "init_lora_weights": False} | options
+    options = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": TARGETS[make],
+        "init_lora_weights": False,
+    } | options
     return peft.get_peft_model(make().to(dtype), peft.LoraConfig(**options))
 
 
@@ -75,8 +90,13 @@ def values(model, x):
 
 
 def layers(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    return {
+        name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)
+    }
 
 
 def base_weights(model):
-    return {name: layer.get_base_layer().weight.detach().clone() for name, layer in layers(model).items()}
+    return {
+        name: layer.get_base_layer().weight.detach().clone()
+        for name, layer in layers(model).items()
+    }

@@ -26,7 +26,9 @@ def linear(method, pattern="2:4", make=OPTIMIZERS["sgd"], dtype=torch.float64, s
 
 def batch(step, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(12, 16, generator=generator, dtype=dtype), torch.randn(12, 8, generator=generator, dtype=dtype)
+    return torch.randn(12, 16, generator=generator, dtype=dtype), torch.randn(
+        12, 8, generator=generator, dtype=dtype
+    )
 
 
 def backward(module, step, windows=1):

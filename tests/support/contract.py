@@ -17,8 +17,12 @@ METHODS = {
     "asp-late": lambda: ASP(start=2),
     "transposable": lambda: TransposableMask(update_every=2),
     "bame": lambda: BAME(stop=100, every=2, budget=1.0, evidence="batch"),
-    "bame-late": lambda: BAME(start=1, stop=100, every=2, gradient_every=2, evidence_rate=0.5, budget=1.0),
-    "bame-bi-mask": lambda: BAME(stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"),
+    "bame-late": lambda: BAME(
+        start=1, stop=100, every=2, gradient_every=2, evidence_rate=0.5, budget=1.0
+    ),
+    "bame-bi-mask": lambda: BAME(
+        stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"
+    ),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }

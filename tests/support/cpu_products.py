@@ -89,7 +89,9 @@ def case(
         order = torch.randperm(depth, generator=generator)
         weight, kept = torch.empty_like(weight).index_copy_(1, order, weight), mask
         mask = torch.empty_like(mask).index_copy_(1, order, kept)
-    noise = torch.randint(0, 256, (rows, depth), generator=generator, dtype=torch.uint8) & (255 - bit)
+    noise = torch.randint(0, 256, (rows, depth), generator=generator, dtype=torch.uint8) & (
+        255 - bit
+    )
     bits = noise | mask.to(torch.uint8) * bit  # other bits belong to other masks
     if storage == "columns" or permuted:
         bits, weight = bits.t().contiguous().t(), weight.t().contiguous().t()
@@ -164,7 +166,9 @@ def conv_case(conv, images, density=0.3, dtype=torch.float32, bias=True, seed=0)
     mask = random_mask(out, torch.Size(rest).numel(), density, generator)
     weight = torch.randn(mask.shape, generator=generator)
     exact = torch.where(mask, weight.to(dtype).double(), 0)
-    matrix = MaskedMatrix(weight, mask.view(torch.uint8), FORWARD_BIT, None, dtype, None, lambda: exact.to(dtype))
+    matrix = MaskedMatrix(
+        weight, mask.view(torch.uint8), FORWARD_BIT, None, dtype, None, lambda: exact.to(dtype)
+    )
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
@@ -190,7 +194,11 @@ def compare_conv(kernel, case):
 
     def products(weight, x, bias, grad):
         kept = torch.where(case.mask, conv2d_weight(x, exact.shape, grad, *rest), 0)
-        return conv2d(x, weight, bias, *rest), conv2d_input(x.shape, weight, grad, *rest), kept.flatten(1)
+        return (
+            conv2d(x, weight, bias, *rest),
+            conv2d_input(x.shape, weight, grad, *rest),
+            kept.flatten(1),
+        )
 
     bias = None if case.bias is None else case.bias.double()
     expected = products(exact, x, bias, grad)

@@ -84,7 +84,10 @@ def train(folder, method, accumulate, kill_in=None, kill_at=0, across_devices=Fa
     trainer.fit(model, Data(), ckpt_path=last if last.exists() else None)
     sys.setprofile(None)
     optimizer = trainer.optimizers[0].state_dict()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer, "step": trainer.global_step}, folder / "result.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer, "step": trainer.global_step},
+        folder / "result.pt",
+    )
     torch.save(moments.events, folder / "events.pt")
 
 

@@ -22,7 +22,9 @@ def grouped_mm(x, weight, ends):
     if GROUPED:
         return torch._grouped_mm(x, weight, offs=ends)
     bounds = [0, *ends.tolist()]
-    return torch.cat([x[start:end] @ weight[k] for k, (start, end) in enumerate(itertools.pairwise(bounds))])
+    return torch.cat(
+        [x[start:end] @ weight[k] for k, (start, end) in enumerate(itertools.pairwise(bounds))]
+    )
 
 
 class Experts(nn.Module):
@@ -36,7 +38,9 @@ class Experts(nn.Module):
         self.way, self.number = way, number
         for name, (out, width) in zip(("up", "down"), self.sizes, strict=True):
             values = torch.randn(number, out, width) * 0.2
-            self.register_parameter(name, nn.Parameter(values.mT.contiguous() if self.transposed else values))
+            self.register_parameter(
+                name, nn.Parameter(values.mT.contiguous() if self.transposed else values)
+            )
 
     def forward(self, x, experts):
         return getattr(self, f"by_{self.way}")(x, experts)
@@ -63,10 +67,14 @@ class Experts(nn.Module):
 
     def by_matmul(self, x, experts):
         up, down = list(self.up), self.down.unbind(0)
-        return self.each(x, experts, lambda x, name, k: x @ self.turned(up[k] if name == "up" else down[k]))
+        return self.each(
+            x, experts, lambda x, name, k: x @ self.turned(up[k] if name == "up" else down[k])
+        )
 
     def by_left(self, x, experts):
-        return self.each(x, experts, lambda x, name, k: (self.turned(getattr(self, name)[k]).T @ x.T).T)
+        return self.each(
+            x, experts, lambda x, name, k: (self.turned(getattr(self, name)[k]).T @ x.T).T
+        )
 
     def by_index(self, x, experts):
         hidden = torch.bmm(x.unsqueeze(1), self.turned(self.up[experts])).relu()
@@ -74,7 +82,9 @@ class Experts(nn.Module):
 
     def by_sorted(self, x, experts, product):
         order, ends = experts.argsort(stable=True), offsets(experts, self.number)
-        y = product(product(x[order], self.turned(self.up), ends).relu(), self.turned(self.down), ends)
+        y = product(
+            product(x[order], self.turned(self.up), ends).relu(), self.turned(self.down), ends
+        )
         return torch.empty_like(y).index_copy(0, order, y)
 
     def by_grouped(self, x, experts):
@@ -82,7 +92,9 @@ class Experts(nn.Module):
 
     def by_all(self, x, experts):
         """Every expert on every token, as a batch, and a sum over chosen ones."""
-        y = torch.bmm((x.expand(self.number, *x.shape) @ self.turned(self.up)).relu(), self.turned(self.down))
+        y = torch.bmm(
+            (x.expand(self.number, *x.shape) @ self.turned(self.up)).relu(), self.turned(self.down)
+        )
         return (F.one_hot(experts, self.number).t()[..., None] * y).sum(0)
 
     def by_einsum(self, x, experts):
@@ -112,11 +124,15 @@ class Twin(nn.Module):
         for name, (out, width) in zip(("up", "down"), experts.sizes, strict=True):
             layers = [nn.Linear(width, out, bias=False) for _ in range(experts.number)]
             setattr(self, name, nn.ModuleList(layers))
-            for layer, values in zip(layers, matrices(experts, getattr(experts, name)), strict=True):
+            for layer, values in zip(
+                layers, matrices(experts, getattr(experts, name)), strict=True
+            ):
                 layer.weight.data = values.detach().clone()
 
     def forward(self, x, experts):
-        return Experts.each(self, x, experts, lambda x, name, expert: getattr(self, name)[expert](x))
+        return Experts.each(
+            self, x, experts, lambda x, name, expert: getattr(self, name)[expert](x)
+        )
 
 
 def matrices(experts, tensor):
@@ -148,4 +164,6 @@ class TransposedLinearExperts(LinearExperts):
         self.weight = nn.Parameter(self.weight.detach().mT.contiguous())
 
     def forward(self, x):
-        return torch.cat([x[expert :: self.number] @ self.weight[expert] for expert in range(self.number)])
+        return torch.cat(
+            [x[expert :: self.number] @ self.weight[expert] for expert in range(self.number)]
+        )

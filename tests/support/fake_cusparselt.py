@@ -61,7 +61,9 @@ def logged(function):
         if function.__name__ in self.broken:
             raise FakeError("CUSPARSE_STATUS_NOT_SUPPORTED")
         if "handle" in named:
-            assert self.alive[named["handle"]].thread == threading.get_ident(), "a handle belongs to a thread"
+            assert self.alive[named["handle"]].thread == threading.get_ident(), (
+                "a handle belongs to a thread"
+            )
         return function(self, *arguments)
 
     call.__signature__, call.__wrapped__ = signature, function
@@ -72,10 +74,20 @@ class FakeCuSparseLt:
     Sparsity = enum.IntEnum("Sparsity", {"SPARSITY_50_PERCENT": 0})
     ComputeType = enum.IntEnum("ComputeType", {"COMPUTE_32F": 2})
     MatmulAlg = enum.IntEnum("MatmulAlg", {"DEFAULT": 0})
-    MatmulAlgAttribute = enum.IntEnum("MatmulAlgAttribute", {"CONFIG_ID": 0, "SPLIT_K": 3, "SPLIT_K_MODE": 4})
+    MatmulAlgAttribute = enum.IntEnum(
+        "MatmulAlgAttribute", {"CONFIG_ID": 0, "SPLIT_K": 3, "SPLIT_K_MODE": 4}
+    )
     MatmulDescAttribute = enum.IntEnum("MatmulDescAttribute", {"BIAS_POINTER": 8})
 
-    def __init__(self, version=801, padding=0, workspace=4096, broken=(), plan_keeps_bias=False, fastest=(0, 1, -1)):
+    def __init__(
+        self,
+        version=801,
+        padding=0,
+        workspace=4096,
+        broken=(),
+        plan_keeps_bias=False,
+        fastest=(0, 1, -1),
+    ):
         self.installed = version
         self.padding = padding
         self.workspace = workspace
@@ -107,7 +119,9 @@ class FakeCuSparseLt:
 
     @logged
     def get_property(self, property_type):
-        return (self.installed // 1000, self.installed // 100 % 10, self.installed % 100)[property_type]
+        return (self.installed // 1000, self.installed // 100 % 10, self.installed % 100)[
+            property_type
+        ]
 
     @logged
     def dense_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order):
@@ -115,7 +129,9 @@ class FakeCuSparseLt:
         return self._make("dense", rows=rows, cols=cols, dtype=DTYPES[value_type], order=order)
 
     @logged
-    def structured_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order, sparsity):
+    def structured_descriptor_init(
+        self, handle, rows, cols, ld, alignment, value_type, order, sparsity
+    ):
         assert (ld, alignment, order, sparsity) == (cols, 16, ROW, 0)
         return self._make("sparse", rows=rows, cols=cols, dtype=DTYPES[value_type])
 
@@ -149,12 +165,16 @@ class FakeCuSparseLt:
     @logged
     def matmul_alg_set_attribute(self, handle, alg_selection, attribute, data, data_size):
         assert data_size == 4
-        self.alive[alg_selection].attributes[int(attribute)] = ctypes.c_int32.from_address(data).value
+        self.alive[alg_selection].attributes[int(attribute)] = ctypes.c_int32.from_address(
+            data
+        ).value
 
     @logged
     def matmul_alg_get_attribute(self, handle, alg_selection, attribute, data, data_size):
         assert data_size == 4
-        ctypes.c_int32.from_address(data).value = self.alive[alg_selection].attributes[int(attribute)]
+        ctypes.c_int32.from_address(data).value = self.alive[alg_selection].attributes[
+            int(attribute)
+        ]
 
     @logged
     def matmul_alg_selection_destroy(self, alg_selection_ptr):
@@ -179,11 +199,21 @@ class FakeCuSparseLt:
     @logged
     def sp_mma_compressed_size2(self, handle, sparse_mat_descr):
         a = self.alive[sparse_mat_descr]
-        return a.rows * packed_width(a.cols, a.dtype) * a.dtype.itemsize + self.padding, self.workspace
+        return a.rows * packed_width(
+            a.cols, a.dtype
+        ) * a.dtype.itemsize + self.padding, self.workspace
 
     @logged
     def sp_mma_compress2(
-        self, handle, sparse_mat_descr, is_sparse_a, op, d_dense, d_compressed, d_compressed_buffer, stream
+        self,
+        handle,
+        sparse_mat_descr,
+        is_sparse_a,
+        op,
+        d_dense,
+        d_compressed,
+        d_compressed_buffer,
+        stream,
     ):
         a = self.alive[sparse_mat_descr]
         assert (is_sparse_a, op, stream) == (1, 0, STREAM)
@@ -192,7 +222,9 @@ class FakeCuSparseLt:
         memory(d_compressed, packed.shape, a.dtype).copy_(packed)
 
     @logged
-    def matmul(self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams):
+    def matmul(
+        self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
+    ):
         plan = self.alive[plan]
         descriptor, selection = self.alive[plan.matmul], self.alive[plan.selection]
         a, b, c = (self.alive[part] for part in descriptor.parts)
@@ -201,7 +233,9 @@ class FakeCuSparseLt:
         alpha, beta = (ctypes.c_float.from_address(pointer).value for pointer in (alpha, beta))
         assert (alpha, beta) == (1, 0)
         self._poison(workspace)
-        matrix = expand(memory(d_a, (a.rows, packed_width(a.cols, a.dtype)), a.dtype), a.cols).float()
+        matrix = expand(
+            memory(d_a, (a.rows, packed_width(a.cols, a.dtype)), a.dtype), a.cols
+        ).float()
         dense = memory(d_b, (b.rows, b.cols), b.dtype).float()
         result = matrix @ (dense.t() if descriptor.transposed else dense)
         if pointer := plan.bias if self.plan_keeps_bias else descriptor.bias:
@@ -214,7 +248,9 @@ class FakeCuSparseLt:
             memory(d_d, (c.rows, c.cols), c.dtype).copy_(result)
 
     @logged
-    def matmul_search(self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams):
+    def matmul_search(
+        self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
+    ):
         type(self).matmul.__wrapped__(
             self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
         )

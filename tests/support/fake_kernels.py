@@ -10,14 +10,24 @@ from lightning_nm.kernels.api import GemmKernel, GemmKey
 DENSE = "dense"
 
 
-def gemm_key(gemm="forward", rows=32, depth=64, columns=128, dtype=torch.bfloat16, pattern="2:4", device="cpu"):
+def gemm_key(
+    gemm="forward",
+    rows=32,
+    depth=64,
+    columns=128,
+    dtype=torch.bfloat16,
+    pattern="2:4",
+    device="cpu",
+):
     return GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(pattern), device)
 
 
 class FakeKernel(GemmKernel):
     """The dense product, spoiled by a function; its pack is a copy, and its calls are written down."""
 
-    def __init__(self, name="fast", spoil=lambda product: product, probe="", supports=lambda key: ""):
+    def __init__(
+        self, name="fast", spoil=lambda product: product, probe="", supports=lambda key: ""
+    ):
         self.name = name
         self.calls = []
         self.spoil = spoil

@@ -41,7 +41,12 @@ def data(model, size=24):
 
 def arguments(folder, **options):
     """Silent ones, for four steps unless the number of epochs is given."""
-    defaults = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
     steps = {} if "num_train_epochs" in options else {"max_steps": 4}
     return TrainingArguments(output_dir=str(folder), **quiet, **defaults | steps | options)
@@ -50,5 +55,9 @@ def arguments(folder, **options):
 def trainer(model, folder, callbacks, **options):
     found = data(model)
     return Trainer(
-        model, arguments(folder, **options), train_dataset=found, eval_dataset=found[:8], callbacks=callbacks
+        model,
+        arguments(folder, **options),
+        train_dataset=found,
+        eval_dataset=found[:8],
+        callbacks=callbacks,
     )

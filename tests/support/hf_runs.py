@@ -69,5 +69,7 @@ def assert_equal(a, b):
 
 
 def checkpoint(tmp_path, method="sr-ste"):
-    trainer(new(gpt2), tmp_path, [sparse(method)], max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer(
+        new(gpt2), tmp_path, [sparse(method)], max_steps=2, save_strategy="steps", save_steps=2
+    ).train()
     return tmp_path / "checkpoint-2"

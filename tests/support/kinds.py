@@ -21,7 +21,9 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.zeros(nf))
 
     def forward(self, x):
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view((*x.size()[:-1], self.nf))
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            (*x.size()[:-1], self.nf)
+        )
 
 
 def hugging_face_conv1d():
@@ -45,7 +47,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         if self.mha.in_proj_weight is None:
-            return self.mha(x, x[..., : self.mha.kdim], x[..., : self.mha.vdim], need_weights=False)[0]
+            return self.mha(
+                x, x[..., : self.mha.kdim], x[..., : self.mha.vdim], need_weights=False
+            )[0]
         return self.mha(x, x, x, need_weights=False)[0]
 
 
@@ -106,9 +110,18 @@ KINDS = {
     "conv1d": (lambda: nn.Conv1d(16, 32, 3, padding=1, stride=2), (2, 16, 9)),
     "conv1d-same": (lambda: nn.Conv1d(16, 32, 4, padding="same"), (2, 16, 9)),
     "conv2d": (lambda: nn.Conv2d(16, 32, 3, padding=1), (2, 16, 6, 6)),
-    "conv2d-groups": (lambda: nn.Conv2d(32, 64, (3, 2), (2, 1), (1, 2), (1, 2), groups=2), (2, 32, 7, 8)),
-    "conv2d-circular": (lambda: nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular", bias=False), (2, 16, 5, 5)),
-    "conv2d-reflect": (lambda: nn.Conv2d(16, 16, 3, padding=(2, 1), padding_mode="reflect"), (2, 16, 5, 5)),
+    "conv2d-groups": (
+        lambda: nn.Conv2d(32, 64, (3, 2), (2, 1), (1, 2), (1, 2), groups=2),
+        (2, 32, 7, 8),
+    ),
+    "conv2d-circular": (
+        lambda: nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular", bias=False),
+        (2, 16, 5, 5),
+    ),
+    "conv2d-reflect": (
+        lambda: nn.Conv2d(16, 16, 3, padding=(2, 1), padding_mode="reflect"),
+        (2, 16, 5, 5),
+    ),
     "conv2d-unbatched": (lambda: nn.Conv2d(16, 16, 3, padding="valid"), (16, 5, 5)),
     "conv3d": (lambda: nn.Conv3d(16, 16, 2, padding=1), (2, 16, 3, 3, 3)),
     "hugging-face-conv1d": (lambda: hugging_face_conv1d()(64, 32), (2, 5, 32)),
@@ -118,7 +131,10 @@ KINDS = {
     "experts": (LinearExperts, (11, 16)),
     "experts-transposed": (TransposedLinearExperts, (11, 16)),
     "two-weights": (TwoWeights, (2, 5, 32)),
-    "encoder-layer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), (2, 5, 32)),
+    "encoder-layer": (
+        lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True),
+        (2, 5, 32),
+    ),
 }
 
 

@@ -108,7 +108,10 @@ def callback(method="bi-mask", **options):
     if method == "mvue":
         method, options["grad_estimator"] = "dense", "mvue"
     if method == "bi-mask-phases":
-        method, options["grad_estimator"] = BiMask(permute_every=3, dense_start=2, dense_end=0.5), "approx-mvue"
+        method, options["grad_estimator"] = (
+            BiMask(permute_every=3, dense_start=2, dense_end=0.5),
+            "approx-mvue",
+        )
     return NMSparsityCallback("2:4", method, show_tables=False, **options)
 
 

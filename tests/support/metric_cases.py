@@ -18,7 +18,9 @@ UPDATES = 4
 def _layers(make):
     """Updates, each of them a dict of tensors by layer name."""
     generator = torch.Generator().manual_seed(0)
-    return [{name: make(shape, generator) for name, shape in SHAPES.items()} for _ in range(UPDATES)]
+    return [
+        {name: make(shape, generator) for name, shape in SHAPES.items()} for _ in range(UPDATES)
+    ]
 
 
 def _mask(shape, generator):
@@ -31,7 +33,9 @@ def _values(dtype):
 
 MASKS = _layers(_mask)
 BACKWARD = [{name: mask & mask.flip(-1) for name, mask in update.items()} for update in MASKS]
-WIDE_MASKS = [{name: mask.movedim(0, -1) for name, mask in update.items()} for update in MASKS]  # not contiguous
+WIDE_MASKS = [
+    {name: mask.movedim(0, -1) for name, mask in update.items()} for update in MASKS
+]  # not contiguous
 
 
 def arrays(updates):
@@ -62,12 +66,17 @@ class Case(NamedTuple):
 
 
 def _case(make, expected, functional, empty, **arguments):
-    updates = [dict(zip(arguments, values, strict=True)) for values in zip(*arguments.values(), strict=True)]
+    updates = [
+        dict(zip(arguments, values, strict=True))
+        for values in zip(*arguments.values(), strict=True)
+    ]
     return Case(make, updates, expected, functional, empty)
 
 
 def _flip_rate(updates):
-    return torch.stack([nmf.mask_flip_rate(a["masks"], b["masks"]) for a, b in pairwise(updates)]).mean()
+    return torch.stack(
+        [nmf.mask_flip_rate(a["masks"], b["masks"]) for a, b in pairwise(updates)]
+    ).mean()
 
 
 def _cat(updates, name):
@@ -89,7 +98,10 @@ def _magnitude(dtype):
 def _snr(dtype):
     exact = _layers(_values(dtype))
     noise = _layers(lambda shape, generator: torch.rand(shape, generator=generator) - 0.5)
-    estimate = [{name: (g + e[name]).to(dtype) for name, g in u.items()} for u, e in zip(exact, noise, strict=True)]
+    estimate = [
+        {name: (g + e[name]).to(dtype) for name, g in u.items()}
+        for u, e in zip(exact, noise, strict=True)
+    ]
     return _case(
         metrics.GradientSNR,
         oracle.snr(arrays(exact), arrays(estimate)),
@@ -116,7 +128,11 @@ CASES = {
         masks=MASKS,
     ),
     "MaskFlipRate": _case(
-        metrics.MaskFlipRate, oracle.flip_rate(histories(WIDE_MASKS)), _flip_rate, 0.0, masks=WIDE_MASKS
+        metrics.MaskFlipRate,
+        oracle.flip_rate(histories(WIDE_MASKS)),
+        _flip_rate,
+        0.0,
+        masks=WIDE_MASKS,
     ),
     "MaskOscillation": _case(
         metrics.MaskOscillation,

@@ -10,7 +10,11 @@ def _ratio(part, whole, empty):
 
 
 def density(arrays):
-    return _ratio(sum(1 for array in arrays for x in array.flat if x), sum(array.size for array in arrays), np.nan)
+    return _ratio(
+        sum(1 for array in arrays for x in array.flat if x),
+        sum(array.size for array in arrays),
+        np.nan,
+    )
 
 
 def violations(arrays, n, m):
@@ -41,12 +45,20 @@ def _seen(histories):
 
 
 def overlap(forward, backward):
-    pairs = [(x, y) for f, b in zip(forward, backward, strict=True) for x, y in zip(f.flat, b.flat, strict=True)]
+    pairs = [
+        (x, y)
+        for f, b in zip(forward, backward, strict=True)
+        for x, y in zip(f.flat, b.flat, strict=True)
+    ]
     return _ratio(sum(int(x and y) for x, y in pairs), sum(int(x) for x, _ in pairs), 1.0)
 
 
 def kept_magnitude(weights, masks):
-    pairs = [(abs(w), m) for a, b in zip(weights, masks, strict=True) for w, m in zip(a.flat, b.flat, strict=True)]
+    pairs = [
+        (abs(w), m)
+        for a, b in zip(weights, masks, strict=True)
+        for w, m in zip(a.flat, b.flat, strict=True)
+    ]
     return _ratio(sum(w for w, m in pairs if m), sum(w for w, _ in pairs), 1.0)
 
 

@@ -18,7 +18,11 @@ class SoftThreshold(Method):
             return weight
         moved = rows.movedim(1, -1)
         blocks = moved.unflatten(-1, (-1, layer.pattern.m))
-        threshold = blocks.abs().sort(dim=-1, descending=True).values[..., layer.pattern.n : layer.pattern.n + 1]
+        threshold = (
+            blocks.abs()
+            .sort(dim=-1, descending=True)
+            .values[..., layer.pattern.n : layer.pattern.n + 1]
+        )
         shrunk = torch.where(blocks.abs() > threshold, blocks - blocks.sign() * threshold, 0)
         return layer.unrows(shrunk.flatten(-2).movedim(-1, 1))
 
@@ -39,7 +43,9 @@ class ScaledMask(MaskMethod):
         layer.set_masks(
             None
             if layer.forward_reason
-            else layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1))
+            else layer.unrows(
+                nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)
+            )
         )
 
     def forward_weight(self, layer, weight):

@@ -28,8 +28,16 @@ ARGUMENTS = ((16, 32, 3, 1, 1), (32,), (), (), (512, 64), (64, 32, False), (32, 
 def small(pattern="2:4", dtype=torch.float32, seed=0):
     """A convolution, batch norm and linear layers, the last of which is dense."""
     torch.manual_seed(seed)
-    layers = [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 64)]
-    model = prune(nn.Sequential(*layers, nn.Linear(64, 32, bias=False), nn.Linear(32, 3)).to(dtype), pattern)
+    layers = [
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+    ]
+    model = prune(
+        nn.Sequential(*layers, nn.Linear(64, 32, bias=False), nn.Linear(32, 3)).to(dtype), pattern
+    )
     model[6].reset_parameters()
     return model
 
@@ -64,7 +72,9 @@ def header_of(path):
 def on_meta(dense):
     """The model of :func:`small` without memory."""
     with torch.device("meta"):
-        return nn.Sequential(*[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)])
+        return nn.Sequential(
+            *[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)]
+        )
 
 
 def mutated(rng, content, start):
@@ -79,7 +89,9 @@ def mutated(rng, content, start):
     elif kind == 2:
         content[place:place] = rng.randbytes(rng.randrange(1, 9))
     elif kind == 3:
-        content[:8] = rng.choice([0, 1, start - 9, start - 7, 1 << 20, 1 << 34, (1 << 64) - 1]).to_bytes(8, "little")
+        content[:8] = rng.choice(
+            [0, 1, start - 9, start - 7, 1 << 20, 1 << 34, (1 << 64) - 1]
+        ).to_bytes(8, "little")
     elif kind == 4:
         digits = [i for i in range(8, start) if chr(content[i]).isdigit()]
         content[rng.choice(digits)] = rng.choice(b"0123456789-e.")

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKernel, Router, routing
+from lightning_nm.kernels import (
+    CuSparseLtDirectKernel,
+    CuSparseLtKernel,
+    GemmKernel,
+    Router,
+    routing,
+)
 from tests.support.trapping_cslt import KernelOnCpu, TrappingOps
 
 GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel, CuSparseLtDirectKernel)}
@@ -39,7 +45,9 @@ class Place(NamedTuple):
 
     def random(self, *shape, dtype=torch.bfloat16, seed=0):
         """Normal numbers, the same in all places."""
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+            self.device, dtype
+        )
 
     @contextmanager
     def side_stream(self):
@@ -74,7 +82,9 @@ class Place(NamedTuple):
     def compiled(self, module, mode):
         """The module compiled as its GPU does; on the CPU without the C++ compiler that Inductor wants."""
         torch.compiler.reset()
-        return torch.compile(module, **({"mode": mode} if self.on_gpu else {"backend": "aot_eager"}))
+        return torch.compile(
+            module, **({"mode": mode} if self.on_gpu else {"backend": "aot_eager"})
+        )
 
 
 @functools.cache  # probed once
@@ -117,7 +127,9 @@ class Results(NamedTuple):
 
 
 def layers_of(model):
-    return [layer for module in model.modules() for layer in getattr(module, "nm_layers", {}).values()]
+    return [
+        layer for module in model.modules() for layer in getattr(module, "nm_layers", {}).values()
+    ]
 
 
 def results(model, x, grad, router, call=None):
@@ -129,14 +141,22 @@ def results(model, x, grad, router, call=None):
     with routing(router):
         y = (model if call is None else call)(x)
         y.backward(grad)
-    return Results(y.detach().clone(), x.grad.clone(), {name: p.grad.clone() for name, p in model.named_parameters()})
+    return Results(
+        y.detach().clone(),
+        x.grad.clone(),
+        {name: p.grad.clone() for name, p in model.named_parameters()},
+    )
 
 
 def exact(module, x, grad):
     """The same for one layer in float64 on the CPU: of the same weight and masks, and of the same sample of dY."""
     (layer,) = layers_of(module)
     layer.draw_noise(7)
-    sample = None if layer.estimator is None else layer.estimate(grad, layer.noise.for_call(layer.noise.words, 0))
+    sample = (
+        None
+        if layer.estimator is None
+        else layer.estimate(grad, layer.noise.for_call(layer.noise.words, 0))
+    )
     module = copy.deepcopy(module).cpu().double()
     (layer,) = layers_of(module)
     if sample is not None:

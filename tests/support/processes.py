@@ -24,15 +24,27 @@ def in_processes(world, folder, function, *args):
     """What ``function(*args)`` returns in each of `world` processes, in the order of their ranks."""
     folder.mkdir(exist_ok=True)
     forkserver()
-    mp.start_processes(_enter, (world, str(folder), function, args), nprocs=world, start_method="forkserver")
+    mp.start_processes(
+        _enter, (world, str(folder), function, args), nprocs=world, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def _enter(rank, world, folder, function, args):
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_RANK": 0,
+    }
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update({"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    os.environ.update(
+        {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     torch.save(function(*args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()

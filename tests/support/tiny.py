@@ -32,10 +32,21 @@ def _settings(family, width, layers, heads):
         sizes = {"n_positions": POSITIONS, "n_embd": width, "n_layer": layers, "n_head": heads}
         return words | sizes | {"bos_token_id": 1, "eos_token_id": 2}
     if family == "t5":
-        sizes = {"d_model": width, "d_kv": width // heads, "d_ff": 2 * width, "num_layers": layers, "num_heads": heads}
+        sizes = {
+            "d_model": width,
+            "d_kv": width // heads,
+            "d_ff": 2 * width,
+            "num_layers": layers,
+            "num_heads": heads,
+        }
         return words | sizes | {"decoder_start_token_id": 0}
     if family == "mamba":
-        sizes = {"hidden_size": width, "state_size": 16, "num_hidden_layers": layers, "time_step_rank": 16}
+        sizes = {
+            "hidden_size": width,
+            "state_size": 16,
+            "num_hidden_layers": layers,
+            "time_step_rank": 16,
+        }
         return words | sizes
     return {
         "bert": {**encoder, **words, **positions, "num_labels": CLASSES},

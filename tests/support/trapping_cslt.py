@@ -21,7 +21,9 @@ class TrappingOps:
         self.calls.append(("compress", matrix))
         return compress(row_major(matrix))
 
-    def _cslt_sparse_mm(self, packed, dense, bias=None, alpha=None, alg_id=0, transpose_result=False):
+    def _cslt_sparse_mm(
+        self, packed, dense, bias=None, alpha=None, alg_id=0, transpose_result=False
+    ):
         self.calls.append(("mm", packed, dense, bias, alpha, alg_id, transpose_result))
         depth, columns = dense.shape
         matrix = expand(row_major(packed), depth)

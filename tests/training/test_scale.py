@@ -32,7 +32,9 @@ def mlp(width=256, seed=0):
 
 def batch(seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(128, 64, generator=generator), torch.randint(0, 10, (128,), generator=generator)
+    return torch.randn(128, 64, generator=generator), torch.randint(
+        0, 10, (128,), generator=generator
+    )
 
 
 def attach(model, pattern, method="asp", scale="supar", **options):
@@ -57,8 +59,11 @@ def sizes(pattern, scale, optimizer, steps=10, width=256, method="asp"):
     """The root mean square of each hidden layer's output before the first and after the last step."""
     model, found = mlp(width), []
     for name in HIDDEN:
-        hook = lambda module, args, output: found.append(float(output.detach().square().mean().sqrt()))  # noqa: E731
-        model.get_submodule(name).register_forward_hook(hook)
+
+        def note(module, args, output):
+            found.append(float(output.detach().square().mean().sqrt()))
+
+        model.get_submodule(name).register_forward_hook(note)
     sparsifier = None if pattern is None else attach(model, pattern, method, scale)
     made = OPTIMIZERS[optimizer](model.parameters())
     if sparsifier is not None:
@@ -83,7 +88,9 @@ def test_activations_do_not_depend_on_the_density(width, optimizer):
             assert unscaled_end[0] < 0.6 * dense_end[0]
 
 
-@pytest.mark.parametrize("method", ["asp", "sr-ste", "ste", "bi-mask", "transposable", BAME(stop=100)], ids=str)
+@pytest.mark.parametrize(
+    "method", ["asp", "sr-ste", "ste", "bi-mask", "transposable", BAME(stop=100)], ids=str
+)
 def test_the_sum_over_kept_entries_has_the_dense_variance(method):
     model = mlp()
     before = model[2].weight.detach().clone()
@@ -139,13 +146,18 @@ SCHEDULERS = {
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "warm-up": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         [4],
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR of torch 2.6
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in `scheduler.step:UserWarning"
+)  # SequentialLR of torch 2.6
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_and_checkpoints_see_the_users_groups(scheduler):
     seen = {}
@@ -207,12 +219,20 @@ def test_what_a_step_writes_to_a_group_is_kept():
 def test_the_rate_follows_the_masks():
     model = mlp(64)
     sparsifier = attach(model, "1:4", ASP(start=2))
-    assert sparsifier.initial_factors == {}, "its masks come later, to weights that are trained by then"
+    assert sparsifier.initial_factors == {}, (
+        "its masks come later, to weights that are trained by then"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     sparsifier.register(optimizer)
     rates = ScaledLearningRates()
     factors = []
-    train(model, sparsifier, optimizer, 4, lambda: factors.append(rates.factor(sparsifier.layers["2"])))
+    train(
+        model,
+        sparsifier,
+        optimizer,
+        4,
+        lambda: factors.append(rates.factor(sparsifier.layers["2"])),
+    )
     assert factors == [1, 4, 4, 4]
     assert ScaledLearningRates(0.5).factor(sparsifier.layers["2"]) == 2
 
@@ -222,7 +242,9 @@ def test_a_run_resumes_bit_for_bit():
         model = mlp(64)
         if weights is not None:
             model.load_state_dict(weights)
-        sparsifier = NMSparsifier(model, "1:4", "sr-ste", include=HIDDEN, skip_first_last=False, scale="supar")
+        sparsifier = NMSparsifier(
+            model, "1:4", "sr-ste", include=HIDDEN, skip_first_last=False, scale="supar"
+        )
         sparsifier.attach(state)
         if state is not None:
             sparsifier.load_state_dict(state)
@@ -265,7 +287,9 @@ def test_weights_that_were_rescaled_beneath_a_state_are_noticed():
     with torch.no_grad():
         fresh[2].weight += 0.01  # not N:M any more: attach() rescales
     late = attach(fresh, "1:4")
-    with pytest.raises(ValueError, match=r"attach\(\) has rescaled the weight of layer '2'.*attach\(state\)"):
+    with pytest.raises(
+        ValueError, match=r"attach\(\) has rescaled the weight of layer '2'.*attach\(state\)"
+    ):
         late.load_state_dict(state)
     fresh.load_state_dict(weights)
     late.load_state_dict(state)
@@ -283,7 +307,9 @@ def test_a_fit_that_failed_does_not_rescale_twice():
     second.detach()
     assert is_nm(model[2].weight, NMPattern(1, 4))
     third = attach(model, "1:4")
-    assert third.initial_factors["2"] == pytest.approx(1), "a weight that is N:M already keeps its values"
+    assert third.initial_factors["2"] == pytest.approx(1), (
+        "a weight that is N:M already keeps its values"
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +330,8 @@ def test_optimizers_whose_step_is_not_known_to_scale_are_refused(kind):
     model = mlp(64)
     sparsifier = attach(model, "1:4")
     with pytest.raises(
-        ValueError, match=rf"scale='supar' multiplies the learning rate of layer '2'.*not for {kind.__name__}"
+        ValueError,
+        match=rf"scale='supar' multiplies the learning rate of layer '2'.*not for {kind.__name__}",
     ):
         sparsifier.register(kind(model.parameters()))
     attach(mlp(64), "1:4", scale=None).register(torch.optim.Adafactor(mlp(64).parameters()))
@@ -314,10 +341,16 @@ def test_optimizers_whose_step_is_not_known_to_scale_are_refused(kind):
 @pytest.mark.parametrize("method", ["asp", "bi-mask"])
 def test_a_trainer_resumes_bit_for_bit(tmp_path, method):
     options = {"scale": "supar", "seed": 3}
-    whole, model = make_trainer(tmp_path, [callback(method, **options), ExactResume()], max_epochs=2), new_model()
+    whole, model = (
+        make_trainer(tmp_path, [callback(method, **options), ExactResume()], max_epochs=2),
+        new_model(),
+    )
     whole.fit(model, Data())
     save = ModelCheckpoint(tmp_path / "half")
-    half, first = make_trainer(tmp_path, [callback(method, **options), ExactResume(), save], max_epochs=1), new_model()
+    half, first = (
+        make_trainer(tmp_path, [callback(method, **options), ExactResume(), save], max_epochs=1),
+        new_model(),
+    )
     half.fit(first, Data())
     saves = ModelCheckpoint(tmp_path / "half")
     again, second = (
@@ -328,14 +361,18 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path, method):
     for a, b in zip(model.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     other = make_trainer(
-        tmp_path, [callback(method, seed=3), ExactResume(), ModelCheckpoint(tmp_path / "half")], max_epochs=2
+        tmp_path,
+        [callback(method, seed=3), ExactResume(), ModelCheckpoint(tmp_path / "half")],
+        max_epochs=2,
     )
     with pytest.raises(ValueError, match=r"saved with scale='supar'.*this training has scale=None"):
         other.fit(new_model(), Data(), ckpt_path=save.best_model_path)
 
 
 def test_the_table_says_what_is_scaled(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, [NMSparsityCallback("1:16", "asp", scale="supar")], max_epochs=1)
+    trainer = make_trainer(
+        tmp_path, [NMSparsityCallback("1:16", "asp", scale="supar")], max_epochs=1
+    )
     trainer.fit(new_model(), Data())
     out = " ".join(capsys.readouterr().out.split())
     assert "scale='supar': learning rates of masked weights x16, their initial values x2.4" in out

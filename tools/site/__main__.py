@@ -15,7 +15,16 @@ def main() -> int:
     """Gather the pages, and build the site from them."""
     with tempfile.TemporaryDirectory() as folder:
         stage(Path(folder))
-        command = [sys.executable, "-m", "properdocs", "build", "--strict", "--clean", "--config-file", "mkdocs.yml"]
+        command = [
+            sys.executable,
+            "-m",
+            "properdocs",
+            "build",
+            "--strict",
+            "--clean",
+            "--config-file",
+            "mkdocs.yml",
+        ]
         environment = os.environ | {"SITE_PAGES": folder, "PYTHONPATH": str(ROOT)}
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

@@ -15,7 +15,9 @@ from latex2mathml.converter import convert
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`(~?)([^`<]+?)(?:\s*<[^>`]+>)?`")
 FORMULA = re.compile(r":math:`([^`]+)`")
-DISPLAYED = re.compile(r"^([ \t]*)\.\. math::[ ]*(.*(?:\n(?:\1[ \t]+\S.*|[ \t]*(?=\n\1[ \t]+\S)))*)", re.MULTILINE)
+DISPLAYED = re.compile(
+    r"^([ \t]*)\.\. math::[ ]*(.*(?:\n(?:\1[ \t]+\S.*|[ \t]*(?=\n\1[ \t]+\S)))*)", re.MULTILINE
+)
 EXAMPLE = re.compile(r"^([ \t]*)Example::?[ \t]*\n((?:\n*\1[ \t]+\S.*\n?)+)", re.MULTILINE)
 LITERAL = re.compile(r"::[ \t]*$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^::: ([\w.]+)", re.MULTILINE)

@@ -19,7 +19,10 @@ def stage(folder: Path) -> None:
 
     A link to a file of the project that is no page, such as a study, gets a copy of the file.
     """
-    pages = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}": path for path in sorted((ROOT / "docs").rglob("*"))}
+    pages = {
+        f"docs/{path.relative_to(ROOT / 'docs').as_posix()}": path
+        for path in sorted((ROOT / "docs").rglob("*"))
+    }
     pages |= {name: ROOT / name for name in BESIDE}
     for name, path in pages.items():
         if path.is_dir():
@@ -27,7 +30,9 @@ def stage(folder: Path) -> None:
         target = folder / place(name)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            target.write_text(relinked(path.read_text(encoding="utf-8"), name, folder), encoding="utf-8")
+            target.write_text(
+                relinked(path.read_text(encoding="utf-8"), name, folder), encoding="utf-8"
+            )
         else:
             shutil.copyfile(path, target)
 
@@ -64,7 +69,9 @@ def relinked(text: str, name: str, folder: Path) -> str:
             copy = folder / there
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
-        return match[1] + os.path.relpath(there, PurePosixPath(here).parent) + mark + anchor + match[3]
+        return (
+            match[1] + os.path.relpath(there, PurePosixPath(here).parent) + mark + anchor + match[3]
+        )
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(relink, part) for part in parts)

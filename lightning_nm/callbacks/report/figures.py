@@ -202,7 +202,12 @@ class HeatMapFigure:
         figure_width, figure_height = self.figure.bbox.size
         bottom = figure_height - TITLE_HEIGHT - height
         axes = self.figure.add_axes(
-            (left / figure_width, bottom / figure_height, width / figure_width, height / figure_height)
+            (
+                left / figure_width,
+                bottom / figure_height,
+                width / figure_width,
+                height / figure_height,
+            )
         )
         style_axes(axes, THEMES["light"], FONT_SIZE)
         return axes
@@ -225,7 +230,9 @@ class HeatMapFigure:
 
         nothing_rc = torch.full((self._rows, len(self._edges) - 1), torch.nan).numpy()
         norm = Normalize(0, 1)
-        self._image = PcolorImage(axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm)
+        self._image = PcolorImage(
+            axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm
+        )
         axes.add_image(self._image)
 
     def _prepare_bar(self) -> None:
@@ -252,7 +259,9 @@ class HeatMapFigure:
         marks = scale.marks()
         self._bar.set_yticks(list(marks), [f"{value:.3g}" for value in marks.values()])
         heading = "; ".join([title, *self._remarks()])
-        self._axes.set_title(heading, fontsize=FONT_SIZE + 1, color=THEMES["light"]["text"], loc="left")
+        self._axes.set_title(
+            heading, fontsize=FONT_SIZE + 1, color=THEMES["light"]["text"], loc="left"
+        )
         return self.figure
 
     def _mean_of_shared_rows(self, values_cl: Tensor) -> Tensor:

@@ -153,7 +153,9 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     console = console or Console()
     reason = router.unavailable_reason
     if reason:
-        console.print(f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}")
+        console.print(
+            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
+        )
         return
     rows = kernel_rows(router)
     # Why a product is sparse is in its gain; every reason is in TensorBoard.
@@ -163,7 +165,9 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     for reason, number in notes.items():
         console.print(f"{number}: {reason}", markup=False, highlight=False)
     share, basis = router.sparse_share()
-    console.print(f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})")
+    console.print(
+        f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})"
+    )
     if not share:
         later = "; later calls are not counted" if router.all_dense else ""
         why = f"this precision plugin gained nothing; the notes say why{later}"

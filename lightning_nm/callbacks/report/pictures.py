@@ -12,7 +12,9 @@ from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
 CROP = 256  # rows and columns of an image, which shows the upper left corner of [out, in]
-EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20  # bins of margins; one edge is 0, the margin of equal weights
+EDGES = (
+    torch.arange(-20, 21, dtype=torch.float64) / 20
+)  # bins of margins; one edge is 0, the margin of equal weights
 
 
 def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:

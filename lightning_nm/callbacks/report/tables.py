@@ -29,7 +29,13 @@ PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from
 
 def plain_table(title: str, *, show_header: bool = True) -> Table:
     """An empty table in the style of all tables of a fit."""
-    return Table(title=title, title_justify="left", show_header=show_header, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return Table(
+        title=title,
+        title_justify="left",
+        show_header=show_header,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
@@ -74,12 +80,17 @@ class Whole:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(self.table, options.update(width=max(options.max_width, self.table.min_width or 0)))
+        yield from console.render(
+            self.table, options.update(width=max(options.max_width, self.table.min_width or 0))
+        )
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield every weight, masked ones first: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
-    shapes = {plain_name(name): tuple(parameter.shape) for name, parameter in sparsifier.model.named_parameters()}
+    shapes = {
+        plain_name(name): tuple(parameter.shape)
+        for name, parameter in sparsifier.model.named_parameters()
+    }
     for name, layer in sparsifier.layers.items():
         treatments = []
         reasons = []
@@ -88,7 +99,14 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
             if gemm.reason:
                 reasons.append(f"{kind}: {gemm.reason}")
         method = layer.method.short_name or type(layer.method).__name__
-        yield name, _shape(layer.param.shape), str(layer.pattern), method, *treatments, "; ".join(reasons)
+        yield (
+            name,
+            _shape(layer.param.shape),
+            str(layer.pattern),
+            method,
+            *treatments,
+            "; ".join(reasons),
+        )
     for name, reason in sparsifier.skipped.items():
         shape = shapes.get(f"{name}.weight") or shapes.get(name)
         yield name, _shape(shape or ()), "-", "-", "dense", "dense", "dense", reason
@@ -138,7 +156,11 @@ def _steps(window: Sequence[int], after: str) -> str:
 
 
 def _share(shares: dict[str, float]) -> str:
-    flops = f"{shares['flops']:.1%} of its weight FLOPs" if "flops" in shares else "FLOPs not known before a batch"
+    flops = (
+        f"{shares['flops']:.1%} of its weight FLOPs"
+        if "flops" in shares
+        else "FLOPs not known before a batch"
+    )
     return f"{shares['parameters']:.1%} of the model's parameters, {flops}"
 
 
@@ -188,7 +210,9 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         if share < 0.5:
             part = "weight FLOPs" if known else "parameters outside of embeddings"
             why = f"less than half of the model's {part} is masked, so little can be gained"
-            console.print(f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True)
+            console.print(
+                f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True
+            )
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 
@@ -204,7 +228,9 @@ def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
     return table
 
 
-def summary_rows(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def summary_rows(
+    sparsifier: NMSparsifier, metrics: dict[str, Any]
+) -> Iterator[tuple[str, str, str]]:
     """Yield the statistics of a finished fit: name, value, meaning."""
     for name, value in metrics.items():
         if not name.startswith(("nm/", PREFIX)):
@@ -213,24 +239,42 @@ def summary_rows(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Iterator[
     yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
     yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
     flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
-    yield "flip rate, last update", flips, "share of forward mask bits that changed; mean over steps"
+    yield (
+        "flip rate, last update",
+        flips,
+        "share of forward mask bits that changed; mean over steps",
+    )
     if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
-        yield "overlap", f"{stats['overlap']:.4f}", "share of the forward mask that the backward mask keeps"
+        yield (
+            "overlap",
+            f"{stats['overlap']:.4f}",
+            "share of the forward mask that the backward mask keeps",
+        )
     yield "kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|"
     if "grad_snr" in stats:
-        yield "gradient SNR", f"{stats['grad_snr']:.2f}", "norm of dW over the norm of its estimate's error"
+        yield (
+            "gradient SNR",
+            f"{stats['grad_snr']:.2f}",
+            "norm of dW over the norm of its estimate's error",
+        )
     ratios = sparsifier.mean_flops_ratios()
     for kind, meaning in _COUNTINGS.items():
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 
-def print_summary(sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None) -> None:
+def print_summary(
+    sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None
+) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
     dense = []
     for layer in sparsifier.layers.values():
-        if isinstance(layer.method, MaskMethod) and layer.forward_mask is None and not layer.forward_reason:
+        if (
+            isinstance(layer.method, MaskMethod)
+            and layer.forward_mask is None
+            and not layer.forward_reason
+        ):
             dense.append(layer)
     if dense:
         console.print(

@@ -14,11 +14,17 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
     if not sparsifier.layers:
         waiting = [layer.name for layer in sparsifier.selection.waiting]
-        names = ", ".join(waiting[:8]) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
-        advice = "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
+        names = ", ".join(waiting[:8]) + (
+            f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+        )
+        advice = (
+            "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
+        )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
     if sparsifier.unowned:
-        rank_zero_warn(f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}")
+        rank_zero_warn(
+            f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}"
+        )
 
 
 def warn_of_replaced(sparsifier: NMSparsifier) -> None:

@@ -15,7 +15,13 @@ from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.doctor.machine import examine
 from lightning_nm.commands.doctor.report import Report
 from lightning_nm.commands.doctor.tables import print_machine, print_report
-from lightning_nm.commands.doctor.training import judge, judge_unmeasured, plain_step_ms, router_for, watch
+from lightning_nm.commands.doctor.training import (
+    judge,
+    judge_unmeasured,
+    plain_step_ms,
+    router_for,
+    watch,
+)
 from lightning_nm.kernels.api import check_mode
 
 SCHEMA = 3
@@ -37,7 +43,11 @@ def main(args: Sequence[str]) -> int:
         print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
-        content = {"schema": SCHEMA, "machine": machine.to_dict(), "reports": [report.to_dict() for report in reports]}
+        content = {
+            "schema": SCHEMA,
+            "machine": machine.to_dict(),
+            "reports": [report.to_dict() for report in reports],
+        }
         print(json.dumps(content, indent=1, allow_nan=False))
     else:
         console = Console()
@@ -54,7 +64,9 @@ def _reports(options: argparse.Namespace) -> list[Report]:
     missing = router.registry.unavailable_reason(str(device))
     measures = device.type == "cuda" or not missing
     if options.kernels is not None and not measures:
-        raise ValueError(f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {missing}")
+        raise ValueError(
+            f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {missing}"
+        )
     plain = _plain_step_ms(options) if measures else None
     seen = watch(cli.trainer, cli.model, cli.datamodule, router=router, timed=measures)
     if seen.router is None:
@@ -78,13 +90,17 @@ def _plain_step_ms(options: argparse.Namespace) -> float | None:
     try:
         return plain_step_ms(cli.trainer, cli.model, cli.datamodule)
     except Exception as error:  # of a callback of the user's that needs the masks, say
-        print(f"lightning-nm doctor: plain dense training was not measured: {error}", file=sys.stderr)
+        print(
+            f"lightning-nm doctor: plain dense training was not measured: {error}", file=sys.stderr
+        )
         return None
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.gpu is not None:
-        raise ValueError("--gpu was removed, because its times were predicted: run this command on the GPU to measure")
+        raise ValueError(
+            "--gpu was removed, because its times were predicted: run this command on the GPU to measure"
+        )
     if options.kernels is not None:
         check_mode(options.kernels)
     given = {name: getattr(options, name) for name in ("tokens", "kernels", "model", "data")}
@@ -106,9 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
     parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)
     add_classes(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else to stdout"
+    )
     parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed: _check names the replacement
-    tokens = "decide for these numbers of tokens in a batch instead of the real one; one report for each"
+    tokens = (
+        "decide for these numbers of tokens in a batch instead of the real one; one report for each"
+    )
     parser.add_argument("--tokens", metavar="T", type=int, nargs="+", default=[], help=tokens)
     kernels = "how kernels are chosen if the config has no plugin for it: auto (the default), sparse, reference"
     parser.add_argument("--kernels", metavar="MODE", help=kernels)

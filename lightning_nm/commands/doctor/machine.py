@@ -49,7 +49,12 @@ class Machine:
         """As primitives, for JSON."""
         kernels = [asdict(kernel) for kernel in self.kernels]
         cpu = None if self.cpu is None else asdict(self.cpu)
-        return {**asdict(self.environment), "capability": self.capability, "cpu": cpu, "kernels": kernels}
+        return {
+            **asdict(self.environment),
+            "capability": self.capability,
+            "cpu": cpu,
+            "kernels": kernels,
+        }
 
 
 def examine(registry: KernelRegistry | None = None, device: torch.device | None = None) -> Machine:
@@ -61,13 +66,25 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
         ['reference']
     """
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     states = []
     for kernel in (registry or KernelRegistry()).kernels.values():
-        reason, remark = (reason_or_error(partial(ask, device)) for ask in (kernel.probe, kernel.remark))
+        reason, remark = (
+            reason_or_error(partial(ask, device)) for ask in (kernel.probe, kernel.remark)
+        )
         states.append(KernelState(kernel.name, not reason, reason, remark))
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else None
-    return Machine(environment_of(device), capability, tuple(states), _cpu() if device.type == "cpu" else None)
+    capability = (
+        ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if device.type == "cuda"
+        else None
+    )
+    return Machine(
+        environment_of(device), capability, tuple(states), _cpu() if device.type == "cpu" else None
+    )
 
 
 def _cpu() -> Cpu:

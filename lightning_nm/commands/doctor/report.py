@@ -28,7 +28,9 @@ class Row:
     dense_ms: float | None = None
     sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
     pack_ms: float | None = None  # of packing its operand once
-    could: tuple[str, ...] = ()  # where nothing is measured: kernels that fit the dtype, pattern and sizes
+    could: tuple[
+        str, ...
+    ] = ()  # where nothing is measured: kernels that fit the dtype, pattern and sizes
 
     @property
     def sparse(self) -> bool:
@@ -38,7 +40,9 @@ class Row:
     @property
     def eligible(self) -> bool:
         """Whether a sparse kernel can run the product, as far as is known."""
-        return not self.product.reason and (self.sparse or self.sparse_ms is not None or bool(self.could))
+        return not self.product.reason and (
+            self.sparse or self.sparse_ms is not None or bool(self.could)
+        )
 
     @property
     def chosen_ms(self) -> float | None:
@@ -60,7 +64,10 @@ class Row:
         """As primitives, for JSON."""
         content = {"layer": self.product.layer, **vars(self.product.key), **vars(self)}
         del content["device"], content["product"]
-        content |= {"dtype": str(content["dtype"]).removeprefix("torch."), "pattern": str(content["pattern"])}
+        content |= {
+            "dtype": str(content["dtype"]).removeprefix("torch."),
+            "pattern": str(content["pattern"]),
+        }
         derived = {name: getattr(self, name) for name in ("eligible", "chosen_ms", "gain")}
         return {**content, **derived, "could": list(self.could)}
 
@@ -70,18 +77,23 @@ class Report:
     """The products of a training step with their times."""
 
     rows: tuple[Row, ...]  # in the order of layers, each with its forward, dgrad and wgrad
-    kernels: str | None  # the router's mode; None where no sparse kernel works and nothing is chosen
+    kernels: (
+        str | None
+    )  # the router's mode; None where no sparse kernel works and nothing is chosen
     skipped: dict[str, str]  # why other layers are dense
     unseen: tuple[str, ...]  # masked layers without a product
     tokens: int | None = None  # the assumed token count; None for the real ones
     step_ms: float | None = None  # measured, under masks, with dense products
     plain_step_ms: float | None = None  # measured, of the same training without masks
-    on_gpu: int | None = None  # of a report on a CPU: products that could run sparse on a GPU, by dtype, pattern, sizes
+    # Of a report on a CPU: products that could run sparse on a GPU, by dtype, pattern, sizes.
+    on_gpu: int | None = None
 
     @property
     def timed(self) -> tuple[Row, ...]:
         """The rows with times, dense and as chosen."""
-        return tuple(row for row in self.rows if row.dense_ms is not None and row.chosen_ms is not None)
+        return tuple(
+            row for row in self.rows if row.dense_ms is not None and row.chosen_ms is not None
+        )
 
     @property
     def dense_ms(self) -> float:
@@ -202,7 +214,9 @@ def report(
         2 forward simulated 1.0
     """
     if not steps > 0:
-        raise ValueError(f"steps={steps} must be positive: the optimizer steps in which the router counted")
+        raise ValueError(
+            f"steps={steps} must be positive: the optimizer steps in which the router counted"
+        )
     if counts is None:
         seen: Counter[Product] = Counter()
         for used in router.used():
@@ -220,12 +234,22 @@ def summarize(
     step_ms: float | None = None,
 ) -> Report:
     """Make a report: `make_row` makes the row of a product with its calls; the rest is as :func:`report`'s."""
-    layers = {name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)}
-    order = sorted(counts, key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)))
+    layers = {
+        name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)
+    }
+    order = sorted(
+        counts,
+        key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)),
+    )
     return Report(
         tuple(make_row(product, counts[product]) for product in order),
         kernels,
-        {name: reason for s in sparsifiers for name, reason in s.skipped.items() if name not in layers},
+        {
+            name: reason
+            for s in sparsifiers
+            for name, reason in s.skipped.items()
+            if name not in layers
+        },
         tuple(name for name in layers if all(product.layer != name for product in counts)),
         tokens,
         step_ms,
@@ -237,12 +261,17 @@ def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: fl
     key, reasons = product.key, {}
     if not product.reason:
         reasons = {
-            kernel.name: registry.sparsity_reason(kernel, key) or reason_or_error(partial(kernel.static_reason, key))
+            kernel.name: registry.sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.static_reason, key))
             for kernel in registry.backends
         }
-    why = product.reason or "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+    why = product.reason or "; ".join(
+        f"{name}: {reason}" for name, reason in reasons.items() if reason
+    )
     could = tuple(name for name, reason in reasons.items() if not reason)
-    return Row(product, calls, registry.reference.name, why, uses_of_pack(key.gemm, reuse), could=could)
+    return Row(
+        product, calls, registry.reference.name, why, uses_of_pack(key.gemm, reuse), could=could
+    )
 
 
 def _row(router: Router, product: Product, calls: float) -> Row:
@@ -250,12 +279,18 @@ def _row(router: Router, product: Product, calls: float) -> Row:
     pack_uses = uses_of_pack(key.gemm, router.pack_reuse(key.device))
     decision = None if product.reason or router.tuner is None else router.tuner.decisions.get(key)
     if decision is None:
-        return Row(product, calls, registry.reference.name, product.reason or "not decided", pack_uses)
+        return Row(
+            product, calls, registry.reference.name, product.reason or "not decided", pack_uses
+        )
     name, why = decision.kernel, decision.reason
-    if reason := registry.reason_against(name, key):  # a kernel may support its bucket's size and not this one
+    if reason := registry.reason_against(
+        name, key
+    ):  # a kernel may support its bucket's size and not this one
         name, why = registry.reference.name, f"{name}: {reason}"
     share = multiply_adds(key) / (multiply_adds(bucketed(key)) or 1)
     times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
     shares = (share, share, share if key.gemm == "wgrad" else 1.0)
-    dense, sparse, pack = (None if time is None else part * time for time, part in zip(times, shares, strict=True))
+    dense, sparse, pack = (
+        None if time is None else part * time for time, part in zip(times, shares, strict=True)
+    )
     return Row(product, calls, name, why, pack_uses, dense, sparse, pack)

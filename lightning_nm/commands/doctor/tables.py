@@ -38,14 +38,20 @@ def print_machine(machine: Machine, console: Console) -> None:
     kernels.add_column("works", no_wrap=True)
     kernels.add_column("why", overflow="fold", ratio=1)
     for kernel in machine.kernels:
-        why = "; ".join(filter(None, (kernel.reason, kernel.remark))) or "passed its numeric check on this device"
+        why = (
+            "; ".join(filter(None, (kernel.reason, kernel.remark)))
+            or "passed its numeric check on this device"
+        )
         if kernel.name == "reference":
             why = "the dense product on masked operands, always available"
-        kernels.add_row(kernel.name, "yes" if kernel.works else "no", why, style=None if kernel.works else "dim")
+        kernels.add_row(
+            kernel.name, "yes" if kernel.works else "no", why, style=None if kernel.works else "dim"
+        )
     console.print(kernels)
     if not any(kernel.works for kernel in machine.kernels if kernel.name != "reference"):
         console.print(
-            "No sparse kernel works here: nothing is measured, and a training runs every product dense.", soft_wrap=True
+            "No sparse kernel works here: nothing is measured, and a training runs every product dense.",
+            soft_wrap=True,
         )
 
 
@@ -59,7 +65,9 @@ def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
     elif cpu.parallel:
         threads = f"{cpu.threads}, for dense products and kernels"
     else:
-        threads = f"{cpu.threads} for dense products; the kernels use one: more need torch 2.10 or later"
+        threads = (
+            f"{cpu.threads} for dense products; the kernels use one: more need torch 2.10 or later"
+        )
     return [
         ("device", f"CPU, {cpu.model}"),
         ("instructions", instructions),
@@ -121,12 +129,19 @@ def _sparse_table(report: Report) -> Table:
         if measured:
             sparse = f"{_microseconds(row.sparse_ms)} + {_microseconds(row.pack_ms)}"
             gain = "-" if row.gain is None else f"{row.gain:.3f}x"
-            cells = [_microseconds(row.dense_ms), sparse, gain, row.kernel if row.sparse else "dense"]
+            cells = [
+                _microseconds(row.dense_ms),
+                sparse,
+                gain,
+                row.kernel if row.sparse else "dense",
+            ]
         table.add_row(*_product_cells(row, last), *cells, style="green" if row.sparse else None)
         last = row
     table.caption = "sizes: rows x depth of the sparse operand x columns of the other"
     if measured:
-        table.caption += "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
+        table.caption += (
+            "; times: µs of a call; gain: dense / (sparse + pack / products that share it)"
+        )
     sparsities = {row.product.key.sparsity for row in report.rows if _can_run_sparse(row)}
     for sparsity, meaning in _MEANINGS.items():
         table.caption += f"; {sparsity}: {meaning}" if sparsity in sparsities else ""
@@ -166,7 +181,10 @@ def _product_cells(row: Row, last: Row | None) -> tuple[str, str, str]:
     calls = f" x{row.calls:g}" if row.calls != 1 else ""
     return (
         "" if last and layer == last.product.layer else layer,
-        key.gemm + calls + " permuted" * key.permuted + f" {key.sparsity}" * (key.sparsity in _MEANINGS),
+        key.gemm
+        + calls
+        + " permuted" * key.permuted
+        + f" {key.sparsity}" * (key.sparsity in _MEANINGS),
         f"{key.rows}x{key.depth}x{key.columns}",
     )
 
@@ -175,8 +193,16 @@ def _microseconds(milliseconds: float | None) -> str:
     if milliseconds is None:
         return "-"
     value = 1e3 * milliseconds
-    return f"{value:.0f}" if value >= 100 or not value else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if value >= 100 or not value
+        else f"{value:.1f}"
+        if value >= 1
+        else f"{value:.2f}"
+    )
 
 
 def _table(title: str, **options: Any) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **options
+    )

@@ -80,7 +80,12 @@ class _StepClock(pl.Callback):
         self._start = _now(pl_module.device)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
         step = trainer.accumulate_grad_batches
@@ -114,7 +119,9 @@ class _Watch(_StepClock):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the plugin's router, whose `reuse` is set by now."""
-        self.sparsifiers = tuple(callback.sparsifier for callback in _nm_callbacks(trainer) if callback.sparsifier)
+        self.sparsifiers = tuple(
+            callback.sparsifier for callback in _nm_callbacks(trainer) if callback.sparsifier
+        )
         plugin = trainer.precision_plugin
         if isinstance(plugin, KernelRouting):
             self.plugin, self.router = plugin, plugin.router
@@ -165,7 +172,9 @@ def router_for(trainer: pl.Trainer, mode: str | None = None) -> Router:
         return Router(mode or "auto")
     if mode not in (None, plugin.router.kernels):
         plugins = f"the kernels={plugin.router.kernels!r} of the config's plugin"
-        raise ValueError(f"--kernels {mode} contradicts {plugins}: leave it out, or change the config")
+        raise ValueError(
+            f"--kernels {mode} contradicts {plugins}: leave it out, or change the config"
+        )
     return plugin.router
 
 
@@ -214,7 +223,10 @@ def plain_step_ms(
 
 
 def _fit(
-    trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None, clock: _StepClock
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None,
+    clock: _StepClock,
 ) -> None:
     """Train until the clock ends the training."""
     trainer.callbacks.append(clock)  # type: ignore[attr-defined]  # set by the Trainer, missing in its annotations
@@ -226,7 +238,9 @@ def _fit(
     finally:
         trainer.callbacks.remove(clock)  # type: ignore[attr-defined]
     if not clock.batches:
-        raise ValueError("the training ended before its first batch: see its max_steps, limit_train_batches and data")
+        raise ValueError(
+            "the training ended before its first batch: see its max_steps, limit_train_batches and data"
+        )
 
 
 def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list[Report]:
@@ -244,7 +258,13 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
         bucket = bucketed(key)
         deciding.decisions[bucket] = _timed(router, bucket, deciding.decisions[bucket])
     return [
-        report(router, *seen.sparsifiers, counts=case, tokens=count, step_ms=seen.step_ms if count is None else None)
+        report(
+            router,
+            *seen.sparsifiers,
+            counts=case,
+            tokens=count,
+            step_ms=seen.step_ms if count is None else None,
+        )
         for count, case in cases
     ]
 
@@ -260,14 +280,23 @@ def judge_unmeasured(
     kernels = [
         kernel
         for kernel in router.registry.backends
-        if (kernel.device_type != "cpu" if device_type is None else kernel.device_type == device_type)
+        if (
+            kernel.device_type != "cpu"
+            if device_type is None
+            else kernel.device_type == device_type
+        )
     ]
     make_row = partial(static_row, KernelRegistry(kernels), router.reuse)
-    cases = [(n, {_as_16_bit(product): calls for product, calls in case.items()}) for n, case in _cases(seen, tokens)]
+    cases = [
+        (n, {_as_16_bit(product): calls for product, calls in case.items()})
+        for n, case in _cases(seen, tokens)
+    ]
     return [summarize(make_row, None, seen.sparsifiers, case, n) for n, case in cases]
 
 
-def _cases(seen: Observation, tokens: Sequence[int]) -> list[tuple[int | None, dict[Product, float]]]:
+def _cases(
+    seen: Observation, tokens: Sequence[int]
+) -> list[tuple[int | None, dict[Product, float]]]:
     return [(count, _with_tokens(seen.counts, count)) for count in tokens] or [(None, seen.counts)]
 
 
@@ -296,6 +325,11 @@ def _timed(router: Router, key: GemmKey, decision: Decision) -> Decision:
         return decision
     try:
         sparse_ms, pack_ms = checks.sparse_ms(kernel, key, router.timer)
-        return replace(decision, dense_ms=checks.dense_ms(key, router.timer), sparse_ms=sparse_ms, pack_ms=pack_ms)
+        return replace(
+            decision,
+            dense_ms=checks.dense_ms(key, router.timer),
+            sparse_ms=sparse_ms,
+            pack_ms=pack_ms,
+        )
     except Exception as error:
         return replace(decision, reason=f"{decision.reason}; not measured: {error}")

@@ -102,7 +102,9 @@ def _table(written: Sequence[Written]) -> Table:
     for each in written:
         if each.pattern:
             share = f"{_share([each]):.3f}"
-            table.add_row(each.key, each.pattern, each.layout, f"{each.bytes}", share, "", style="green")
+            table.add_row(
+                each.key, each.pattern, each.layout, f"{each.bytes}", share, "", style="green"
+            )
         else:
             table.add_row(each.key, "dense", "", f"{each.bytes}", "", each.reason, style="dim")
     return table
@@ -131,13 +133,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
     parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
-    parser.add_argument("--to", choices=("packed", "torch", "onnx", "pt2"), default="packed", help="default: packed")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="what to write; replaced when complete")
+    parser.add_argument(
+        "--to", choices=("packed", "torch", "onnx", "pt2"), default="packed", help="default: packed"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="what to write; replaced when complete",
+    )
     found = "pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
     parser.add_argument("--pattern", metavar="N:M", help=found)
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
-    parser.add_argument("--model", metavar="CLASS", help="for onnx and pt2: the model's class, such as train.Net")
-    shapes = "for onnx and pt2: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
+    parser.add_argument(
+        "--model", metavar="CLASS", help="for onnx and pt2: the model's class, such as train.Net"
+    )
+    shapes = (
+        "for onnx and pt2: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
+    )
     parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
     return parser

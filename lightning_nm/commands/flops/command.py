@@ -54,16 +54,24 @@ def main(args: Sequence[str]) -> int:
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
-    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [None]
+    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [
+        None
+    ]
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
     configs = [*options.files, *options.config]
     if not configs:
         raise ValueError("give the CONFIG of a training, such as configs/digits-bi-mask.yaml")
     cli = build(configs, options.model, options.data, "lightning-nm flops", kernels=False)
-    callbacks = [each for each in getattr(cli.trainer, "callbacks", []) if isinstance(each, NMSparsityCallback)]
+    callbacks = [
+        each
+        for each in getattr(cli.trainer, "callbacks", [])
+        if isinstance(each, NMSparsityCallback)
+    ]
     if options.pattern and not callbacks:
-        raise ValueError(f"--pattern {' '.join(options.pattern)}: the config has no NMSparsityCallback")
+        raise ValueError(
+            f"--pattern {' '.join(options.pattern)}: the config has no NMSparsityCallback"
+        )
     forward, plan = _observe(cli, callbacks, options)
     return [_report(cli, callbacks, forward, plan, pattern) for pattern in patterns]
 
@@ -86,17 +94,25 @@ def _observe(
     try:
         return forward, plan_of(cli.trainer, cli.model, cli.datamodule)
     except (ImportError, OSError, ValueError) as error:
-        needed = "a schedule of the config depends on the number of training steps, which takes its data"
+        needed = (
+            "a schedule of the config depends on the number of training steps, which takes its data"
+        )
         raise ValueError(f"{needed}, and {error}\nor give the number: --steps N") from error
 
 
 def _is_scheduled(callback: NMSparsityCallback) -> bool:
     sparsifier = NMSparsifier(torch.nn.Module(), config=callback.config)
-    return any(has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules)
+    return any(
+        has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules
+    )
 
 
 def _report(
-    cli: LightningCLI, callbacks: Sequence[NMSparsityCallback], forward: Forward, plan: Plan, pattern: str | None
+    cli: LightningCLI,
+    callbacks: Sequence[NMSparsityCallback],
+    forward: Forward,
+    plan: Plan,
+    pattern: str | None,
 ) -> Report:
     sparsifiers: list[NMSparsifier] = []
     try:
@@ -112,7 +128,9 @@ def _report(
     finally:
         for sparsifier in sparsifiers:
             sparsifier.detach()
-    return Report(type(cli.model).__name__, forward.inputs, layers, plan.steps, tuple(lines), pattern)
+    return Report(
+        type(cli.model).__name__, forward.inputs, layers, plan.steps, tuple(lines), pattern
+    )
 
 
 def _zeros(sizes: str) -> torch.Tensor:
@@ -132,14 +150,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     files = "a YAML file as `lightning-nm fit -c` takes it; of several, later ones override"
     parser.add_argument("files", metavar="CONFIG", nargs="*", default=[], help=files)
-    parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help="the same")
+    parser.add_argument(
+        "-c", "--config", metavar="FILE", action="append", default=[], help="the same"
+    )
     add_classes(parser)
     given = "run the model on zeros of this shape, such as 1,3,224,224; by default on its example_input_array, or else "
     parser.add_argument("--input", metavar="SHAPE", help=f"{given}on the first batch of the data")
     parser.add_argument(
-        "--steps", metavar="N", type=int, help="training steps; by default those that the Trainer plans"
+        "--steps",
+        metavar="N",
+        type=int,
+        help="training steps; by default those that the Trainer plans",
     )
     several = "count for these patterns instead of the callback's own; one report for each"
     parser.add_argument("--pattern", metavar="N:M", nargs="+", default=[], help=several)
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else to stdout"
+    )
     return parser

@@ -32,7 +32,9 @@ class LayerFlops:
     method: str | None = None
     estimator: str | None = None
     why: str = ""  # why it is dense
-    densities: Mapping[FlopsKind, GemmDensity] = field(default_factory=lambda: _DENSE)  # averaged over the training
+    densities: Mapping[FlopsKind, GemmDensity] = field(
+        default_factory=lambda: _DENSE
+    )  # averaged over the training
 
     def shares(self, kind: FlopsKind) -> dict[str, float]:
         """The share of the dense multiply-adds that each GEMM does, and their mean as ``all``."""
@@ -86,7 +88,9 @@ class Report:
         shares = [layer.shares(kind) for layer in layers]
         ratios = {}
         for gemm in GEMMS:
-            macs = sum(layer.macs * share[gemm] for layer, share in zip(layers, shares, strict=True))
+            macs = sum(
+                layer.macs * share[gemm] for layer, share in zip(layers, shares, strict=True)
+            )
             ratios[gemm] = macs / total
         return _with_mean(ratios)
 
@@ -143,7 +147,9 @@ def layers_of(
             row = replace(row, why=f"tied to {counted[key]}")
         counted.setdefault(key, name)
         rows.append(row)
-    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(row.parameters for row in rows)
+    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(
+        row.parameters for row in rows
+    )
     if rest or macs.get(OTHERS):
         rows.append(LayerFlops(REST, (), rest, macs.get(OTHERS, 0)))
     return tuple(rows)

@@ -51,15 +51,22 @@ def forward_of(model: nn.Module, inputs: Any) -> Forward:
         ValueError: If the model does not take the inputs, with its own words.
     """
     try:
-        return _run(_on_meta(model), tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs))
-    except Exception:  # operators that read values, tensors that are no buffers: with memory they may work
+        return _run(
+            _on_meta(model),
+            tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs),
+        )
+    except (
+        Exception
+    ):  # operators that read values, tensors that are no buffers: with memory they may work
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         inputs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
         try:
             return _run(model, inputs)
         except Exception as error:
             given = ", ".join(_shapes(inputs))
-            raise ValueError(f"{type(model).__name__} does not take an input of {given}: {error}") from error
+            raise ValueError(
+                f"{type(model).__name__} does not take an input of {given}: {error}"
+            ) from error
 
 
 def first_forward(
@@ -76,7 +83,9 @@ def first_forward(
     return Forward(watcher.counter.macs, watcher.inputs), watcher.plan
 
 
-def plan_of(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Plan:
+def plan_of(
+    trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None
+) -> Plan:
     """Begin a training and end it before the first batch.
 
     Raises:
@@ -88,10 +97,17 @@ def plan_of(trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.Light
 
 
 def _fit(
-    trainer: pl.Trainer, model: pl.LightningModule, datamodule: pl.LightningDataModule | None, watcher: _Watch
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None,
+    watcher: _Watch,
 ) -> _Watch:
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    others = [callback for callback in callbacks if not isinstance(callback, (NMSparsityCallback, MaskMonitor))]
+    others = [
+        callback
+        for callback in callbacks
+        if not isinstance(callback, (NMSparsityCallback, MaskMonitor))
+    ]
     trainer.callbacks = [*others, watcher]  # type: ignore[attr-defined]  # missing in its annotations
     try:
         trainer.fit(model, datamodule=datamodule)
@@ -101,7 +117,9 @@ def _fit(
         watcher.close()
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
     if watcher.plan is None:
-        raise ValueError("the training ended before its first batch: see its max_steps, limit_train_batches and data")
+        raise ValueError(
+            "the training ended before its first batch: see its max_steps, limit_train_batches and data"
+        )
     return watcher
 
 
@@ -159,7 +177,9 @@ def _on_meta(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no memory; what is shared in the model is shared in it."""
     known: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
-        known[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        known[id(parameter)] = nn.Parameter(
+            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+        )
     return copy.deepcopy(model, known)
 
 

@@ -49,7 +49,9 @@ def layer_table(report: Report, reasons: Mapping[str, int]) -> Table:
     table = plain_table(title)
     table.min_width = 2
     for head, *cells in zip(heads, *rows, strict=True):
-        table.add_column(head, justify="right" if head in ("parameters", "MACs") else "left", no_wrap=True)
+        table.add_column(
+            head, justify="right" if head in ("parameters", "MACs") else "left", no_wrap=True
+        )
         table.min_width += 2 + max(map(len, (head, *cells)))
     masks = heads.index("masks")
     for row in rows:
@@ -110,7 +112,9 @@ def facts(report: Report) -> list[str]:
     lines = [f"{report.parameters:,} parameters; dense forward pass of {given}: {macs}"]
     lines.append("products of two activations, as in attention, are not counted")
     if not report.masked:
-        lines.append("no weight is masked: there is no NMSparsityCallback in the config, so every GEMM is dense")
+        lines.append(
+            "no weight is masked: there is no NMSparsityCallback in the config, so every GEMM is dense"
+        )
         return lines
     if report.planned_steps is not None:
         lines.append(f"averaged over {report.planned_steps:,} planned training steps")

@@ -225,5 +225,7 @@ def all_layers(histories: Iterable[tuple[str, LayerHistory, int]]) -> list[Chart
     for name, history, place in histories:
         if history.steps:
             statistic, _, _ = name.partition(":")  # the name of a callback may follow
-            charts.append(heat_map(name.replace("_", " "), history, place, statistic == "flip_rate"))
+            charts.append(
+                heat_map(name.replace("_", " "), history, place, statistic == "flip_rate")
+            )
     return charts

@@ -58,5 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     runs = "a folder with event files of TensorBoardLogger, such as runs/<name>/version_0"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=runs)
     output = "the page to write; report.html by default"
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help=output)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help=output
+    )
     return parser

@@ -151,7 +151,11 @@ def _read_maps(log: Log, events: EventAccumulator) -> None:
         history = LayerHistory()
         for event in events.Tensors(tag):
             column = torch.tensor(make_ndarray(event.tensor_proto))
-            fitting = [names for step, names in rows if step <= event.step and len(names) == column.shape[1]]
+            fitting = [
+                names
+                for step, names in rows
+                if step <= event.step and len(names) == column.shape[1]
+            ]
             if fitting:
                 history.add(event.step, fitting[-1], column)
         log.maps[suffix.removeprefix("/")] = history

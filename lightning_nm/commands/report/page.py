@@ -12,7 +12,11 @@ from lightning_nm.commands.report.events import Series, Table, layer_scalars
 from lightning_nm.commands.report.run import Run
 from lightning_nm.export.verdicts import Verdict
 
-STATISTICS = ("flip rate", "margin", "kept magnitude")  # of a layer at its last log, beside the table of layers
+STATISTICS = (
+    "flip rate",
+    "margin",
+    "kept magnitude",
+)  # of a layer at its last log, beside the table of layers
 
 
 @dataclass
@@ -109,7 +113,9 @@ def compare(runs: Sequence[Run]) -> Comparison:
     # Metrics come before statistics, whichever run has them.
     metrics.sort(key=lambda row: row[0].startswith("nm/"))
     flops = _side_by_side([run.flops for run in runs])
-    settings = [row for row in _side_by_side([run.settings for run in runs]) if len(set(row[1:])) > 1]
+    settings = [
+        row for row in _side_by_side([run.settings for run in runs]) if len(set(row[1:])) > 1
+    ]
     return Comparison(
         metrics=[head, *metrics],
         flops=[head, *flops] if flops else [],
@@ -162,10 +168,22 @@ def _metric_table(run: Run) -> Table:
         finite = series.finite
         lowest = _point(min(finite, default=None))
         highest = _point(max(finite, default=None))
-        rows.append([tag, _last(series), f"{series.steps[-1]:,}", *lowest, *highest, f"{len(series.steps):,}"])
+        rows.append(
+            [
+                tag,
+                _last(series),
+                f"{series.steps[-1]:,}",
+                *lowest,
+                *highest,
+                f"{len(series.steps):,}",
+            ]
+        )
     if not rows:
         return []
-    return [["metric", "last", "at step", "lowest", "at step", "highest", "at step", "points"], *rows]
+    return [
+        ["metric", "last", "at step", "lowest", "at step", "highest", "at step", "points"],
+        *rows,
+    ]
 
 
 def _layer_table(run: Run) -> Table:

@@ -64,7 +64,11 @@ class Run:
     @property
     def flops(self) -> dict[str, str]:
         """Multiply-adds of training over those of dense training, from the summary: by way of counting."""
-        return {row[0]: row[1] for row in self.log.table("nm/summary")[1:] if row[0].startswith("training FLOPs")}
+        return {
+            row[0]: row[1]
+            for row in self.log.table("nm/summary")[1:]
+            if row[0].startswith("training FLOPs")
+        }
 
 
 def read_run(path: str | Path, label: str = "") -> Run:
@@ -140,7 +144,9 @@ def _read_checkpoints(run: Run) -> None:
     paths.sort(key=lambda path: path.stat().st_mtime)
     run.checkpoints = [(str(path.relative_to(run.path)), _size(path)) for path in paths]
     if not paths:
-        run.missing.append("there is no checkpoint (*.ckpt) in the folder: the weights are not verified")
+        run.missing.append(
+            "there is no checkpoint (*.ckpt) in the folder: the weights are not verified"
+        )
         return
     newest = paths[-1]
     try:
@@ -179,10 +185,14 @@ def _missing(run: Run) -> list[str]:
     for tag, series in log.scalars.items():
         step = series.first_bad
         if step is not None:
-            found.append(f"{tag} is not finite from step {step} on or at times; curves have gaps there")
+            found.append(
+                f"{tag} is not finite from step {step} on or at times; curves have gaps there"
+            )
     if log.rewound:
         steps = ", ".join(map(str, log.rewound))
-        found.append(f"the run went back to step {steps}: of steps that were trained again, the last values are shown")
+        found.append(
+            f"the run went back to step {steps}: of steps that were trained again, the last values are shown"
+        )
     if not (run.path / "hparams.yaml").is_file():
         found.append("there is no hparams.yaml: no settings to show")
     if run.statistics:
@@ -196,9 +206,13 @@ def _missing(run: Run) -> list[str]:
 def _missing_of_masks(log: Log) -> list[str]:
     found = []
     if "nm/layers" not in log.texts:
-        found.append("there is no table of layers (nm/layers): `layer_table: false`, or an older version")
+        found.append(
+            "there is no table of layers (nm/layers): `layer_table: false`, or an older version"
+        )
     elif "nm/summary" not in log.texts:
-        found.append("there is no summary (nm/summary): the fit was interrupted, goes on, or is of an older version")
+        found.append(
+            "there is no summary (nm/summary): the fit was interrupted, goes on, or is of an older version"
+        )
     if not log.maps:
         why = "`heat_maps: false`, or an older version; heat maps below are those of `log_layers`, if any"
         found.append(f"there are no columns of heat maps (nm/maps): {why}")

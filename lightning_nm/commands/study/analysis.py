@@ -76,7 +76,12 @@ class Comparison:
 
 
 def compare(
-    rows: Sequence[Mapping[str, Any]], metric: str, variant: str, baseline: str, *, minimize: bool = True
+    rows: Sequence[Mapping[str, Any]],
+    metric: str,
+    variant: str,
+    baseline: str,
+    *,
+    minimize: bool = True,
 ) -> Comparison:
     """Compare two variants by the complete rows of one grid point.
 
@@ -106,7 +111,9 @@ def compare(
     if differences:
         interval = Interval.of(differences)
         detectable = smallest_detectable(interval.sd, interval.count)
-    return Comparison(variant, baseline, seeds, differences, interval, detectable, verdict(interval, minimize))
+    return Comparison(
+        variant, baseline, seeds, differences, interval, detectable, verdict(interval, minimize)
+    )
 
 
 def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, variant: str) -> dict[int, float]:
@@ -166,7 +173,11 @@ def smallest_detectable(sd: float, count: int) -> float:
 
 
 def best_settings(
-    rows: Sequence[Mapping[str, Any]], metric: str, searched: Sequence[str], *, minimize: bool = True
+    rows: Sequence[Mapping[str, Any]],
+    metric: str,
+    searched: Sequence[str],
+    *,
+    minimize: bool = True,
 ) -> list[dict[str, Any]]:
     """Return those rows of a search, at one grid point, that have their variant's best mean over all seeds.
 

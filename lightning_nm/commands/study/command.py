@@ -50,7 +50,11 @@ def _study(options: argparse.Namespace) -> int:
     for name in ("workers", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    given = {name: getattr(options, name) for name in ("model", "data") if getattr(options, name) is not None}
+    given = {
+        name: getattr(options, name)
+        for name in ("model", "data")
+        if getattr(options, name) is not None
+    }
     spec = replace(read(options.study), **given)
     folder = options.output or Path("runs/studies") / spec.name
     ended = True
@@ -77,7 +81,9 @@ def _study(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 120
     show(spec, rows, found, console)
-    console.print(f"Written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"Written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True
+    )
     return 0 if ended and all(row["state"] == "complete" for row in rows) else 1
 
 
@@ -89,13 +95,21 @@ def _parser() -> argparse.ArgumentParser:
         "with the same output folder, they share the trials. Exits with 0 if every training is complete, with 1 if "
         "one failed or is missing, with 2 if the study file or an option cannot be used.",
     )
-    parser.add_argument("study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md")
+    parser.add_argument(
+        "study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md"
+    )
     add_classes(parser)
     output = "folder of the journal and the report; runs/studies/NAME by default"
     parser.add_argument("--output", metavar="FOLDER", type=Path, help=output)
-    parser.add_argument("--workers", metavar="N", type=int, default=1, help="processes that train; 1 by default")
+    parser.add_argument(
+        "--workers", metavar="N", type=int, default=1, help="processes that train; 1 by default"
+    )
     threads = "threads of each process; by default the cores divided by the processes"
     parser.add_argument("--threads", metavar="N", type=int, help=threads)
-    parser.add_argument("--report-only", action="store_true", help="train nothing, report what is there")
-    parser.add_argument("--retry-failed", action="store_true", help="train failed trials of a grid again")
+    parser.add_argument(
+        "--report-only", action="store_true", help="train nothing, report what is there"
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="train failed trials of a grid again"
+    )
     return parser

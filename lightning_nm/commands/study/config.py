@@ -82,7 +82,10 @@ def trains_dense(config: Mapping[str, Any]) -> bool:
             continue
         given = entry.get("init_args") if isinstance(entry, dict) else None
         arguments = given or {}
-        if arguments.get("method") != "dense" or arguments.get("grad_estimator") not in (None, "dense"):
+        if arguments.get("method") != "dense" or arguments.get("grad_estimator") not in (
+            None,
+            "dense",
+        ):
             return False
         # These may name other methods.
         if arguments.get("rules") or arguments.get("config") or arguments.get("preset"):
@@ -112,7 +115,9 @@ def _set(place: dict[str, Any], key: str, value: Any) -> None:
             place[part] = {}
         place = place[part]
         if not isinstance(place, dict):
-            raise ValueError(f"{key}: {'.'.join(path[:number])} is {place!r:.60}, which has no keys")
+            raise ValueError(
+                f"{key}: {'.'.join(path[:number])} is {place!r:.60}, which has no keys"
+            )
     there = place.get(last)
     if isinstance(value, Mapping) and isinstance(there, dict) and "class_path" not in value:
         for inner, each in value.items():
@@ -149,7 +154,9 @@ def _masks(config: dict[str, Any]) -> dict[str, Any]:
     trainer["callbacks"] = callbacks
     places = [place for place, entry in enumerate(callbacks) if last_part(entry) == _CALLBACK]
     if len(places) > 1:
-        raise ValueError("the config has several NMSparsityCallbacks: override trainer.callbacks instead")
+        raise ValueError(
+            "the config has several NMSparsityCallbacks: override trainer.callbacks instead"
+        )
     if not places:
         places = [len(callbacks)]
         callbacks.append(_CALLBACK)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_nm.callbacks.report.figures import THEMES as THEMES  # the themes that a study is drawn in
+from lightning_nm.callbacks.report.figures import (
+    THEMES as THEMES,  # the themes that a study is drawn in
+)
 from lightning_nm.callbacks.report.figures import style_axes
 from lightning_nm.commands.study.analysis import Comparison
 from lightning_nm.commands.study.spec import Spec

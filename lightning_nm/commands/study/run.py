@@ -24,7 +24,9 @@ def check(spec: Spec) -> None:
         ValueError: For the first config that cannot be built, with the variant, the grid values and the reason.
     """
     lowest = {key: as_list(bounds)[0] for key, bounds in spec.search.items()}
-    searched = {key: bound["low"] if isinstance(bound, dict) else bound for key, bound in lowest.items()}
+    searched = {
+        key: bound["low"] if isinstance(bound, dict) else bound for key, bound in lowest.items()
+    }
     for cell in spec.cells():
         try:
             build(spec.trial_config(cell, searched), spec.seeds[0], spec.classes)
@@ -43,11 +45,16 @@ def pace(spec: Spec, folder: Path, threads: int) -> None:
     cells = [cell for cell in spec.cells() if cell.label not in store.paces()]
     if spec.seconds is None or not cells:
         return
-    print(f"Measuring the steps of {len(cells)} settings, for {spec.seconds:g} s of training each", flush=True)
+    print(
+        f"Measuring the steps of {len(cells)} settings, for {spec.seconds:g} s of training each",
+        flush=True,
+    )
     with _threads(threads):
         measured = measure(spec, cells)
     for cell, step_s in zip(cells, measured, strict=True):
-        print(f"{cell.label}: {1e3 * step_s:.2f} ms, {steps_within(spec, step_s)} steps", flush=True)
+        print(
+            f"{cell.label}: {1e3 * step_s:.2f} ms, {steps_within(spec, step_s)} steps", flush=True
+        )
     store.set_paces({cell.label: step_s for cell, step_s in zip(cells, measured, strict=True)})
 
 
@@ -75,7 +82,9 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
             work(spec, folder, threads)
         return True
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work_alone, args=(spec, folder, threads)) for _ in range(workers)]
+    processes = [
+        context.Process(target=_work_alone, args=(spec, folder, threads)) for _ in range(workers)
+    ]
     try:
         for process in processes:
             process.start()
@@ -118,7 +127,9 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
             print(_line(spec, job, rows, error), flush=True)
 
 
-def _train_all(spec: Spec, job: Job, rows: list[Row], step_s: float | None, has_complete: bool) -> str | None:
+def _train_all(
+    spec: Spec, job: Job, rows: list[Row], step_s: float | None, has_complete: bool
+) -> str | None:
     """Add a row for each seed; the error that ended it, if one did.
 
     Raises:

@@ -10,7 +10,9 @@ from lightning_nm.commands.study.spec import Spec
 
 Settings = dict[str, Any]
 
-ADVICE = "variants, seeds, grid values and trials may be added; for other changes take another --output"
+ADVICE = (
+    "variants, seeds, grid values and trials may be added; for other changes take another --output"
+)
 
 _FIXED = (
     *("metric", "direction", "config", "overrides"),

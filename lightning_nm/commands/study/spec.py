@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_nm.commands.build import Classes
-from lightning_nm.commands.study.config import as_list, flat, override, quiet, read_yaml, trains_dense
+from lightning_nm.commands.study.config import (
+    as_list,
+    flat,
+    override,
+    quiet,
+    read_yaml,
+    trains_dense,
+)
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.spelling import did_you_mean
 
@@ -187,13 +194,18 @@ def _check_search(spec: Spec) -> None:
     is_count = isinstance(trials, int) and trials > 0
     _require(is_count or not searches, f"trials: {trials!r} must be a positive integer")
     for key in spec.search:
-        _require(key not in spec.grid, f"search.{key}: is in the grid, too; leave it out of one of them")
+        _require(
+            key not in spec.grid, f"search.{key}: is in the grid, too; leave it out of one of them"
+        )
 
 
 def _check_variants(spec: Spec) -> None:
     for name, changes in spec.variants.items():
         for key in (*spec.grid, *spec.search):
-            _require(key not in changes, f"variants.{name}.{key}: is in the grid or the search, too; give it once")
+            _require(
+                key not in changes,
+                f"variants.{name}.{key}: is in the grid or the search, too; give it once",
+            )
 
 
 def _check_seconds(spec: Spec) -> None:
@@ -201,14 +213,22 @@ def _check_seconds(spec: Spec) -> None:
     if seconds is None:
         return
     is_number = _is_integer(seconds) or isinstance(seconds, float)
-    _require(is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number")
-    _require(not spec.search, "seconds: goes with a grid, not with a search, which may change the time of a step")
+    _require(
+        is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number"
+    )
+    _require(
+        not spec.search,
+        "seconds: goes with a grid, not with a search, which may change the time of a step",
+    )
     places = {"overrides": spec.overrides, "grid": spec.grid}
     for name, changes in spec.variants.items():
         places[f"variants.{name}"] = changes
     for place, changes in places.items():
         for key, _ in flat(changes):
-            _require(key not in _LENGTHS, f"{place}.{key}: `seconds` sets the number of steps; leave out one of them")
+            _require(
+                key not in _LENGTHS,
+                f"{place}.{key}: `seconds` sets the number of steps; leave out one of them",
+            )
 
 
 def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:
@@ -223,7 +243,9 @@ def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:
 def _baselines(given: Any, variants: list[str]) -> tuple[str, ...]:
     names = as_list(given)
     for name in names:
-        _require(name in variants, f"baselines: {name!r} is no variant; variants: {', '.join(variants)}")
+        _require(
+            name in variants, f"baselines: {name!r} is no variant; variants: {', '.join(variants)}"
+        )
     return tuple(dict.fromkeys(names))
 
 
@@ -249,7 +271,10 @@ def _search(given: dict[Any, Any]) -> dict[str, Any]:
 def _choices(place: str, key: Any, values: Any) -> list[Any]:
     _require(isinstance(values, list) and values, f"{place}: {values!r} must be a list of values")
     values = [_plain(place, key, value) for value in values]
-    _require(all(values.count(value) == 1 for value in values), f"{place}: {values!r} holds a value twice")
+    _require(
+        all(values.count(value) == 1 for value in values),
+        f"{place}: {values!r} holds a value twice",
+    )
     return values
 
 
@@ -258,7 +283,9 @@ def _plain(place: str, key: Any, value: Any) -> Any:
     if key == "pattern":
         return str(NMPattern.parse(value))
     advice = "must be a number, a text, a bool or null; give settings that are mappings as variants"
-    _require(value is None or isinstance(value, (bool, int, float, str)), f"{place}: {value!r} {advice}")
+    _require(
+        value is None or isinstance(value, (bool, int, float, str)), f"{place}: {value!r} {advice}"
+    )
     return value
 
 

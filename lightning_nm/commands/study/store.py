@@ -139,7 +139,9 @@ class Store:
         study = self._main_study()
         self._fail_interrupted(study)
         self._queue_lost(study)
-        waiting = [_key(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
+        waiting = [
+            _key(trial) for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        ]
         # Another process may have added variants since this one read its file: they are left to it, at the queue's end.
         known = [json.loads(key)[0] in self.spec.variants for key in waiting]
         if not any(known):
@@ -164,7 +166,9 @@ class Store:
                 study.sampler = self._sampler(len(trials))
                 trial = study.ask()
                 trial.set_user_attr("worker", self._worker)
-                searched = {key: _suggest(trial, key, bounds) for key, bounds in self.spec.search.items()}
+                searched = {
+                    key: _suggest(trial, key, bounds) for key, bounds in self.spec.search.items()
+                }
                 return Job(study, trial, cell, searched, self.spec.seeds)
         return None
 
@@ -197,7 +201,10 @@ class Store:
                     row |= {"trial": trial.number, **searched}
                 row["seed"] = seed
                 # A trial of a search may have failed after some of its seeds.
-                found = next((each for each in trial.user_attrs.get("rows", []) if each["seed"] == seed), None)
+                found = next(
+                    (each for each in trial.user_attrs.get("rows", []) if each["seed"] == seed),
+                    None,
+                )
                 if found is not None:
                     row |= {"state": "complete", **found}
                 else:
@@ -278,7 +285,10 @@ class Store:
 
         if name not in self._studies:
             self._studies[name] = optuna.create_study(
-                storage=self._storage, study_name=name, direction=self.spec.direction, load_if_exists=True
+                storage=self._storage,
+                study_name=name,
+                direction=self.spec.direction,
+                load_if_exists=True,
             )
         return self._studies[name]
 
@@ -299,7 +309,9 @@ class Store:
 
         names = optuna.get_all_study_names(self._storage)
         if names and self.spec.name not in names:
-            fault = f"the output folder belongs to the study {names[0]!r}, not to {self.spec.name!r}"
+            fault = (
+                f"the output folder belongs to the study {names[0]!r}, not to {self.spec.name!r}"
+            )
             raise ValueError(f"{fault}: take another --output")
 
     @contextmanager

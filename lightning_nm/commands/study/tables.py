@@ -12,7 +12,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from lightning_nm.commands.study.analysis import Comparison, Interval, best_settings, by_seed, compare
+from lightning_nm.commands.study.analysis import (
+    Comparison,
+    Interval,
+    best_settings,
+    by_seed,
+    compare,
+)
 from lightning_nm.commands.study.spec import Spec
 from lightning_nm.commands.study.store import Row
 from lightning_nm.export.atomic_write import replacing
@@ -57,7 +63,9 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
         for baseline in spec.baselines:
             for variant in spec.variants:
                 if variant != baseline:
-                    comparisons.append(compare(rows_here, spec.metric, variant, baseline, minimize=minimize))
+                    comparisons.append(
+                        compare(rows_here, spec.metric, variant, baseline, minimize=minimize)
+                    )
         title = ", ".join(f"{key} {value}" for key, value in values.items()) or spec.name
         found.append(Section(title, rows_here, comparisons))
     return found
@@ -109,9 +117,18 @@ def _means(spec: Spec, section: Section) -> Table:
 
 def _differences(section: Section) -> Table:
     """One row for each comparison."""
-    header = ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
+    header = [
+        "variant - baseline",
+        "pairs",
+        "mean",
+        "95 % interval",
+        "smallest detectable",
+        "verdict",
+    ]
     intervals = [comparison.difference for comparison in section.comparisons]
-    digits = decimals([(interval.high - interval.low) / 2 for interval in intervals if interval is not None])
+    digits = decimals(
+        [(interval.high - interval.low) / 2 for interval in intervals if interval is not None]
+    )
     cells = []
     for comparison in section.comparisons:
         interval = comparison.difference
@@ -136,16 +153,24 @@ def notes(spec: Spec, rows: Sequence[Row]) -> list[str]:
     said = []
     missing = len(rows) - len(complete) - len(failed)
     if missing:
-        said.append(f"Not finished: {missing} of {len(rows)} trainings. Run the command again to go on.")
+        said.append(
+            f"Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
+        )
     for row in failed:
-        where = ", ".join(f"{key} {row[key]}" for key in ("variant", *spec.grid, *spec.search, "seed"))
+        where = ", ".join(
+            f"{key} {row[key]}" for key in ("variant", *spec.grid, *spec.search, "seed")
+        )
         said.append(f"Failed: {where}: {row['error']}")
     for fact in _FACTS:
         values = sorted({str(row[fact]) for row in complete})
         if len(values) > 1:
-            said.append(f"Mixed: trials ran with {fact} {', '.join(values)}; their results may differ for that reason.")
+            said.append(
+                f"Mixed: trials ran with {fact} {', '.join(values)}; their results may differ for that reason."
+            )
     if complete:
-        said.append("FLOPs are those of training, relative to dense training, and fit is the mean time of a training.")
+        said.append(
+            "FLOPs are those of training, relative to dense training, and fit is the mean time of a training."
+        )
         if spec.seconds is not None:
             said.append(
                 f"Every training has as many steps as take {spec.seconds:g} s, by the time of a step that was measured "
@@ -204,7 +229,9 @@ def show(spec: Spec, rows: Sequence[Row], found: Sequence[Section], console: Con
 
 
 def _rich_table(table: Table) -> RichTable:
-    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    shown = RichTable(
+        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold"
+    )
     for number, name in enumerate(table.header):
         # A narrow console shortens headings, not numbers.
         width = max((len(cells[number]) for cells in table.cells), default=0)

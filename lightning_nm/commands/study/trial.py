@@ -65,13 +65,19 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes = NO_CLASSES) -
     said = StringIO()
     try:
         with silence(), redirect_stderr(said), redirect_stdout(said):
-            options = {"run": False, "save_config_callback": None, "args": {**config, "seed_everything": seed}}
+            options = {
+                "run": False,
+                "save_config_callback": None,
+                "args": {**config, "seed_everything": seed},
+            }
             return CLI(**classes.imported(), **options)
     except SystemExit as error:  # jsonargparse printed the usage and then the error
         raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from error
 
 
-def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = NO_CLASSES) -> dict[str, Any]:
+def train(
+    config: Mapping[str, Any], seed: int, metric: str, classes: Classes = NO_CLASSES
+) -> dict[str, Any]:
     """Fit and test once; return everything that is known of it, as a row for a table.
 
     Raises:

@@ -27,7 +27,9 @@ def main(args: Sequence[str]) -> int:
     statuses, contents = [], []
     for checkpoint in options.checkpoint:
         if several:
-            console.print(f"{checkpoint}:", style="bold", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"{checkpoint}:", style="bold", highlight=False, markup=False, soft_wrap=True
+            )
         try:
             result = verify(
                 checkpoint,
@@ -38,7 +40,9 @@ def main(args: Sequence[str]) -> int:
                 base=options.base,
             )
         except ValueError as error:
-            errors.print(f"lightning-nm verify: {error}", highlight=False, markup=False, soft_wrap=True)
+            errors.print(
+                f"lightning-nm verify: {error}", highlight=False, markup=False, soft_wrap=True
+            )
             contents.append({"checkpoint": checkpoint, "ok": False, "error": str(error)})
             statuses.append(2)
         else:
@@ -95,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         help="with --pattern: every matrix that is N:M in this checkpoint must be N:M, for example after a merge",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print no table")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else to stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else to stdout"
+    )
     return parser
 
 
@@ -117,7 +123,12 @@ def _print(result: Verification, console: Console, quiet: bool) -> None:
 
 def _content(result: Verification) -> dict[str, Any]:
     counts = {verdict: result.count(verdict) for verdict in ("N:M", "dense", "broken")}
-    found = {"matrices": counts, "share": result.share, "problems": result.problems, "warnings": result.warnings}
+    found = {
+        "matrices": counts,
+        "share": result.share,
+        "problems": result.problems,
+        "warnings": result.warnings,
+    }
     return {**found, "weights": [asdict(verdict) for verdict in result.verdicts]}
 
 
@@ -126,13 +137,18 @@ def _dumped(content: dict[str, Any]) -> str:
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="N:M verification", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title="N:M verification", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("weight", overflow="fold", min_width=20)
     for column in ("pattern", "verdict", "violating", "density"):
         table.add_column(column, no_wrap=True)
     table.add_column("note", overflow="fold", min_width=12)
     styles = {"N:M": "green", "broken": "red", "dense": "dim"}
-    rows = [(v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", _density(v), v.note) for v in verdicts]
+    rows = [
+        (v.key, v.pattern, v.verdict, f"{v.violations} / {v.blocks}", _density(v), v.note)
+        for v in verdicts
+    ]
     for row in grouped(rows):
         table.add_row(*row, style=styles[row[2]])
     return table

@@ -19,7 +19,11 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libnm.so"
 REASON = "libnm.txt"
 """Name of the file beside the library that says why it could not be compiled."""
-LEVELS = {0: [], 1: ["-mavx2", "-mfma"], 2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]}
+LEVELS = {
+    0: [],
+    1: ["-mavx2", "-mfma"],
+    2: ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+}
 """Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
 
 The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
@@ -79,8 +83,18 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     command = compiler()
     if not command:
         return "there was no C compiler: neither $CC, cc, gcc nor clang"
-    common = [*command, "-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default", *flags]
-    macros, failed = _run([*common, "-dM", "-E", "-x", "c", os.devnull])  # of the target, also where CC crosses
+    common = [
+        *command,
+        "-std=gnu11",
+        "-O3",
+        "-fPIC",
+        "-ffp-contract=fast",
+        "-fvisibility=default",
+        *flags,
+    ]
+    macros, failed = _run(
+        [*common, "-dM", "-E", "-x", "c", os.devnull]
+    )  # of the target, also where CC crosses
     if failed:
         return failed
     levels = LEVELS if "__x86_64__" in macros else {0: []}
@@ -93,7 +107,11 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
             (version, None, []),
             (SOURCES / "library.c", None, ["-DNM_BF16"] if pairs else []),
             (SOURCES / "layout.c", None, []),
-            *((SOURCES / file, level, extra) for file in ("kernels.c", "conv.c") for level, extra in levels.items()),
+            *(
+                (SOURCES / file, level, extra)
+                for file in ("kernels.c", "conv.c")
+                for level, extra in levels.items()
+            ),
             *([(SOURCES / "bf16.c", 3, BF16)] if pairs else []),
         ]:
             objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")

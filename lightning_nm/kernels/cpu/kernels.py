@@ -82,16 +82,22 @@ class _CpuKernel(GemmKernel):
     def _own(self, layout: PermuteLayout | CsrLayout, x: Tensor) -> None:
         """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
         if not isinstance(layout, self.layouts):
-            raise ValueError(f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}")
+            raise ValueError(
+                f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}"
+            )
         if isinstance(layout, PermuteLayout) and layout.paired and x.dtype != torch.bfloat16:
-            raise ValueError(f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone")
+            raise ValueError(
+                f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
+            )
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
         generator = torch.Generator().manual_seed(0)
         for dtype in DTYPES:
             pattern = NMPattern(1, 8)
-            weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 48), (11, 48)))
+            weight, x = (
+                torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 48), (11, 48))
+            )
             grad = torch.randn(11, 40, generator=generator).to(dtype)
             mask = nm_mask(weight.abs(), pattern)
             matrix = MaskedMatrix(
@@ -108,7 +114,11 @@ class _CpuKernel(GemmKernel):
             masked = torch.where(mask, weight, 0).double()
             for what, found, expected in (
                 ("linear", self.linear(packed, x), x.double() @ masked.t()),
-                ("sampled", self.sampled(layout, grad, x), torch.where(mask, grad.double().t() @ x.double(), 0)),
+                (
+                    "sampled",
+                    self.sampled(layout, grad, x),
+                    torch.where(mask, grad.double().t() @ x.double(), 0),
+                ),
             ):
                 error = float((found.double() - expected).norm() / expected.norm())
                 if not error < 4 * torch.finfo(dtype).eps:
@@ -130,7 +140,11 @@ class CpuPermuteKernel(_CpuKernel):
     layouts = PermuteLayout
 
     def _missing(self) -> str:
-        return "" if library.load().nm_lanes(library.level()) else "the baseline instruction set has no permutation"
+        return (
+            ""
+            if library.load().nm_lanes(library.level())
+            else "the baseline instruction set has no permutation"
+        )
 
     def static_reason(self, key: GemmKey) -> str:
         """Also a pattern whose blocks do not fit registers, and a wgrad whose operand is N:M along the tokens."""
@@ -188,7 +202,13 @@ class CpuCsrKernel(_CpuKernel):
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
         found = MaskedMatrix(
-            matrix, matrix.ne(0).view(torch.uint8), FORWARD_BIT, None, matrix.dtype, None, lambda: matrix
+            matrix,
+            matrix.ne(0).view(torch.uint8),
+            FORWARD_BIT,
+            None,
+            matrix.dtype,
+            None,
+            lambda: matrix,
         )
         return self.pack_masked(found, self.layout(found))
 
@@ -201,13 +221,17 @@ class CpuCsrKernel(_CpuKernel):
         if len(matrix) > depth:
             raise ValueError(f"a matrix of {len(matrix)} rows does not fit {depth} columns")
         if len(matrix) < depth and layout.used_depth() > len(matrix):
-            raise ValueError(f"a matrix of {depth} columns has nonzeros beyond the {len(matrix)} rows of its operand")
+            raise ValueError(
+                f"a matrix of {depth} columns has nonzeros beyond the {len(matrix)} rows of its operand"
+            )
         y = matrix.new_empty(rows, columns)
         dense = library.operands(rows, len(matrix), columns, matrix, y)
         library.run(self._function(), MATMUL, dense, packed.layout.operand(packed.values))
         return y
 
-    def conv(self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None) -> Tensor:
+    def conv(
+        self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
+    ) -> Tensor:
         """The convolution of `x` with the packed ``W [out, in / groups * taps]``."""
         _check_conv(packed.layout, conv)
         _check(x, (len(x), conv.inputs, *conv.size))
@@ -231,18 +255,27 @@ class CpuCsrKernel(_CpuKernel):
         _check(x, (len(grad), conv.inputs, *conv.size))
         _check(grad, (len(grad), conv.outputs, *conv.positions), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
-        self._conv(WGRAD, Packed(layout, None), library.conv_operands(conv, len(x), y, x, grad=grad))
+        self._conv(
+            WGRAD, Packed(layout, None), library.conv_operands(conv, len(x), y, x, grad=grad)
+        )
         return y
 
     def _conv(self, product: int, packed: Packed, operands: library.ConvOperands) -> None:
-        library.run(library.load().nm_conv_product, product, operands, packed.layout.operand(packed.values))
+        library.run(
+            library.load().nm_conv_product, product, operands, packed.layout.operand(packed.values)
+        )
 
 
 def _check_conv(layout: PermuteLayout | CsrLayout, conv: Convolution) -> None:
     """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
     out, inputs, height, width = conv.weight_shape
-    if not isinstance(layout, CsrLayout) or (layout.rows, layout.depth) != (out, inputs * height * width):
-        raise ValueError(f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}")
+    if not isinstance(layout, CsrLayout) or (layout.rows, layout.depth) != (
+        out,
+        inputs * height * width,
+    ):
+        raise ValueError(
+            f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
+        )
     if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
 

@@ -79,7 +79,9 @@ class PermuteLayout:
         library = load()
         lanes = library.nm_lanes(level())
         rows, depth = matrix.shape
-        paired = multiplies_pairs(matrix.dtype) and (2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0)
+        paired = multiplies_pairs(matrix.dtype) and (
+            2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
+        )
         beside = 2 if paired else 1
         block = lanes * beside
         slots = -(-cls.most_slots(pattern, block) // beside) * beside
@@ -87,7 +89,9 @@ class PermuteLayout:
         inputs = torch.empty(shape + [2] * paired, dtype=torch.uint8)
         mask, _ = _mask(matrix)
         if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, paired, inputs.data_ptr()):
-            raise ValueError(f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis")
+            raise ValueError(
+                f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis"
+            )
         return cls(inputs, rows, depth)
 
     def __post_init__(self) -> None:
@@ -101,13 +105,17 @@ class PermuteLayout:
             ValueError: If an index is not within its block.
         """
         if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.block):
-            raise ValueError(f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask")
+            raise ValueError(
+                f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask"
+            )
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, rounded to the matrix's dtype, float32 if not paired."""
         if self.paired and matrix.dtype != torch.bfloat16:
             raise ValueError(f"a paired layout has bfloat16 values, not {matrix.dtype}")
-        values = torch.empty(self.inputs.shape, dtype=torch.bfloat16 if self.paired else torch.float32)
+        values = torch.empty(
+            self.inputs.shape, dtype=torch.bfloat16 if self.paired else torch.float32
+        )
         mask, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
         load().nm_permute_values(
@@ -157,10 +165,15 @@ class CsrLayout:
             raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
         mask, _ = _mask(matrix)
         if (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride >= 2**31:
-            raise ValueError(f"a mask with strides {matrix.bits.stride()} is too large for 32-bit offsets")
+            raise ValueError(
+                f"a mask with strides {matrix.bits.stride()} is too large for 32-bit offsets"
+            )
         start = torch.empty(rows + 1, dtype=torch.int32)
         entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
-        following, offset = torch.empty(rows, dtype=torch.int32), torch.empty(entries, dtype=torch.int32)
+        following, offset = (
+            torch.empty(rows, dtype=torch.int32),
+            torch.empty(entries, dtype=torch.int32),
+        )
         source, slot = torch.empty_like(offset), torch.empty_like(offset)
         tensors = (start, following, offset, source, slot)
         library.nm_csr_fill(ctypes.byref(mask), *(tensor.data_ptr() for tensor in tensors))
@@ -178,7 +191,9 @@ class CsrLayout:
         """
         sizes = (self.rows, self.offset.data_ptr(), self.offset.numel(), self.depth)
         if not load().nm_csr_valid(self.start.data_ptr(), *sizes):
-            raise ValueError(f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask")
+            raise ValueError(
+                f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask"
+            )
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
@@ -204,7 +219,11 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> CsrOperand:
         """The matrix as the library takes it."""
-        return CsrOperand(self.start.data_ptr(), self.offset.data_ptr(), None if values is None else values.data_ptr())
+        return CsrOperand(
+            self.start.data_ptr(),
+            self.offset.data_ptr(),
+            None if values is None else values.data_ptr(),
+        )
 
 
 def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
@@ -222,11 +241,15 @@ def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
     if order is not None:
         if rows == 1:  # its stride may be anything
             row_stride = 1
-        if row_stride != 1:  # of a transposed weight: the library permutes columns of contiguous rows alone
+        if (
+            row_stride != 1
+        ):  # of a transposed weight: the library permutes columns of contiguous rows alone
             bits, weight = (tensor.t().contiguous().t() for tensor in (bits, weight))
             row_stride, depth_stride = bits.stride()
         if (order.dtype, order.shape, order.is_contiguous()) != (torch.int64, (depth,), True):
-            raise ValueError(f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}")
+            raise ValueError(
+                f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
+            )
     bit = matrix.bit.bit_length() - 1
     pointer = None if order is None else order.data_ptr()
     size = (rows, depth, row_stride, depth_stride)

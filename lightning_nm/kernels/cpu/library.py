@@ -132,7 +132,8 @@ def load() -> Any:
         RuntimeError: If it is missing, damaged, of another version or of other sources, with what to do.
     """
     advice = (
-        "install lightning-nm again with a C compiler (gcc or clang) on the PATH; in a checkout, run `make library`"
+        "install lightning-nm again with a C compiler (gcc or clang) on the PATH; "
+        "in a checkout, run `make library`"
     )
     if not LIBRARY.exists():
         if other := _other_copy():
@@ -147,12 +148,16 @@ def load() -> Any:
         library = ctypes.CDLL(str(LIBRARY))
         abi = library.nm_abi()
         if abi != ABI:
-            raise RuntimeError(f"the library of CPU kernels, {LIBRARY}, is of version {abi}, not {ABI}: {advice}")
+            raise RuntimeError(
+                f"the library of CPU kernels, {LIBRARY}, is of version {abi}, not {ABI}: {advice}"
+            )
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise RuntimeError(f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}") from error
+        raise RuntimeError(
+            f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
+        ) from error
     if source() not in ("", library.nm_source().decode()):
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
@@ -165,7 +170,9 @@ def _other_copy() -> Path | None:
     """The folder of another copy of this package that Python could import, and that has a library."""
     inside = Path(__file__).resolve().relative_to(PLACE).with_name(LIBRARY.name)
     folders = (Path(folder or os.curdir).resolve() for folder in sys.path)
-    return next((folder for folder in folders if folder != PLACE and (folder / inside).exists()), None)
+    return next(
+        (folder for folder in folders if folder != PLACE and (folder / inside).exists()), None
+    )
 
 
 def _is_cut_off() -> bool:
@@ -173,7 +180,8 @@ def _is_cut_off() -> bool:
     with open(LIBRARY, "rb") as file:
         head = file.read(64)
     start, size, count = (
-        int.from_bytes(head[place], "little") for place in (slice(40, 48), slice(58, 60), slice(60, 62))
+        int.from_bytes(head[place], "little")
+        for place in (slice(40, 48), slice(58, 60), slice(60, 62))
     )
     return head.startswith(b"\x7fELF") and LIBRARY.stat().st_size < start + size * count
 
@@ -218,7 +226,9 @@ def compiled_from() -> str:
 def parallel() -> int | None:
     """Address of torch's function that runs a loop on its threads; ``None`` before torch 2.10, which has none."""
     try:
-        found = ctypes.CDLL(None).torch_parallel_for  # torch's libraries are loaded, but perhaps not for all
+        found = ctypes.CDLL(
+            None
+        ).torch_parallel_for  # torch's libraries are loaded, but perhaps not for all
     except (AttributeError, OSError):
         path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
         try:
@@ -246,13 +256,21 @@ def cpu_name() -> str:
     """The model of the CPU as the system reports it."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def operands(
-    rows: int, depth: int, tokens: int, x: Tensor, y: Tensor, bias: Tensor | None = None, grad: Tensor | None = None
+    rows: int,
+    depth: int,
+    tokens: int,
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None = None,
+    grad: Tensor | None = None,
 ) -> Operands:
     """The dense operands of a product, as the library takes them; the tensors must outlive the call."""
     found = Operands(parallel(), threads(), rows, depth, tokens, DTYPES[x.dtype], 0, x.data_ptr())
@@ -275,7 +293,9 @@ def conv_operands(
     found = ConvOperands(parallel(), threads(), images, conv.inputs, conv.outputs, conv.groups)
     found.size, found.kernel, found.stride, found.padding, found.dilation, found.positions = pairs
     found.dtype = DTYPES[y.dtype]
-    found.x, found.bias, found.grad = (None if each is None else each.data_ptr() for each in (x, bias, grad))
+    found.x, found.bias, found.grad = (
+        None if each is None else each.data_ptr() for each in (x, bias, grad)
+    )
     found.y = y.data_ptr()
     return found
 
@@ -293,4 +313,6 @@ def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any
     if status == _NO_KERNEL:
         raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
     if status:
-        raise RuntimeError("the planes of the convolution are too large for the kernel's 32-bit offsets")
+        raise RuntimeError(
+            "the planes of the convolution are too large for the kernel's 32-bit offsets"
+        )

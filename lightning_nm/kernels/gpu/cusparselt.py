@@ -82,7 +82,9 @@ class CuSparseLtKernel(TwoFourKernel):
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         _claim_thread(x.device)
-        return self.ops._cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=self.algorithm)
+        return self.ops._cslt_sparse_mm(
+            packed, x.t(), bias=bias, transpose_result=True, alg_id=self.algorithm
+        )
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
@@ -105,7 +107,9 @@ def _claim_thread(device: torch.device) -> None:
 def named(name: str, algorithm: int) -> str:
     """Return the name of a kernel with an algorithm; refuse a negative one."""
     if algorithm < 0:
-        raise ValueError(f"algorithm={algorithm} is not an id of cuSPARSELt: pass 0, its default, or a larger one")
+        raise ValueError(
+            f"algorithm={algorithm} is not an id of cuSPARSELt: pass 0, its default, or a larger one"
+        )
     return f"{name}:{algorithm}" if algorithm else name
 
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_nm.kernels.api import Algorithm, GemmName
-from lightning_nm.kernels.gpu.cusparselt import DTYPES, cuda_reason, named, refuse_crowded, regression
+from lightning_nm.kernels.gpu.cusparselt import (
+    DTYPES,
+    cuda_reason,
+    named,
+    refuse_crowded,
+    regression,
+)
 from lightning_nm.kernels.gpu.cusparselt_plans import Library
 from lightning_nm.kernels.gpu.probe import DeviceProbe
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel
@@ -116,12 +122,16 @@ class CuSparseLtDirectKernel(TwoFourKernel):
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         with self._entered(x.device) as (library, stream):
-            return library.multiply(packed, x, bias, transposed=True, algorithm=self.algorithm, stream=stream)
+            return library.multiply(
+                packed, x, bias, transposed=True, algorithm=self.algorithm, stream=stream
+            )
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
         """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
         with self._entered(matrix.device) as (library, stream):
-            return library.multiply(packed, matrix, None, transposed=False, algorithm=self.algorithm, stream=stream)
+            return library.multiply(
+                packed, matrix, None, transposed=False, algorithm=self.algorithm, stream=stream
+            )
 
     @contextmanager
     def stream(self, device: torch.device) -> Iterator[tuple[int, int]]:

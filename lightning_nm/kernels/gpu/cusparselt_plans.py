@@ -72,7 +72,14 @@ class Library:
         return plan(matrix, stream)
 
     def multiply(
-        self, packed: Tensor, dense: Tensor, bias: Tensor | None, *, transposed: bool, algorithm: Algorithm, stream: int
+        self,
+        packed: Tensor,
+        dense: Tensor,
+        bias: Tensor | None,
+        *,
+        transposed: bool,
+        algorithm: Algorithm,
+        stream: int,
     ) -> Tensor:
         """Compute ``x A^T + bias`` of ``x [tokens, depth]`` if `transposed`, else ``A B`` of ``B [depth, columns]``."""
         key = _product_key(packed, dense, transposed, bias is not None, algorithm)
@@ -82,7 +89,12 @@ class Library:
     def search(self, packed: Tensor, dense: Tensor, *, transposed: bool, stream: int) -> Algorithm:
         """Let the library time its algorithms for a product; the arguments are as :meth:`multiply`'s."""
         # The search changes its plan, so it gets one of its own.
-        product = _Product(self.binding, self.handle, _product_key(packed, dense, transposed, False, Algorithm()), None)
+        product = _Product(
+            self.binding,
+            self.handle,
+            _product_key(packed, dense, transposed, False, Algorithm()),
+            None,
+        )
         try:
             return product.search(packed, dense, stream)
         finally:
@@ -94,7 +106,9 @@ class Library:
             self._plans.move_to_end(key)
             return plan
         plan = make()
-        while len(self._plans) >= self.capacity:  # its products may still run: torch, too, destroys a plan at once
+        while (
+            len(self._plans) >= self.capacity
+        ):  # its products may still run: torch, too, destroys a plan at once
             self._plans.popitem(last=False)[1].destroy()
         self._plans[key] = plan
         return plan
@@ -112,9 +126,19 @@ class _Packing:
         self.shape = key.rows, -(-size // (key.rows * key.dtype.itemsize))
 
     def __call__(self, matrix: Tensor, stream: int) -> Tensor:
-        packed, buffer = matrix.new_empty(self.shape), matrix.new_empty(self.buffer, dtype=torch.uint8)
+        packed, buffer = (
+            matrix.new_empty(self.shape),
+            matrix.new_empty(self.buffer, dtype=torch.uint8),
+        )
         self.binding.sp_mma_compress2(
-            self.handle, self.matrix, 1, _AS_IT_IS, matrix.data_ptr(), packed.data_ptr(), buffer.data_ptr(), stream
+            self.handle,
+            self.matrix,
+            1,
+            _AS_IT_IS,
+            matrix.data_ptr(),
+            packed.data_ptr(),
+            buffer.data_ptr(),
+            stream,
         )
         return packed
 
@@ -137,7 +161,9 @@ class _Product:
             a = _sparse(undo, binding, handle, m, k, key.dtype)
             b = binding.dense_descriptor_init(handle, *dense_sizes, ALIGNMENT, kind, _ROW_ORDER)
             undo.callback(binding.mat_descriptor_destroy, b)
-            c = binding.dense_descriptor_init(handle, m, n, result_order[0], ALIGNMENT, kind, result_order[1])
+            c = binding.dense_descriptor_init(
+                handle, m, n, result_order[0], ALIGNMENT, kind, result_order[1]
+            )
             undo.callback(binding.mat_descriptor_destroy, c)
             operation = _TRANSPOSED if key.transposed else _AS_IT_IS
             self.matmul = binding.matmul_descriptor_init(
@@ -146,7 +172,9 @@ class _Product:
             undo.callback(binding.matmul_descriptor_destroy, self.matmul)
             if bias is not None:
                 self._point_at(bias)  # whether there is one may decide about the plan
-            self.selection = binding.matmul_alg_selection_init(handle, self.matmul, binding.MatmulAlg.DEFAULT)
+            self.selection = binding.matmul_alg_selection_init(
+                handle, self.matmul, binding.MatmulAlg.DEFAULT
+            )
             undo.callback(binding.matmul_alg_selection_destroy, self.selection)
             attributes, (identity, split_k, mode) = binding.MatmulAlgAttribute, key.algorithm
             self._set(attributes.CONFIG_ID, identity)
@@ -168,12 +196,19 @@ class _Product:
         """Find the fastest algorithm; this plan is changed to it."""
         self._launch(self.binding.matmul_search, packed, dense, stream)
         attributes = self.binding.MatmulAlgAttribute
-        identity, split_k, mode = map(self._get, (attributes.CONFIG_ID, attributes.SPLIT_K, attributes.SPLIT_K_MODE))
+        identity, split_k, mode = map(
+            self._get, (attributes.CONFIG_ID, attributes.SPLIT_K, attributes.SPLIT_K_MODE)
+        )
         return Algorithm(identity, split_k, mode if mode > 0 else -1)
 
-    def _launch(self, call: Callable[..., object], packed: Tensor, dense: Tensor, stream: int) -> Tensor:
+    def _launch(
+        self, call: Callable[..., object], packed: Tensor, dense: Tensor, stream: int
+    ) -> Tensor:
         # The allocator reuses the workspace only for later work of this stream, so it may be freed at once.
-        result, workspace = dense.new_empty(self.shape), dense.new_empty(self.workspace, dtype=torch.uint8)
+        result, workspace = (
+            dense.new_empty(self.shape),
+            dense.new_empty(self.workspace, dtype=torch.uint8),
+        )
         self.stream.value = stream
         call(
             self.handle,
@@ -214,14 +249,25 @@ class _Product:
         )
 
 
-def _product_key(packed: Tensor, dense: Tensor, transposed: bool, bias: bool, algorithm: Algorithm) -> _ProductKey:
+def _product_key(
+    packed: Tensor, dense: Tensor, transposed: bool, bias: bool, algorithm: Algorithm
+) -> _ProductKey:
     depth, columns = dense.shape[::-1] if transposed else dense.shape
     return _ProductKey(len(packed), depth, columns, dense.dtype, transposed, bias, algorithm)
 
 
-def _sparse(undo: ExitStack, binding: Any, handle: int, rows: int, depth: int, dtype: torch.dtype) -> int:
+def _sparse(
+    undo: ExitStack, binding: Any, handle: int, rows: int, depth: int, dtype: torch.dtype
+) -> int:
     descriptor: int = binding.structured_descriptor_init(
-        handle, rows, depth, depth, ALIGNMENT, _CUDA_TYPES[dtype], _ROW_ORDER, binding.Sparsity.SPARSITY_50_PERCENT
+        handle,
+        rows,
+        depth,
+        depth,
+        ALIGNMENT,
+        _CUDA_TYPES[dtype],
+        _ROW_ORDER,
+        binding.Sparsity.SPARSITY_50_PERCENT,
     )
     undo.callback(binding.mat_descriptor_destroy, descriptor)
     return descriptor

@@ -32,14 +32,34 @@ ROW_BYTES = 1 << 16
 
 
 def masked(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, bit: int, permutation: Tensor | None, transposed: bool
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    bit: int,
+    permutation: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
     """Launch ``masked_forward``, or if `transposed` ``masked_backward``, on checked arguments."""
     out, columns = weight.shape
-    result = torch.empty((columns, out) if transposed else (out, columns), dtype=dtype, device=weight.device)
-    grid, constants = (triton.cdiv(out, TILE), triton.cdiv(columns, TILE)), {"BIT": bit, "TRANSPOSED": transposed}
+    result = torch.empty(
+        (columns, out) if transposed else (out, columns), dtype=dtype, device=weight.device
+    )
+    grid, constants = (
+        (triton.cdiv(out, TILE), triton.cdiv(columns, TILE)),
+        {"BIT": bit, "TRANSPOSED": transposed},
+    )
     with torch.cuda.device_of(weight):
-        _masked[grid](weight, marks, permutation, result, out, columns, *weight.stride(), **constants, TILE=TILE)
+        _masked[grid](
+            weight,
+            marks,
+            permutation,
+            result,
+            out,
+            columns,
+            *weight.stride(),
+            **constants,
+            TILE=TILE,
+        )
     return result
 
 
@@ -52,7 +72,14 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
     width = triton.next_power_of_2(out)
     with torch.cuda.device_of(grad):
         _permuted_columns[(triton.cdiv(tokens, ROWS),)](
-            grad, permutation, result, tokens, out, ROWS=ROWS, WIDTH=width, num_warps=_warps(width, 4)
+            grad,
+            permutation,
+            result,
+            tokens,
+            out,
+            ROWS=ROWS,
+            WIDTH=width,
+            num_warps=_warps(width, 4),
         )
     return result
 
@@ -66,7 +93,11 @@ def mvue_transposed(
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
     parts, width, gathered, options = triton.cdiv(out, TILE), None, None, SAMPLING
     if gather is not None and _gatherable(grad):
-        parts, width, gathered = parts + TILE // ROWS, triton.next_power_of_2(out), torch.empty_like(grad)
+        parts, width, gathered = (
+            parts + TILE // ROWS,
+            triton.next_power_of_2(out),
+            torch.empty_like(grad),
+        )
         options = SAMPLING | {"num_warps": _warps(width, SAMPLING["num_warps"])}
     with torch.cuda.device_of(grad):
         _mvue_transposed[(triton.cdiv(padded, TILE) * parts,)](
@@ -130,7 +161,11 @@ def _masked(
     value = tl.where((mark & BIT) != 0, tl.load(weight + at, mask=inside, other=0.0), 0.0)
     masked = value.to(result.dtype.element_ty)
     if TRANSPOSED:
-        tl.store(result + (column * out)[:, None] + position[None, :], tl.trans(masked), mask=tl.trans(inside))
+        tl.store(
+            result + (column * out)[:, None] + position[None, :],
+            tl.trans(masked),
+            mask=tl.trans(inside),
+        )
     else:
         tl.store(result + (position * columns)[:, None] + column[None, :], masked, mask=inside)
 
@@ -242,7 +277,9 @@ def _philox(seed, index):
 @triton.jit
 def _select(words, lane):
     """Return the word of four that the lane names."""
-    return tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
+    return tl.where(
+        lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3])
+    )
 
 
 @triton.jit

@@ -91,7 +91,11 @@ class DeviceProbe:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
         for dtype in kernel.dtypes:
-            matrix, x, biases = nm_prune(normal(rows, depth), "2:4"), normal(tokens, depth), normal(_REPEATS, rows)
+            matrix, x, biases = (
+                nm_prune(normal(rows, depth), "2:4"),
+                normal(tokens, depth),
+                normal(_REPEATS, rows),
+            )
             matrix[::2, :4] = 0
             matrix[:, 4] = 0
             dense = x.t().contiguous()
@@ -104,7 +108,11 @@ class DeviceProbe:
                 shift = bias.double()
                 for what, result, expected in (
                     ("linear", kernel.sparse_linear(packed, x, None), product.t()),
-                    ("linear with bias", kernel.sparse_linear(packed, x, bias), product.t() + shift),
+                    (
+                        "linear with bias",
+                        kernel.sparse_linear(packed, x, bias),
+                        product.t() + shift,
+                    ),
                     ("matmul", kernel.sparse_matmul(packed, dense), product),
                 ):
                     if result.shape != expected.shape or not result.is_contiguous():

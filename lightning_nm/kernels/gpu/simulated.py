@@ -10,7 +10,9 @@ from lightning_nm.kernels.gpu.two_four import TwoFourKernel, packed_width, two_f
 
 # For each set of nonzeros of a group, as bits: the two stored positions, in order. Other positions, the lowest first,
 # fill up if there are fewer nonzeros; the third and fourth nonzero are lost.
-_POSITIONS = [sorted(sorted(range(4), key=lambda entry: not bits >> entry & 1)[:2]) for bits in range(16)]
+_POSITIONS = [
+    sorted(sorted(range(4), key=lambda entry: not bits >> entry & 1)[:2]) for bits in range(16)
+]
 
 
 def compress(matrix: Tensor) -> Tensor:

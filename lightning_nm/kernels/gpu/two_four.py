@@ -137,7 +137,11 @@ class TwoFourKernel(GemmKernel):
         sizes = [("rows", key.rows, multiple), ("depth", depth, multiple)]
         if key.gemm == "wgrad":
             sizes.append(("columns", key.columns, DENSE_MULTIPLE))
-        misfits = (f"{name}={size} is not a multiple of {divisor}" for name, size, divisor in sizes if size % divisor)
+        misfits = (
+            f"{name}={size} is not a multiple of {divisor}"
+            for name, size, divisor in sizes
+            if size % divisor
+        )
         return next(misfits, "")
 
     def pack(self, matrix: Tensor) -> Tensor:
@@ -161,7 +165,9 @@ class TwoFourKernel(GemmKernel):
         if packed.numel() != rows * width:
             given = f"a packed matrix of shape {tuple(matrix.shape)}"
             fault = f"{given} has {packed.numel()} entries and not {rows} x {width}"
-            raise RuntimeError(f"{self.name}: {fault}: the library pads this shape, so keep this product dense")
+            raise RuntimeError(
+                f"{self.name}: {fault}: the library pads this shape, so keep this product dense"
+            )
         return packed.view(rows, width)
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -185,14 +191,18 @@ class TwoFourKernel(GemmKernel):
             raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
         return self.sparse_matmul(packed, pad(matrix, (0, 0, 0, missing)) if missing else matrix)
 
-    def _check(self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()) -> None:
+    def _check(
+        self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()
+    ) -> None:
         """Refuse what the library would misread: it checks neither strides nor the dtype of a second operand."""
         size = tuple(tensor.shape)
         if tensor.dtype not in self.dtypes:
             fault = f"is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}"
         elif like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
             given, packed = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
-            fault = f"is {given}, but the packed matrix is {packed}: bring both to one dtype and device"
+            fault = (
+                f"is {given}, but the packed matrix is {packed}: bring both to one dtype and device"
+            )
         elif (shape and size != shape) or (not shape and len(size) != 2) or not tensor.numel():
             wanted = f"of shape {tuple(shape)}" if shape else "a matrix that is not empty"
             fault = f"must be {wanted}, not of shape {size}"
@@ -207,6 +217,10 @@ class TwoFourKernel(GemmKernel):
     def _check_packed(self, packed: Tensor, depth: int, name: str, dense: Tensor) -> None:
         """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
         self._check("the packed matrix", packed)
-        if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(depth, packed.dtype):
+        if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(
+            depth, packed.dtype
+        ):
             fault = f"{name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape {tuple(packed.shape)}"
-            raise ValueError(f"{self.name}: {fault}: pass what `pack` returned for a matrix of that depth")
+            raise ValueError(
+                f"{self.name}: {fault}: pass what `pack` returned for a matrix of that depth"
+            )

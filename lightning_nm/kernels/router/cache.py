@@ -51,7 +51,9 @@ class Environment:
     nvmath: str | None = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self))
+        return ", ".join(
+            f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self)
+        )
 
 
 def environment_of(device: torch.device) -> Environment:
@@ -88,7 +90,8 @@ class Decision:
     reason: str  # why this kernel, and why not others
     source: Source
     terms: str = ""  # when it holds: available kernels, uses of a pack, margin, whether products must be deterministic
-    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for the kernel's own
+    # The fastest of the kernel's library; None for the kernel's own.
+    algorithm: Algorithm | None = None
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:
@@ -98,7 +101,9 @@ class Decision:
             TypeError: If it is none.
         """
         algorithm = entry.get("algorithm")
-        decision = cls(**{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)})
+        decision = cls(
+            **{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)}
+        )
         texts = (decision.kernel, decision.reason, decision.source, decision.terms)
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
         if not all(isinstance(text, str) for text in texts):
@@ -149,7 +154,9 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         decisions = cls(environment)
         with suppress(OSError, ValueError, TypeError, AttributeError):
             entries = _read(Path(path)).get(str(environment), {})
-            decisions._decisions = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+            decisions._decisions = {
+                parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()
+            }
         return decisions
 
     def postponed(self) -> list[GemmKey]:
@@ -176,11 +183,17 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             environments = _read(path)
         except (FileNotFoundError, _OtherSchemaError):
             environments = {}
-        entries = {str(key): asdict(decision) for key, decision in self.items() if decision.source != "postponed"}
+        entries = {
+            str(key): asdict(decision)
+            for key, decision in self.items()
+            if decision.source != "postponed"
+        }
         environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
         new = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
-            new.write_text(json.dumps({"schema": SCHEMA, "environments": environments}, indent=1) + "\n")
+            new.write_text(
+                json.dumps({"schema": SCHEMA, "environments": environments}, indent=1) + "\n"
+            )
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
@@ -214,7 +227,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(environments, dict):
             raise TypeError("`environments` is not a mapping")
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} does not hold decisions: give another path, or remove it") from error
+        raise ValueError(
+            f"{path} does not hold decisions: give another path, or remove it"
+        ) from error
     if schema != SCHEMA:
         raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
     return cast("dict[str, dict[str, Any]]", environments)

@@ -57,8 +57,13 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         elif reason := _difference(result, expected):
             return reason
         if torch.are_deterministic_algorithms_enabled():
-            repeats = [_product(kernel, key, _packed(kernel, key, matrix), dense) for _ in range(REPEATS - 1)]
-            bits = [product.contiguous().view(torch.uint8) for product in (result, second, *repeats)]
+            repeats = [
+                _product(kernel, key, _packed(kernel, key, matrix), dense)
+                for _ in range(REPEATS - 1)
+            ]
+            bits = [
+                product.contiguous().view(torch.uint8) for product in (result, second, *repeats)
+            ]
             if not all(torch.equal(each, bits[0]) for each in bits):
                 return "gives other bits when it is repeated, and deterministic algorithms are asked for"
     return ""
@@ -76,7 +81,9 @@ def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
 
 def _difference(result: Tensor, expected: Tensor) -> str:
     dtype = torch.promote_types(expected.dtype, torch.float32)
-    norms = torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in (result - expected, expected)])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(t, dtype=dtype) for t in (result - expected, expected)]
+    )
     difference, norm = norms.tolist()
     error = difference / norm
     most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
@@ -89,7 +96,9 @@ def dense_ms(key: GemmKey, timer: Timer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
     with _no_autocast():
         matrices, others = _copies(key)
-        return _milliseconds(timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others)
+        return _milliseconds(
+            timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others
+        )
 
 
 def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
@@ -104,11 +113,15 @@ def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, fl
         if key.sparsity == "outputs":
             return product, 0.0
         if key.gemm == "wgrad":
-            return product, _milliseconds(timer, key, kernel.pack, [m.contiguous() for m in _copies(key)[0]])
+            return product, _milliseconds(
+                timer, key, kernel.pack, [m.contiguous() for m in _copies(key)[0]]
+            )
         operands = [_masked(key, matrix, _order(key, kernel)) for matrix in _copies(key)[0]]
         for operand in operands:
             operand.dense()  # made once: making it is masking
-        return product, _milliseconds(timer, key, lambda each: kernel.pack_masked(each, kernel.layout(each)), operands)
+        return product, _milliseconds(
+            timer, key, lambda each: kernel.pack_masked(each, kernel.layout(each)), operands
+        )
 
 
 def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
@@ -119,7 +132,9 @@ def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
         order = _order(key, kernel)
 
         def product_of(packed: Tensor, dense: Tensor) -> Tensor:
-            return _product(kernel, key, packed, dense if order is None else permuted_columns(dense, order))
+            return _product(
+                kernel, key, packed, dense if order is None else permuted_columns(dense, order)
+            )
 
         return _milliseconds(timer, key, product_of, packs, others)
 
@@ -127,7 +142,11 @@ def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
 @contextmanager
 def _no_autocast() -> Iterator[None]:
     """Neither autograd nor autocast."""
-    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 
@@ -157,7 +176,9 @@ def _conv_matrix(key: GemmKey, conv: Convolution, generator: torch.Generator) ->
         return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
     out, *rest = conv.weight_shape
     depth = math.prod(rest)
-    matrix = torch.randn(out, depth + -depth % key.pattern.m, dtype=key.dtype, device=key.device, generator=generator)
+    matrix = torch.randn(
+        out, depth + -depth % key.pattern.m, dtype=key.dtype, device=key.device, generator=generator
+    )
     return nm_prune(matrix, key.pattern, 1)[:, :depth].contiguous()
 
 
@@ -165,7 +186,9 @@ def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
     if key.conv is not None:
         conv, backward = key.conv, key.gemm == "dgrad"
         channels, size = (conv.outputs, conv.positions) if backward else (conv.inputs, conv.size)
-        return torch.randn(key.images, channels, *size, dtype=key.dtype, device=key.device, generator=generator)
+        return torch.randn(
+            key.images, channels, *size, dtype=key.dtype, device=key.device, generator=generator
+        )
     shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
@@ -178,7 +201,10 @@ def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
     """Copies of both operands that do not stay in the cache."""
     generator, device = _generator(key), torch.device(key.device)
     matrices, others = (
-        [make(key, generator) for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))]
+        [
+            make(key, generator)
+            for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))
+        ]
         for make, rows in ((_matrix, key.rows), (_dense, key.columns))
     )
     return matrices, others
@@ -221,7 +247,9 @@ def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Te
         if key.gemm == "wgrad":
             layout, grad = packed if isinstance(packed, tuple) else (None, packed)
             return kernel.conv_sampled(layout, grad, dense, key.conv)
-        return (kernel.conv if key.gemm == "forward" else kernel.conv_input)(packed, dense, key.conv)
+        return (kernel.conv if key.gemm == "forward" else kernel.conv_input)(
+            packed, dense, key.conv
+        )
     if key.gemm != "wgrad":
         return kernel.linear(packed, dense)
     if key.sparsity == "outputs" and isinstance(packed, tuple):
@@ -239,12 +267,16 @@ def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> 
 
 def proposed_algorithms(kernel: GemmKernel, key: GemmKey) -> Sequence[Algorithm]:
     """Algorithms that a kernel proposes for a product."""
-    if type(kernel).algorithms is GemmKernel.algorithms:  # it has no choice of them: operands need not be made
+    if (
+        type(kernel).algorithms is GemmKernel.algorithms
+    ):  # it has no choice of them: operands need not be made
         return ()
     with _no_autocast():
         matrix, dense = _operands(key, _generator(key))
         return kernel.algorithms(key.gemm, _packed(kernel, key, matrix), dense)
 
 
-def _milliseconds(timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]) -> float:
+def _milliseconds(
+    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
+) -> float:
     return 1e3 * timer.time(rotated(function, *operands), torch.device(key.device))

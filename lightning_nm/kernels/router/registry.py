@@ -47,12 +47,21 @@ class KernelRegistry:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
         if backends is None:
-            backends = [CuSparseLtDirectKernel(), CuSparseLtKernel(), CpuPermuteKernel(), CpuCsrKernel()]
-        if isinstance(backends, (str, GemmKernel)) or not all(isinstance(kernel, GemmKernel) for kernel in backends):
+            backends = [
+                CuSparseLtDirectKernel(),
+                CuSparseLtKernel(),
+                CpuPermuteKernel(),
+                CpuCsrKernel(),
+            ]
+        if isinstance(backends, (str, GemmKernel)) or not all(
+            isinstance(kernel, GemmKernel) for kernel in backends
+        ):
             raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
         for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
-                raise ValueError(f"two kernels are named '{kernel.name}': give the second one another `name`")
+                raise ValueError(
+                    f"two kernels are named '{kernel.name}': give the second one another `name`"
+                )
             self.kernels[kernel.name] = kernel
         self.failures: dict[tuple[str, GemmKey], str] = {}
         """Why a kernel was switched off for a product, by its name and the key."""
@@ -69,7 +78,9 @@ class KernelRegistry:
     def made_for(self, device: str) -> list[GemmKernel]:
         """The kernels besides the reference that are made for a type of device, in order; all if none is."""
         kind = torch.device(device).type
-        return [kernel for kernel in self.backends if kernel.device_type in ("", kind)] or self.backends
+        return [
+            kernel for kernel in self.backends if kernel.device_type in ("", kind)
+        ] or self.backends
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
@@ -97,12 +108,16 @@ class KernelRegistry:
     def probe(self, kernel: GemmKernel, device: str) -> str:
         """Why a kernel does not work on a device; asked once for each."""
         if (kernel.name, device) not in self._probes:
-            self._probes[kernel.name, device] = reason_or_error(partial(kernel.probe, torch.device(device)))
+            self._probes[kernel.name, device] = reason_or_error(
+                partial(kernel.probe, torch.device(device))
+            )
         return self._probes[kernel.name, device]
 
     def takes(self, device: str) -> frozenset[Sparsity]:
         """What may be sparse in the products of the kernels that work on a device."""
-        return frozenset().union(*(kernel.takes for kernel in self.backends if not self.probe(kernel, device)))
+        return frozenset().union(
+            *(kernel.takes for kernel in self.backends if not self.probe(kernel, device))
+        )
 
     def unavailable_reason(self, device: str) -> str:
         """Why no sparse kernel works on a device; empty if one does."""
@@ -116,7 +131,11 @@ class KernelRegistry:
         return "; ".join(reasons) or "there is no sparse kernel"
 
     def attempt(
-        self, kernel: GemmKernel, key: GemmKey, product: Callable[[], Tensor], dense: Callable[[], Tensor]
+        self,
+        kernel: GemmKernel,
+        key: GemmKey,
+        product: Callable[[], Tensor],
+        dense: Callable[[], Tensor],
     ) -> Tensor:
         """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
 
@@ -138,7 +157,9 @@ class KernelRegistry:
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            if kernel is self.reference or capturing:  # a capture that failed takes no other product either
+            if (
+                kernel is self.reference or capturing
+            ):  # a capture that failed takes no other product either
                 raise
             failed = f"it failed, {describe_error(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed

@@ -24,7 +24,13 @@ from lightning_nm.kernels.api import (
     refuse_removed,
     uses_of_pack,
 )
-from lightning_nm.kernels.router.cache import Decision, Decisions, decisions_file, environment_of, share
+from lightning_nm.kernels.router.cache import (
+    Decision,
+    Decisions,
+    decisions_file,
+    environment_of,
+    share,
+)
 from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.router.timing import DeviceTimer, Timer
@@ -147,8 +153,10 @@ class Router(HasHandle):
         self._none_sparse = False
         self._tuned_at = self._later_s = 0.0
         self._later_steps = 0
-        self._postponed_left = False  # the same in all processes: they measure together or not at all
-        self._received: Decisions | None = None  # from the first process, before a tuner was made here
+        # The same in all processes: they measure together or not at all.
+        self._postponed_left = False
+        # From the first process, before a tuner was made here.
+        self._received: Decisions | None = None
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
         self._tuned_keys: list[GemmKey] = []
@@ -159,7 +167,9 @@ class Router(HasHandle):
         self.convolving = frozenset(k.device_type for k in self.registry.backends if k.convolutions)
         """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
         self._uses: dict[tuple[Product, str], _Uses] = {}
-        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
+        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = (
+            WeakKeyDictionary()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: decisions and packs belong to this process and its device."""
@@ -253,7 +263,11 @@ class Router(HasHandle):
 
     def _share_decisions(self) -> None:
         """Take over the decisions of the first process; those that it does not have stay."""
-        own = self.tuner.decisions if self.tuner is not None else Decisions(environment_of(torch.device("cpu")))
+        own = (
+            self.tuner.decisions
+            if self.tuner is not None
+            else Decisions(environment_of(torch.device("cpu")))
+        )
         shared = share(own)
         self._postponed_left = bool(shared.postponed())
         if self.tuner is not None:
@@ -325,7 +339,9 @@ class Router(HasHandle):
         if not self._none_sparse or self.all_dense or self.tuner is None:
             return
         self.all_dense = True
-        for (product, _), uses in list(self._uses.items()):  # those that ran before they were measured
+        for (product, _), uses in list(
+            self._uses.items()
+        ):  # those that ran before they were measured
             if uses.decision is None and not product.reason:
                 uses.decision = self.tuner.decisions.get(product.key)
 
@@ -363,7 +379,11 @@ class Router(HasHandle):
 
         That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see :meth:`settle`.
         """
-        return None if self.kernels == "reference" or self.unavailable_reason or self.all_dense else self
+        return (
+            None
+            if self.kernels == "reference" or self.unavailable_reason or self.all_dense
+            else self
+        )
 
     # ----------------------------------------------------------------------------------------------- products
 
@@ -412,7 +432,11 @@ class Router(HasHandle):
     def used(self) -> list[Used]:
         """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
         ran = list(self._uses.items())  # a copy: another thread may run a product
-        return [Used(product, kernel, uses.calls, uses.decision) for (product, kernel), uses in ran if uses.calls]
+        return [
+            Used(product, kernel, uses.calls, uses.decision)
+            for (product, kernel), uses in ran
+            if uses.calls
+        ]
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
@@ -421,8 +445,14 @@ class Router(HasHandle):
         nothing was measured, the share is one of dense multiply-adds.
         """
         used = self.used()
-        timed = [(u.decision.dense_ms, u.product.key) for u in used if u.decision and u.decision.dense_ms]
-        rate = sum(ms for ms, _ in timed) / sum(multiply_adds(key) for _, key in timed) if timed else None
+        timed = [
+            (u.decision.dense_ms, u.product.key) for u in used if u.decision and u.decision.dense_ms
+        ]
+        rate = (
+            sum(ms for ms, _ in timed) / sum(multiply_adds(key) for _, key in timed)
+            if timed
+            else None
+        )
         sparse = total = 0.0
         for product, kernel, calls, decision in used:
             time = multiply_adds(product.key) * (rate or 1.0)
@@ -435,7 +465,9 @@ class Router(HasHandle):
                     )
             total += calls * time
             sparse += calls * time * on_sparse
-        return (sparse / total if total else 0.0), ("measured times" if rate else "dense multiply-adds")
+        return (sparse / total if total else 0.0), (
+            "measured times" if rate else "dense multiply-adds"
+        )
 
 
 def _distributed() -> bool:

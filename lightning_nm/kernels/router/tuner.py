@@ -12,9 +12,24 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lightning_nm.kernels.api import Algorithm, GemmKernel, GemmKey, bucketed, check_mode, multiply_adds, uses_of_pack
+from lightning_nm.kernels.api import (
+    Algorithm,
+    GemmKernel,
+    GemmKey,
+    bucketed,
+    check_mode,
+    multiply_adds,
+    uses_of_pack,
+)
 from lightning_nm.kernels.router.cache import Decision, Decisions, stored_key
-from lightning_nm.kernels.router.checks import check, check_bias, dense_ms, proposed_algorithms, sparse_ms, time_product
+from lightning_nm.kernels.router.checks import (
+    check,
+    check_bias,
+    dense_ms,
+    proposed_algorithms,
+    sparse_ms,
+    time_product,
+)
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error, reason_or_error
 from lightning_nm.kernels.router.timing import Timer
 
@@ -31,7 +46,9 @@ class _Candidate(NamedTuple):
     pack_ms: float
 
     def __str__(self) -> str:
-        return self.kernel.name if self.algorithm is None else f"{self.kernel.name} ({self.algorithm})"
+        return (
+            self.kernel.name if self.algorithm is None else f"{self.kernel.name} ({self.algorithm})"
+        )
 
 
 class Tuner:
@@ -59,7 +76,12 @@ class Tuner:
     hysteresis: ClassVar[float] = HYSTERESIS
 
     def __init__(
-        self, kernels: str, registry: KernelRegistry, decisions: Decisions, timer: Timer, reuse: int = 1
+        self,
+        kernels: str,
+        registry: KernelRegistry,
+        decisions: Decisions,
+        timer: Timer,
+        reuse: int = 1,
     ) -> None:
         check_mode(kernels)
         if reuse < 1:
@@ -69,8 +91,12 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        self._sizes: dict[GemmKey, GemmKey] = {}  # at which the buckets of postponed products are measured
-        self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[kernels]
+        self._sizes: dict[
+            GemmKey, GemmKey
+        ] = {}  # at which the buckets of postponed products are measured
+        self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[
+            kernels
+        ]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -84,7 +110,9 @@ class Tuner:
         reason = self.registry.reason_against(decision.kernel, key)
         return _default([f"{decision.kernel}: {reason}"]) if reason else decision
 
-    def tune(self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def tune(
+        self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
@@ -98,13 +126,20 @@ class Tuner:
             counts[bucketed(key)] += 1
             sizes.setdefault(bucketed(key), key)
         end = clock() + budget_s
-        for bucket in sorted(counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True):
+        for bucket in sorted(
+            counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True
+        ):
             key = sizes[bucket]
-            if self.kernels == "auto" and not (self._known(bucket) and self.decisions[bucket].source == "measured"):
+            if self.kernels == "auto" and not (
+                self._known(bucket) and self.decisions[bucket].source == "measured"
+            ):
                 if clock() < end:
                     self._settle(bucket, self._measured(key))
                 else:
-                    self._settle(bucket, _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"))
+                    self._settle(
+                        bucket,
+                        _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"),
+                    )
                     self._sizes[stored_key(bucket)] = key
             self.decide(key)
 
@@ -162,7 +197,9 @@ class Tuner:
                 product_ms, pack_ms = self._sparse_ms(kernel, key)
                 found.append(_Candidate(kernel, None, product_ms, pack_ms))
                 for algorithm, other in _proposed(kernel, key, notes):
-                    found.append(_Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms))
+                    found.append(
+                        _Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms)
+                    )
                 dense.append(self._dense_ms(key))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
@@ -176,28 +213,44 @@ class Tuner:
         """Milliseconds of a kernel's product, and of packing its operand."""
         return sparse_ms(kernel, key, self.timer)
 
-    def _fastest(self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]) -> Decision:
+    def _fastest(
+        self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]
+    ) -> Decision:
         uses, least = uses_of_pack(key.gemm, self.reuse), 1 + self.hysteresis
-        gains = [speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found]
+        gains = [
+            speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found
+        ]
         gain, best = max(zip(gains, found, strict=True), key=lambda pair: pair[0])
-        times = ", ".join(f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True))
+        times = ", ".join(
+            f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True)
+        )
         reason = "; ".join([f"measured {times}; sparse from {least:g}x", *notes])
-        name, algorithm = (best.kernel.name, best.algorithm) if gain >= least else (self.registry.reference.name, None)
-        return Decision(name, dense_ms, best.product_ms, best.pack_ms, reason, "measured", algorithm=algorithm)
+        name, algorithm = (
+            (best.kernel.name, best.algorithm)
+            if gain >= least
+            else (self.registry.reference.name, None)
+        )
+        return Decision(
+            name, dense_ms, best.product_ms, best.pack_ms, reason, "measured", algorithm=algorithm
+        )
 
     def _forced(self, key: GemmKey) -> Decision:
         notes: list[str] = []
         kernel = next(self.legal(key, notes), None)
         if kernel is None:
             return _default(notes)
-        return Decision(kernel.name, None, None, None, "; ".join(["mode 'sparse'", *notes]), "forced")
+        return Decision(
+            kernel.name, None, None, None, "; ".join(["mode 'sparse'", *notes]), "forced"
+        )
 
     def _dense(self, key: GemmKey) -> Decision:
         return Decision("reference", None, None, None, "mode 'reference'", "forced")
 
 
 def _default(notes: Sequence[str]) -> Decision:
-    return Decision("reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default")
+    return Decision(
+        "reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default"
+    )
 
 
 def _postponed(reason: str) -> Decision:
@@ -209,7 +262,9 @@ def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> fl
     return dense_ms / (sparse_ms + pack_ms / reuse)
 
 
-def _proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tuple[Algorithm, GemmKernel]]:
+def _proposed(
+    kernel: GemmKernel, key: GemmKey, notes: list[str]
+) -> Iterator[tuple[Algorithm, GemmKernel]]:
     """Yield the proposed algorithms that compute a product right; faults of the others are appended to `notes`."""
     try:
         algorithms = proposed_algorithms(kernel, key)
@@ -219,7 +274,9 @@ def _proposed(kernel: GemmKernel, key: GemmKey, notes: list[str]) -> Iterator[tu
     for algorithm in algorithms:
         other = kernel.with_algorithm(algorithm)
         reason = reason_or_error(partial(check, other, key))
-        if not reason and key.gemm == "forward":  # the device's probe checked a bias with the kernel's own algorithm
+        if (
+            not reason and key.gemm == "forward"
+        ):  # the device's probe checked a bias with the kernel's own algorithm
             reason = reason_or_error(partial(check_bias, other, key))
         if reason:
             notes.append(f"{kernel.name} ({algorithm}): {reason}")

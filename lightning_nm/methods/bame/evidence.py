@@ -76,7 +76,9 @@ def _size_of_kept(weight: Tensor, mask: Tensor) -> Tensor:
     return masked(weight.detach().float(), mask).norm() / mask.sum().clamp(min=1).sqrt()
 
 
-def step_size(weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+def step_size(
+    weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, parameter: Tensor
+) -> Tensor:
     """``rate`` times the root mean square of kept weights, in the shape of the learning-rate schedule.
 
     That shape is the learning rate over the largest one known: ``max_lr`` or ``initial_lr``, which schedulers keep in
@@ -111,7 +113,9 @@ def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> T
 def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidence:
     """The evidence that :func:`write_evidence` kept; none where a part of it is not there any more."""
     places = _places(optimizer, layer.param)
-    value, square = (_kept(layer, optimizer, *place) for place in zip(places, (VALUE, SQUARE), strict=True))
+    value, square = (
+        _kept(layer, optimizer, *place) for place in zip(places, (VALUE, SQUARE), strict=True)
+    )
     count = layer.buffers.get(COUNT)
     if count is None or value is None or square is None:
         return Evidence.none(layer.weight)
@@ -130,13 +134,17 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
     places = _places(optimizer, layer.param)
-    for key, name, tensor in zip(places, (VALUE, SQUARE), (evidence.value / SCALE, evidence.square), strict=True):
+    for key, name, tensor in zip(
+        places, (VALUE, SQUARE), (evidence.value / SCALE, evidence.square), strict=True
+    ):
         layer.buffers.pop(name, None)
         if key is None:
             layer.buffers[name] = tensor
         elif key in state:  # else the optimizer has not stepped this weight yet
             local = local_values(state[key])
-            local.copy_(merged(local_shard(mask, state[key]), local, local_shard(tensor, state[key])))
+            local.copy_(
+                merged(local_shard(mask, state[key]), local, local_shard(tensor, state[key]))
+            )
 
 
 def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:

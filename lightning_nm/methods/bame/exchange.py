@@ -20,7 +20,12 @@ from lightning_nm.functional.evolution import (
     select_blocks,
 )
 from lightning_nm.methods.bame.evidence import Evidence
-from lightning_nm.methods.bame.optimizer_state import SECOND_MOMENTS, entry_states, moment_correction, step_size
+from lightning_nm.methods.bame.optimizer_state import (
+    SECOND_MOMENTS,
+    entry_states,
+    moment_correction,
+    step_size,
+)
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
 
@@ -54,13 +59,17 @@ class PendingStep:
 
     fresh: bool = False  # the masks are new: pruned entries of the weight and the optimizer's state may be nonzero
     ready: bool = False  # before_step() has run for the coming step
-    exchange: Exchange | None = None  # to be made after that step; afterwards the last one, until the batch ends
-    evidence: Evidence | None = None  # with the coming step's gradient: it counts once the optimizer has stepped
+    # To be made after that step; afterwards the last one, until the batch ends.
+    exchange: Exchange | None = None
+    # With the coming step's gradient: it counts once the optimizer has stepped.
+    evidence: Evidence | None = None
     due: bool = False  # an exchange by evidence follows the coming step
 
 
 @torch.no_grad()
-def exchange_by_gradient(layer: NMLayer, optimizer: Optimizer, mask: Tensor, budget: Callable[[int], int]) -> Exchange:
+def exchange_by_gradient(
+    layer: NMLayer, optimizer: Optimizer, mask: Tensor, budget: Callable[[int], int]
+) -> Exchange:
     """Find the exchanges that one dense gradient speaks for, before the optimizer's step.
 
     ``budget`` gives the number of blocks that may change for the number of all.
@@ -79,7 +88,9 @@ def exchange_by_gradient(layer: NMLayer, optimizer: Optimizer, mask: Tensor, bud
 
 
 @torch.no_grad()
-def exchange_by_evidence(layer: NMLayer, mask: Tensor, evidence: Evidence, budget: Callable[[int], int]) -> Exchange:
+def exchange_by_evidence(
+    layer: NMLayer, mask: Tensor, evidence: Evidence, budget: Callable[[int], int]
+) -> Exchange:
     """Find the exchanges that the accumulated evidence speaks for, after the optimizer's step."""
 
     def best(weight: Tensor, value: Tensor, keep: Tensor) -> tuple[Swaps, None]:
@@ -101,13 +112,18 @@ def _find(
     parts, changes = [], []
     for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
         # Half precision would make ties of scores that differ.
-        swaps, change = best(*(x if x.dtype == torch.bool else _single(x) for x in (as_blocks(x, m) for x in chunk)))
+        swaps, change = best(
+            *(x if x.dtype == torch.bool else _single(x) for x in (as_blocks(x, m) for x in chunk))
+        )
         parts.append(swaps)
         changes.append(change)
     swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget(len(swaps.gain)))
     loss = [change for change in changes if change is not None]
-    pruned, regrown = (layer.locate(block_index(rows[0].shape, m, chosen, entry[chosen].long())) for entry in swaps[:2])
+    pruned, regrown = (
+        layer.locate(block_index(rows[0].shape, m, chosen, entry[chosen].long()))
+        for entry in swaps[:2]
+    )
     held = (swaps.gain > 0).sum() - len(chosen)
     return Exchange(chosen, pruned, regrown, held, torch.cat(loss)[chosen].sum() if loss else None)
 
@@ -118,7 +134,11 @@ def _single(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exchange_state(
-    optimizer: Optimizer, layer: NMLayer, mask: Tensor, exchange: Exchange, evidence: Evidence | None
+    optimizer: Optimizer,
+    layer: NMLayer,
+    mask: Tensor,
+    exchange: Exchange,
+    evidence: Evidence | None,
 ) -> None:
     """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, but for what scales steps.
 
@@ -134,7 +154,9 @@ def exchange_state(
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.rows(mask), m)[exchange.blocks]
-            start = torch.where(kept, as_blocks(layer.rows(state), m)[exchange.blocks], 0).sum(1) / kept.sum(1)
+            start = torch.where(kept, as_blocks(layer.rows(state), m)[exchange.blocks], 0).sum(
+                1
+            ) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start
         if is_sharded(kept_state):

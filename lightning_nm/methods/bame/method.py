@@ -124,11 +124,17 @@ class BAME(MaskMethod):
                 "with `every` adaptation: leave it out"
             )
         if not 0 < evidence_rate < float("inf"):
-            raise ValueError(f"evidence_rate={evidence_rate} must be a positive number; the default is 0.015")
+            raise ValueError(
+                f"evidence_rate={evidence_rate} must be a positive number; the default is 0.015"
+            )
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
         self.start, self.stop, self.every = start, stop, every
-        self.evidence, self.gradient_every, self.evidence_rate = evidence, gradient_every, evidence_rate
+        self.evidence, self.gradient_every, self.evidence_rate = (
+            evidence,
+            gradient_every,
+            evidence_rate,
+        )
         self.budget, self.dgrad = budget, dgrad
         self._bi_mask = BiMask() if dgrad == "bi-mask" else None
         self._totals = PhaseTotals()
@@ -149,18 +155,30 @@ class BAME(MaskMethod):
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
         start, stop = self.schedule(planned_steps)
         if stop < start:
-            raise ValueError(f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})")
-        last = max(stop - 1, start) if planned_steps is None else min(max(stop - 1, start), planned_steps - 1)
+            raise ValueError(
+                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
+            )
+        last = (
+            max(stop - 1, start)
+            if planned_steps is None
+            else min(max(stop - 1, start), planned_steps - 1)
+        )
         if last < start:
-            warnings.warn(f"BAME never adapts: it starts at step {start} of {planned_steps}", stacklevel=2)
+            warnings.warn(
+                f"BAME never adapts: it starts at step {start} of {planned_steps}", stacklevel=2
+            )
         elif start < last < start + self.every:
             room = f"every={self.every} steps do not fit between step {start} and step {last}"
-            warnings.warn(f"BAME adapts once and never again: {room}; use a smaller `every`", stacklevel=2)
+            warnings.warn(
+                f"BAME adapts once and never again: {room}; use a smaller `every`", stacklevel=2
+            )
 
     def _adapting(self, layer: NMLayer) -> bool:
         """Whether the coming window lies in the adaptation phase."""
         start, stop = layer.schedule
-        return layer.forward_mask is not None and (start <= layer.clock < stop or layer.clock == start == stop)
+        return layer.forward_mask is not None and (
+            start <= layer.clock < stop or layer.clock == start == stop
+        )
 
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
@@ -200,7 +218,9 @@ class BAME(MaskMethod):
                 {
                     # Entries that were exchanged at least once, one bit each; oscillations of each block, up to 255.
                     "exchanged": torch.zeros((size + 7) // 8, dtype=torch.uint8, device=device),
-                    "oscillation": torch.zeros(size // layer.pattern.m, dtype=torch.uint8, device=device),
+                    "oscillation": torch.zeros(
+                        size // layer.pattern.m, dtype=torch.uint8, device=device
+                    ),
                     # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
                     "adaptation": torch.zeros(3, device=device),
                     # Exchanges so far.
@@ -208,17 +228,26 @@ class BAME(MaskMethod):
                 }
             )
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-        if layer.step and forward is not None:  # weights that replace trained ones, which had no latent values either
+        if (
+            layer.step and forward is not None
+        ):  # weights that replace trained ones, which had no latent values either
             mask_(layer.local_weight, layer.local_shard(forward))
 
-    def _select_backward(self, layer: NMLayer, forward: Tensor | None, *, search: bool) -> Tensor | None:
+    def _select_backward(
+        self, layer: NMLayer, forward: Tensor | None, *, search: bool
+    ) -> Tensor | None:
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
         if self._bi_mask is None or layer.dgrad_reason:
             return None
-        weight, mask = layer.rows(layer.weight.detach()), None if forward is None else layer.rows(forward)
+        weight, mask = (
+            layer.rows(layer.weight.detach()),
+            None if forward is None else layer.rows(forward),
+        )
         return layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
 
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Pruned entries receive no gradient, except in a window whose gradient is dense."""
         mask = None if layer.dense_gradient else layer.forward_mask_view
         return (grad if mask is None else mask_(grad, mask),)
@@ -234,10 +263,14 @@ class BAME(MaskMethod):
         if self.evidence == "accumulated":
             if self._adapting(layer):
                 pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
-                trains = layer.weight.grad is not None and bool(group_of(optimizer, layer.param)["lr"])
+                trains = layer.weight.grad is not None and bool(
+                    group_of(optimizer, layer.param)["lr"]
+                )
                 pending.due = trains and self._turn(layer, self.every)
         elif grad is not None:
-            pending.exchange = exchange_by_gradient(layer, optimizer, mask, lambda blocks: self._budget(layer, blocks))
+            pending.exchange = exchange_by_gradient(
+                layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
+            )
         if grad is not None:
             mask_(grad, layer.local_shard(mask))
         layer.pending = pending
@@ -253,7 +286,12 @@ class BAME(MaskMethod):
         An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
         """
         grad = layer.weight.grad
-        return layer.progress.shaped and layer.dense_gradient and grad is not None and not masked(grad, ~mask).any()
+        return (
+            layer.progress.shaped
+            and layer.dense_gradient
+            and grad is not None
+            and not masked(grad, ~mask).any()
+        )
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -262,7 +300,9 @@ class BAME(MaskMethod):
         if mask is None:
             return
         mask_(layer.local_weight, layer.local_shard(mask))
-        holds_evidence = self.evidence == "accumulated" and COUNT in layer.buffers and self._adapting(layer)
+        holds_evidence = (
+            self.evidence == "accumulated" and COUNT in layer.buffers and self._adapting(layer)
+        )
         if layer.param.grad is not None and (layer.dense_gradient or holds_evidence):
             if not pending.ready:
                 raise RuntimeError(
@@ -271,11 +311,15 @@ class BAME(MaskMethod):
                     "self.optimizers()"
                 )
             layer.progress.release_dense_gradient()
-        if pending.fresh:  # not earlier: a fit that fails before its first step has cost the user no weight
+        if (
+            pending.fresh
+        ):  # not earlier: a fit that fails before its first step has cost the user no weight
             clear_entries(optimizer, layer.param, ~mask, layer.name)
         evidence, exchange = pending.evidence, pending.exchange if pending.ready else None
         if evidence is not None and pending.due:
-            exchange = exchange_by_evidence(layer, mask, evidence, lambda blocks: self._budget(layer, blocks))
+            exchange = exchange_by_evidence(
+                layer, mask, evidence, lambda blocks: self._budget(layer, blocks)
+            )
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
@@ -284,7 +328,9 @@ class BAME(MaskMethod):
             write_evidence(layer, optimizer, forward, evidence)
         elif COUNT in layer.buffers and not holds_evidence:
             drop_evidence(layer, optimizer, mask)
-        if self._totals.blocks and layer.clock >= layer.schedule[1]:  # the phase of all layers has ended
+        if (
+            self._totals.blocks and layer.clock >= layer.schedule[1]
+        ):  # the phase of all layers has ended
             self._warn_of_idleness()
         layer.pending = PendingStep(exchange=exchange)
 
@@ -303,24 +349,33 @@ class BAME(MaskMethod):
         """Warn if masks hardly moved in a phase that was long enough, and forget the phase."""
         totals, self._totals = self._totals, PhaseTotals()
         accumulated = self.evidence == "accumulated"
-        long = totals.adaptations * self.every * self.evidence_rate >= 1 if accumulated else totals.adaptations >= 5
+        long = (
+            totals.adaptations * self.every * self.evidence_rate >= 1
+            if accumulated
+            else totals.adaptations >= 5
+        )
         if totals.idle() and long:
             batch = "use evidence='accumulated' with every=1"
             advice = f"raise evidence_rate={self.evidence_rate}" if accumulated else batch
             warnings.warn(
-                f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals}; {advice}", stacklevel=2
+                f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals}; {advice}",
+                stacklevel=2,
             )
 
     @staticmethod
     def _pending(layer: NMLayer) -> PendingStep:
         """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
         pending = layer.pending or PendingStep(fresh=True)
-        return replace(pending, fresh=False) if COUNT in layer.buffers else pending  # a saved state was loaded
+        return (
+            replace(pending, fresh=False) if COUNT in layer.buffers else pending
+        )  # a saved state was loaded
 
     def _budget(self, layer: NMLayer, blocks: int) -> int:
         """How many of so many blocks may change."""
         start, stop = layer.schedule
-        return swap_budget(blocks, self.budget, (layer.clock - start) / (stop - start) if stop > start else 0.0)
+        return swap_budget(
+            blocks, self.budget, (layer.clock - start) / (stop - start) if stop > start else 0.0
+        )
 
     def _gather(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, fresh: bool) -> Evidence:
         """The evidence so far, with the gradient of the coming step if that is dense."""
@@ -329,11 +384,18 @@ class BAME(MaskMethod):
         if layer.dense_gradient and weight.grad is not None:
             rate = self.evidence_rate * self.gradient_every**0.5
             sign = -1 if group_of(optimizer, layer.param).get("maximize") else 1
-            evidence.add(weight.grad, mask, sign * step_size(weight, mask, rate, optimizer, layer.param))
+            evidence.add(
+                weight.grad, mask, sign * step_size(weight, mask, rate, optimizer, layer.param)
+            )
         return evidence
 
     def _exchange(
-        self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange, evidence: Evidence | None
+        self,
+        layer: NMLayer,
+        optimizer: Optimizer,
+        mask: Tensor,
+        exchange: Exchange,
+        evidence: Evidence | None,
     ) -> None:
         """Make the exchanges: weights, evidence, optimizer state, masks, and the count of oscillations."""
         weight, pruned, regrown = layer.weight.detach(), exchange.pruned, exchange.regrown
@@ -360,7 +422,9 @@ class BAME(MaskMethod):
             buffers["exchanges"] += len(exchange.blocks)
         loss = 0.0 if exchange.loss_change is None else exchange.loss_change
         last = (len(exchange.blocks), exchange.held, loss)
-        buffers["adaptation"].copy_(torch.stack([torch.as_tensor(x).to(weight.device, torch.float32) for x in last]))
+        buffers["adaptation"].copy_(
+            torch.stack([torch.as_tensor(x).to(weight.device, torch.float32) for x in last])
+        )
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.

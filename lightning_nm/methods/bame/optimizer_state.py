@@ -34,7 +34,8 @@ class StepSize:
     take: float = 1.0  # b
     correction: float = 1.0  # c
     epsilon: float | None = None
-    maximize: bool = False  # whether the optimizer climbs: the gradient of the loss is then the negative one
+    # Whether the optimizer climbs: the gradient of the loss is then the negative one.
+    maximize: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,7 +43,11 @@ class StepSize:
         return [tensor for tensor in (self.moment, self.largest) if tensor is not None]
 
     def of_blocks(
-        self, grad: Tensor, mask: Tensor, moment: Tensor | None = None, largest: Tensor | None = None
+        self,
+        grad: Tensor,
+        mask: Tensor,
+        moment: Tensor | None = None,
+        largest: Tensor | None = None,
     ) -> Tensor | float:
         """The step size of blocks ``[B, M]``, given their part of ``moment`` and ``largest``."""
         if self.epsilon is None:
@@ -114,7 +119,11 @@ def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether an optimizer divides by the root of a second moment of every entry, as Adam does."""
     numbers = "betas" in group and isinstance(group.get("eps"), (int, float))
-    return numbers and (not state or "exp_avg_sq" in state) and not isinstance(optimizer, torch.optim.Adamax)
+    return (
+        numbers
+        and (not state or "exp_avg_sq" in state)
+        and not isinstance(optimizer, torch.optim.Adamax)
+    )
 
 
 def _rectification(beta: float, step: float) -> float | None:
@@ -135,7 +144,9 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[t
             kept = f"keeps '{key}' as {value.dtype} of shape {tuple(value.shape)} for a weight of shape "
             raise ValueError(_unsupported(optimizer, layer, f"{kept}{tuple(weight.shape)}"))
         elif isinstance(value, (list, tuple, dict)) and value:
-            raise ValueError(_unsupported(optimizer, layer, f"keeps '{key}' as a {type(value).__name__}"))
+            raise ValueError(
+                _unsupported(optimizer, layer, f"keeps '{key}' as a {type(value).__name__}")
+            )
 
 
 def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:

@@ -61,4 +61,6 @@ class PhaseTotals:
         return self.blocks > 0 and self.exchanges <= _FEW * self.blocks
 
     def __str__(self) -> str:
-        return f"{self.exchanges} exchanges in {self.blocks} blocks at {self.adaptations} adaptations"
+        return (
+            f"{self.exchanges} exchanges in {self.blocks} blocks at {self.adaptations} adaptations"
+        )

@@ -35,12 +35,16 @@ class AttentionForward(nn.Module):
         attention: Tensor = output[0]
         return attention.numel() * module.embed_dim
 
-    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+    def project(
+        self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
         """``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
         raise NotImplementedError
 
     @classmethod
-    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """Query, key and value for the joint projection, else the one that this weight projects."""
         given = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
         tokens = [x.flatten(0, -2) for x in given]
@@ -54,10 +58,16 @@ class AttentionForward(nn.Module):
             joint = partial(self.project, parameter="in_proj_weight", bias=mha.in_proj_bias)
             if query is key and key is value:
                 return list(joint(query).chunk(3, dim=-1))
-            return [joint(x, rows=(i * width, (i + 1) * width)) for i, x in enumerate((query, key, value))]
+            return [
+                joint(x, rows=(i * width, (i + 1) * width))
+                for i, x in enumerate((query, key, value))
+            ]
         biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return [self.project(x, name, bias) for x, name, bias in zip((query, key, value), names, biases, strict=True)]
+        return [
+            self.project(x, name, bias)
+            for x, name, bias in zip((query, key, value), names, biases, strict=True)
+        ]
 
     def forward(
         self,
@@ -73,7 +83,9 @@ class AttentionForward(nn.Module):
         """As ``nn.MultiheadAttention.forward``, with every projection through the op seam."""
         mha: Any = self
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal is a hint about attn_mask: pass the causal attn_mask with it")
+            raise RuntimeError(
+                "is_causal is a hint about attn_mask: pass the causal attn_mask with it"
+            )
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value)
         if not batched:
@@ -87,7 +99,9 @@ class AttentionForward(nn.Module):
         if mha.add_zero_attn:
             k, v = (torch.cat([x, x.new_zeros(batch, 1, x.shape[-1])], dim=1) for x in (k, v))
         sources = k.shape[1]
-        q, k, v = (x.unflatten(-1, (mha.num_heads, mha.head_dim)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (
+            x.unflatten(-1, (mha.num_heads, mha.head_dim)).transpose(1, 2) for x in (q, k, v)
+        )
 
         bias = self._attention_bias(attn_mask, key_padding_mask, batch, sources, q.dtype)
         dropout = mha.dropout if self.training else 0.0
@@ -111,7 +125,12 @@ class AttentionForward(nn.Module):
         return output, weights
 
     def _attention_bias(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, sources: int, dtype: torch.dtype
+        self,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        batch: int,
+        sources: int,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """Both masks as one additive bias ``[batch or 1, heads or 1, targets or 1, sources]``."""
         bias = None
@@ -121,7 +140,9 @@ class AttentionForward(nn.Module):
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, dtype).view(batch, 1, 1, -1)
             bias = padding if bias is None else bias + padding
-        if bias is not None and bias.shape[-1] < sources:  # bias_k and add_zero_attn append keys that all may see
+        if (
+            bias is not None and bias.shape[-1] < sources
+        ):  # bias_k and add_zero_attn append keys that all may see
             bias = F.pad(bias, (0, sources - bias.shape[-1]))
         return bias
 
@@ -146,13 +167,21 @@ class NMMultiheadAttention(AttentionForward, Adapter):
                 yield WeightSpec(parameter)
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
         """Multiply-adds of the projections of query, key and value that use this weight."""
         inputs = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
         sizes = dict(
-            zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (x.numel() for x in inputs), strict=False)
+            zip(
+                ("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+                (x.numel() for x in inputs),
+                strict=False,
+            )
         )
-        return module.embed_dim * (sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter])
+        return module.embed_dim * (
+            sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter]
+        )
 
     @classmethod
     def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
@@ -160,7 +189,9 @@ class NMMultiheadAttention(AttentionForward, Adapter):
         attention: Tensor = output[0]
         return attention.numel() * module.embed_dim
 
-    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+    def project(
+        self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
         """``x @ W_F^T + bias`` of a projection, or of some rows of it."""
         weight, layer = getattr(self, parameter), self.nm_layers.get(parameter)
         if layer is not None:

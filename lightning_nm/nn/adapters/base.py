@@ -46,7 +46,8 @@ class Adapter(nn.Module):
     role: ClassVar[Literal["linear", "convolution", "embedding", ""]] = ""
     """What ``skip_first_last`` takes it for. An embedding is a lookup, not a product: it is masked by name
     alone, and has neither a dgrad GEMM nor an estimator."""
-    tensor_parallel: ClassVar[bool] = False  # whether forward can run while tensor parallelism shards the weight
+    # Whether forward can run while tensor parallelism shards the weight.
+    tensor_parallel: ClassVar[bool] = False
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
@@ -98,7 +99,9 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """What a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
 
         :func:`lightning_nm.prune` needs it for calibration. The columns are those of a row of the weight,
@@ -119,16 +122,22 @@ class Adapter(nn.Module):
     @classmethod
     def needed_around(cls, module: Any) -> bool:
         """Whether a module of the handled class must be adapted though none of its own weights is masked."""
-        return any(isinstance(getattr(module, child, None), Adapter) for child in cls.reads_children)
+        return any(
+            isinstance(getattr(module, child, None), Adapter) for child in cls.reads_children
+        )
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         # The state dict is the model's function: it holds W_F under the dense model's keys.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for parameter, layer in self.nm_layers.items():
             destination[prefix + parameter] = _saved_by_another(self, layer, destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        loaded = [layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict]
+        loaded = [
+            layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
+        ]
         for layer in loaded:
             # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
@@ -210,10 +219,16 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
         ['weight']
     """
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
-        raise TypeError(f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}")
-    inherited = inspect.getattr_static(adapter, "handled") is inspect.getattr_static(Adapter, "handled")
+        raise TypeError(
+            f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}"
+        )
+    inherited = inspect.getattr_static(adapter, "handled") is inspect.getattr_static(
+        Adapter, "handled"
+    )
     if inherited and not isinstance(getattr(adapter, "handles", None), type):
-        raise TypeError(f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts")
+        raise TypeError(
+            f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts"
+        )
     if adapter not in _ADAPTERS:
         _ADAPTERS.insert(0, adapter)
         _CLASSES.clear()
@@ -241,7 +256,11 @@ def adapter_of(
     for adapter in adapters_by_parameters():
         for spec in adapter.specs(module, "channels"):
             is_named = name in named or layer_name(name, spec.parameter) in named
-            if is_named or isinstance(module, adapter) or adapter.recognizes(name, module, spec.parameter):
+            if (
+                is_named
+                or isinstance(module, adapter)
+                or adapter.recognizes(name, module, spec.parameter)
+            ):
                 return adapter, kind
     return None
 

@@ -25,12 +25,16 @@ class _NMConv(Adapter):
         yield WeightSpec("weight", "flat" if conv_layout == "flat" else "plain", module.groups)
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
         """``batch * positions * out * in / groups * taps``."""
         return output.numel() * math.prod(module.weight.shape[1:])
 
     @classmethod
-    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """The patches of the input, for each group: a convolution by filters that each copy one entry of a patch."""
         (x,) = (*args, *kwargs.values())
         weight, groups = module.weight, module.groups
@@ -38,15 +42,21 @@ class _NMConv(Adapter):
         copies = torch.eye(size, dtype=x.dtype, device=x.device).view(size, *weight.shape[1:])
         copies = copies.repeat(groups, *[1] * (weight.dim() - 1))
         x, padding, _ = padded_input(module, x, weight.dim() - 2)
-        patches = CONVOLUTIONS[weight.dim() - 3](x, copies, None, module.stride, padding, module.dilation, groups)
-        return list(patches.unflatten(1, (groups, size)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2))
+        patches = CONVOLUTIONS[weight.dim() - 3](
+            x, copies, None, module.stride, padding, module.dilation, groups
+        )
+        return list(
+            patches.unflatten(1, (groups, size)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
         conv: Any = self
         x, padding, unbatched = padded_input(conv, input, self.weight.dim() - 2)
         layer = self.nm_layers["weight"]
-        y = nm_conv(x, self.weight, self.bias, layer, conv.stride, padding, conv.dilation, conv.groups)
+        y = nm_conv(
+            x, self.weight, self.bias, layer, conv.stride, padding, conv.dilation, conv.groups
+        )
         return y.squeeze(0) if unbatched else y
 
 
@@ -58,7 +68,9 @@ def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[
         and whether the input had no batch.
     """
     if input.dim() not in (spatial + 1, spatial + 2):
-        raise RuntimeError(f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}")
+        raise RuntimeError(
+            f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}"
+        )
     unbatched = input.dim() == spatial + 1
     x = input.unsqueeze(0) if unbatched else input
     padding = conv.padding

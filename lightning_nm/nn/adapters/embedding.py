@@ -34,7 +34,9 @@ class NMEmbedding(Adapter):
         yield WeightSpec("weight")
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
         """None: rows are looked up."""
         return 0
 
@@ -42,4 +44,6 @@ class NMEmbedding(Adapter):
         """Rows of W_F."""
         module: Any = self
         layer = self.nm_layers["weight"]
-        return nm_embedding(input, self.weight, layer, module.padding_idx, module.scale_grad_by_freq)
+        return nm_embedding(
+            input, self.weight, layer, module.padding_idx, module.scale_grad_by_freq
+        )

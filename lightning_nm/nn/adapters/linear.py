@@ -31,12 +31,16 @@ class NMLinear(Adapter):
         yield WeightSpec("weight")
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
         """``tokens * in * out``."""
         return output.numel() * module.in_features
 
     @classmethod
-    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """The input."""
         return [_only(args, kwargs).flatten(0, -2)]
 
@@ -60,7 +64,11 @@ class NMTransposedLinear(Adapter):
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
         """The class of Hugging Face's transformers, which is imported if the model uses it."""
         hugging_face = sys.modules.get("transformers.pytorch_utils")
-        return hugging_face.Conv1D if hugging_face is not None and issubclass(kind, hugging_face.Conv1D) else None
+        return (
+            hugging_face.Conv1D
+            if hugging_face is not None and issubclass(kind, hugging_face.Conv1D)
+            else None
+        )
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
@@ -68,12 +76,16 @@ class NMTransposedLinear(Adapter):
         yield WeightSpec("weight", "transposed")
 
     @classmethod
-    def macs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    def macs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
         """``tokens * in * out``."""
         return output.numel() * module.weight.shape[0]
 
     @classmethod
-    def inputs(cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(
+        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
         """The input."""
         return [_only(args, kwargs).flatten(0, -2)]
 

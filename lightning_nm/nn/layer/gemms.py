@@ -41,7 +41,9 @@ class Gemm(NamedTuple):
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
         """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
         density = pattern.n / pattern.m
-        return cls("n:m", pattern, "", density if arithmetic is None else arithmetic, density, density)
+        return cls(
+            "n:m", pattern, "", density if arithmetic is None else arithmetic, density, density
+        )
 
     @property
     def treatment(self) -> str:
@@ -60,7 +62,10 @@ class Gemms(NamedTuple):
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
         """The shares of the three GEMMs, in each counting."""
-        return {kind: GemmDensity(*(getattr(gemm, kind) for gemm in self)) for kind in get_args(FlopsKind)}
+        return {
+            kind: GemmDensity(*(getattr(gemm, kind) for gemm in self))
+            for kind in get_args(FlopsKind)
+        }
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
@@ -111,10 +116,16 @@ def _wgrad(layer: NMLayer) -> Gemm:
         return dense._replace(reason="; ".join(filter(None, ("dense phase", dense.reason))))
     pattern = estimator.pattern_of(layer)
     gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
-    return gemm._replace(arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper))
+    return gemm._replace(
+        arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper)
+    )
 
 
-LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {"forward": _forward, "dgrad": _dgrad, "wgrad": _wgrad}
+LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
+    "forward": _forward,
+    "dgrad": _dgrad,
+    "wgrad": _wgrad,
+}
 """What one GEMM of a layer does now."""
 
 
@@ -133,7 +144,9 @@ class LayerCosts:
     def settle(self, treatment: tuple[Any, ...], gemms: Gemms) -> None:
         """Set what a step adds."""
         self.treatment = treatment
-        self.current = [(sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()]
+        self.current = [
+            (sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()
+        ]
 
     def charge(self, gemms: Gemms, steps: int) -> None:
         """Add so many steps in which the GEMMs are these."""
@@ -150,7 +163,10 @@ class LayerCosts:
         """The average over the steps; ``None`` if there were none."""
         if not self.counted:
             return None
-        return {kind: GemmDensity(*(total / self.counted for total in sums)) for kind, sums in self.spent.items()}
+        return {
+            kind: GemmDensity(*(total / self.counted for total in sums))
+            for kind, sums in self.spent.items()
+        }
 
     def charge_dense(self, steps: int) -> None:
         """Start with so many steps in which all GEMMs were dense."""

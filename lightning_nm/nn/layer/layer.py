@@ -20,7 +20,13 @@ from lightning_nm.nn.layer.masks import LayerMasks
 from lightning_nm.nn.layer.noise import LayerNoise
 from lightning_nm.nn.layer.observation import GradientObservation
 from lightning_nm.nn.layer.progress import LayerProgress
-from lightning_nm.nn.layer.sharding import as_sharded, gather, is_sharded, local_shard, sharded_dimensions
+from lightning_nm.nn.layer.sharding import (
+    as_sharded,
+    gather,
+    is_sharded,
+    local_shard,
+    sharded_dimensions,
+)
 from lightning_nm.nn.layer.spec import LayerSpec
 from lightning_nm.nn.layer.weight import ShardedWeight
 
@@ -49,9 +55,13 @@ class NMLayer(HasHandle):
         wrappers: The FSDP modules around the layer's module.
     """
 
-    def __init__(self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()
+    ) -> None:
         self.spec = spec
-        self.shards = ShardedWeight(spec.module, spec.parameter, wrappers) if is_sharded(self.param) else None
+        self.shards = (
+            ShardedWeight(spec.module, spec.parameter, wrappers) if is_sharded(self.param) else None
+        )
         """Access to a weight that processes hold together; ``None`` for an ordinary one."""
         self.masks = LayerMasks()
         self.noise = LayerNoise(seed, spec.name, by_process=spec.tensor_parallel)
@@ -202,7 +212,9 @@ class NMLayer(HasHandle):
         ``mask`` gets and returns what :meth:`rows` views. Where processes shard the weight by rows, each masks its
         own, and they gather the mask instead of the weight.
         """
-        if self.sharded and sharded_dimensions(self.param) <= {1 if self.spec.layout == "transposed" else 0}:
+        if self.sharded and sharded_dimensions(self.param) <= {
+            1 if self.spec.layout == "transposed" else 0
+        }:
             found = self.unrows(mask(self.rows(self.local_weight)))
             return gather(as_sharded(found.to(torch.uint8).contiguous(), self.param)).ne(0)
         return self.unrows(mask(self.rows(self.weight.detach())))
@@ -249,7 +261,9 @@ class NMLayer(HasHandle):
         if self.shards is None or not self.method.masks_entries:
             return self.local_shard(self.forward_weight())
         mask = self.forward_mask_view
-        return self.local_weight if mask is None else masked(self.local_weight, self.local_shard(mask))
+        return (
+            self.local_weight if mask is None else masked(self.local_weight, self.local_shard(mask))
+        )
 
     @property
     def step(self) -> int:
@@ -283,7 +297,9 @@ class NMLayer(HasHandle):
 
     def crossed(self, every: int, first: int = 0) -> bool:
         """Whether one of the steps ``first, first + every, ...`` after step 0 lies in ``(updated_at, step]``."""
-        return self.step >= first and (self.step - first) // every > (self.updated_at - first) // every
+        return (
+            self.step >= first and (self.step - first) // every > (self.updated_at - first) // every
+        )
 
     def generator(self) -> torch.Generator:
         """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
@@ -343,11 +359,15 @@ class NMLayer(HasHandle):
     def local_view(self, sharded: Tensor) -> NMLayer:
         """This layer for the local shard of ``sharded``, whose passes are not observed."""
         view = copy.copy(self)
-        view.masks = self.masks.with_bits(None if self.masks.bits is None else local_shard(self.masks.bits, sharded))
+        view.masks = self.masks.with_bits(
+            None if self.masks.bits is None else local_shard(self.masks.bits, sharded)
+        )
         view.observation = GradientObservation()
         return view
 
-    def with_state(self, masks: LayerMasks, buffers: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> NMLayer:
+    def with_state(
+        self, masks: LayerMasks, buffers: dict[str, Tensor], parameters: dict[str, nn.Parameter]
+    ) -> NMLayer:
         """This layer with other masks, buffers and parameters of the method."""
         other = copy.copy(self)
         other.masks, other.buffers, other.parameters = masks, buffers, parameters

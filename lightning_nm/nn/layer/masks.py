@@ -12,7 +12,9 @@ from torch import Tensor
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.nn.layer.memory import memory_state
 
-_generations = count(1)  # of all masks of the process: masks that replace others never have their number
+_generations = count(
+    1
+)  # of all masks of the process: masks that replace others never have their number
 
 _MASK_PARTS = frozenset({"bits", "has_forward", "has_backward", "permutation"})
 
@@ -36,8 +38,10 @@ class LayerMasks:
         """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
         self.backward_density: float | None = None
         """Share of the weight that the backward mask keeps, when last measured."""
-        self.flips: Tensor | None = None  # forward mask bits that the last update changed, int64 without axes
-        self.total_flips: Tensor | None = None  # forward mask bits that all updates together changed
+        # Forward mask bits that the last update changed, int64 without axes.
+        self.flips: Tensor | None = None
+        # Forward mask bits that all updates together changed.
+        self.total_flips: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -61,7 +65,11 @@ class LayerMasks:
     @property
     def forward(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
-        return _as_bool(self.bits & FORWARD_BIT) if self.bits is not None and self.has_forward else None
+        return (
+            _as_bool(self.bits & FORWARD_BIT)
+            if self.bits is not None and self.has_forward
+            else None
+        )
 
     @property
     def forward_view(self) -> Tensor | None:
@@ -73,9 +81,15 @@ class LayerMasks:
     @property
     def backward(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
-        return (self.bits & BACKWARD_BIT).ne(0) if self.bits is not None and self.has_backward else None
+        return (
+            (self.bits & BACKWARD_BIT).ne(0)
+            if self.bits is not None and self.has_backward
+            else None
+        )
 
-    def set(self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None) -> None:
+    def set(
+        self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
+    ) -> None:
         """Move the masks in place and count the forward bits that changed.
 
         Args:
@@ -94,12 +108,16 @@ class LayerMasks:
         if backward is not None:
             bits += backward.to(torch.uint8) * BACKWARD_BIT
         if self.bits is None:
-            self.bits = torch.empty_like(bits.contiguous() if like is None else like, dtype=torch.uint8).copy_(bits)
+            self.bits = torch.empty_like(
+                bits.contiguous() if like is None else like, dtype=torch.uint8
+            ).copy_(bits)
             self.flips = torch.zeros((), dtype=torch.int64, device=bits.device)
             self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
         else:
             self.flips = torch.count_nonzero((self.bits ^ bits) & FORWARD_BIT)
-            self.total_flips = self.flips if self.total_flips is None else self.total_flips + self.flips
+            self.total_flips = (
+                self.flips if self.total_flips is None else self.total_flips + self.flips
+            )
             self.bits.copy_(bits)
 
     def set_backward(self, backward: Tensor) -> None:
@@ -120,7 +138,9 @@ class LayerMasks:
         """Measure :attr:`backward_density`; reading it waits for the device."""
         self.backward_density = int(backward.sum()) / backward.numel()
 
-    def load(self, flips: int, total_flips: int, backward_density: float | None, device: torch.device) -> None:
+    def load(
+        self, flips: int, total_flips: int, backward_density: float | None, device: torch.device
+    ) -> None:
         """Set saved counts."""
         self.flips = torch.tensor(flips, device=device)
         self.total_flips = torch.tensor(total_flips, device=device)

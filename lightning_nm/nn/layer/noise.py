@@ -27,9 +27,11 @@ class LayerNoise:
         self.seed = seed
         self.name = name
         self.by_process = by_process
-        self.data_rank: int | None = None  # the process's part of the global batch, where that is not its rank
+        # The process's part of the global batch, where that is not its rank.
+        self.data_rank: int | None = None
         self.draws = 0  # number of the last draw; the only state that is saved
-        self.words: Tensor | None = None  # int64 [4], for the estimator's random numbers; None without an estimator
+        # Int64 [4], for the estimator's random numbers; None without an estimator.
+        self.words: Tensor | None = None
         self._calls: dict[int, int] = {}
 
     def reseed(self, seed: int) -> None:

@@ -17,12 +17,14 @@ class LayerProgress:
 
     step: int = 0  # real steps of the optimizer that owns the weight
     updated_at: int = 0  # the step at which the masks last moved
-    clock: int = 0  # training steps of all layers together: batches after which any optimizer had stepped
+    # Training steps of all layers together: batches after which any optimizer had stepped.
+    clock: int = 0
     schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
     estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
-    shaped: bool = False  # whether before_step() has run since the last optimizer step or end of a batch
+    # Whether before_step() has run since the last optimizer step or end of a batch.
+    shaped: bool = False
 
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""
@@ -42,7 +44,9 @@ class LayerProgress:
         """The window needs dL/dW_F at pruned entries, too."""
         self.dense_gradient = True
 
-    def load(self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]) -> None:
+    def load(
+        self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
+    ) -> None:
         """Set saved counters; the clock is the model's."""
         self.step, self.updated_at = step, updated_at
         self.dense_gradient, self.schedule = dense_gradient, schedule

@@ -45,7 +45,9 @@ def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
     if not isinstance(tensor, DTensor):
         return {}
     placements = list(enumerate(tensor.placements))
-    if fsdp:  # its dimensions of the mesh come first: one that is cut, perhaps after one that replicates
+    if (
+        fsdp
+    ):  # its dimensions of the mesh come first: one that is cut, perhaps after one that replicates
         placements = placements[1 + placements[0][1].is_replicate() :]
     cuts: dict[int, int] = {}
     for k, placement in placements:
@@ -76,7 +78,12 @@ def as_sharded(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
@@ -128,7 +135,9 @@ class GatheredParameter:
         if weight.grad is not None and self._parameter.grad is not None:  # which others may hold
             local_values(self._parameter.grad).copy_(local_shard(weight.grad, self._parameter))
         else:
-            here = None if weight.grad is None else local_shard(weight.grad, self._parameter).clone()
+            here = (
+                None if weight.grad is None else local_shard(weight.grad, self._parameter).clone()
+            )
             self._parameter.grad = None if here is None else as_sharded(here, self._parameter)
 
 

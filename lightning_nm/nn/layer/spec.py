@@ -29,7 +29,8 @@ class LayerSpec:
     groups: int = 1  # equal groups of output rows that no dgrad block crosses
     forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
     dgrad_reason: str = ""  # likewise for the dgrad GEMM
-    tensor_parallel: bool = False  # whether tensor parallelism shards the weight while its module runs
+    # Whether tensor parallelism shards the weight while its module runs.
+    tensor_parallel: bool = False
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 

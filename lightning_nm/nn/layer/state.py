@@ -50,10 +50,16 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "counted": costs.counted,
         "forward_mask": None if forward is None else pack_mask(forward).cpu(),
         "backward_mask": None if masks.backward is None else pack_mask(masks.backward).cpu(),
-        "permutation": None if masks.permutation is None else masks.permutation.to("cpu", torch.int32),
+        "permutation": None
+        if masks.permutation is None
+        else masks.permutation.to("cpu", torch.int32),
         "buffers": {name: tensor.detach().clone().cpu() for name, tensor in layer.buffers.items()},
-        "parameters": {name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()},
-        "latent": dropped(weight, forward_weight, forward) if layer.method.latent or not layer.step else None,
+        "parameters": {
+            name: parameter.detach().clone().cpu() for name, parameter in layer.parameters.items()
+        },
+        "latent": dropped(weight, forward_weight, forward)
+        if layer.method.latent or not layer.step
+        else None,
         "checksum": _checksum(forward_weight),
     }
 
@@ -63,7 +69,9 @@ SCHEMA = 1
 
 def _checksum(weight: Tensor) -> list[float]:
     """Sum and sum of magnitudes: enough to notice that weights are others."""
-    return torch.stack([weight.sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64)]).tolist()
+    return torch.stack(
+        [weight.sum(dtype=torch.float64), weight.abs().sum(dtype=torch.float64)]
+    ).tolist()
 
 
 def dropped(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -103,8 +111,12 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
             weight = layer.weight.detach()
     mask, latent = _unpacked(layer, state["forward_mask"]), state["latent"]
     (saved_total, saved_magnitude), (total, magnitude) = state["checksum"], _checksum(weight)
-    tolerance = 1e-4 * max(saved_magnitude, magnitude)  # another device or precision may sum a little differently
-    if not (abs(saved_total - total) <= tolerance and abs(saved_magnitude - magnitude) <= tolerance):
+    tolerance = 1e-4 * max(
+        saved_magnitude, magnitude
+    )  # another device or precision may sum a little differently
+    if not (
+        abs(saved_total - total) <= tolerance and abs(saved_magnitude - magnitude) <= tolerance
+    ):
         return math.isnan(saved_magnitude) and math.isnan(magnitude)
     if latent is None or latent.shape != weight.shape:
         return mask is None or not bool(weight[~mask].any())
@@ -112,7 +124,9 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
     return _same(layer.method.forward_weight(saved, latent.to(weight.device, weight.dtype)), weight)
 
 
-def latent_loaded(layers: Mapping[str, NMLayer], saved: Mapping[str, dict[str, Any]]) -> dict[str, Tensor]:
+def latent_loaded(
+    layers: Mapping[str, NMLayer], saved: Mapping[str, dict[str, Any]]
+) -> dict[str, Tensor]:
     """W_F of the layers whose latent values were loaded with the weights, by name.
 
     Raises:
@@ -135,14 +149,18 @@ def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
     with layer.full():
         weight = layer.weight
-        weight.copy_(latent_weight(weight, state["latent"], _unpacked(layer, state["forward_mask"])))
+        weight.copy_(
+            latent_weight(weight, state["latent"], _unpacked(layer, state["forward_mask"]))
+        )
     layer.adopt(saved_layer(layer, state))
 
 
 def load_layer_state(layer: NMLayer, state: dict[str, Any]) -> None:
     """Set a layer whose module holds W_F to a saved state that :func:`fits`: its weights, clocks and counts."""
     restore_weights(layer, state)
-    layer.progress.load(state["step"], state["updated_at"], state["dense_gradient"], tuple(state["schedule"]))
+    layer.progress.load(
+        state["step"], state["updated_at"], state["dense_gradient"], tuple(state["schedule"])
+    )
     if same_estimator(layer, state):
         layer.progress.load_estimator(tuple(state["estimator_schedule"]))
         layer.draw_noise(state["draws"])
@@ -162,12 +180,18 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     masks.set_permutation(None if permutation is None else permutation.to(device, torch.int64))
     masks.load(state["flips"], state["total_flips"], state["backward_density"], device)
     buffers = {name: value.to(device) for name, value in state["buffers"].items()}
-    parameters = {name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()}
+    parameters = {
+        name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()
+    }
     return layer.with_state(masks, buffers, parameters)
 
 
 def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
-    return None if packed is None else unpack_mask(packed.to(layer.param.device), tuple(layer.param.shape))
+    return (
+        None
+        if packed is None
+        else unpack_mask(packed.to(layer.param.device), tuple(layer.param.shape))
+    )
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
@@ -175,7 +199,9 @@ def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
     return layer.estimator is not None and state.get("estimator") == type(layer.estimator).__name__
 
 
-def state_difference(layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None) -> str:
+def state_difference(
+    layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None
+) -> str:
     """What keeps a saved state from fitting a layer, with classes by their short names; empty when it fits."""
     own = {
         "shape": list(layer.param.shape),
@@ -186,16 +212,25 @@ def state_difference(layer: NMLayer, state: Mapping[str, Any], short_names: Mapp
     }
     differences = _differences(own, state, {"NoneType": "none", **(short_names or {})})
     if state["method"] == own["method"]:
-        fixed = {key: value for key, value in _settings(layer.method).items() if key in layer.method.fixed}
+        fixed = {
+            key: value
+            for key, value in _settings(layer.method).items()
+            if key in layer.method.fixed
+        }
         differences += _differences(fixed, state.get("settings", {}))
     if state["estimator"] == own["estimator"] and layer.estimator is not None:
         pattern = {"pattern": _estimator_settings(layer)["pattern"]}
-        differences += [f"estimator {change}" for change in _differences(pattern, state.get("estimator_settings", {}))]
+        differences += [
+            f"estimator {change}"
+            for change in _differences(pattern, state.get("estimator_settings", {}))
+        ]
     return ", ".join(differences)
 
 
 def refuse_others(
-    layers: Mapping[str, NMLayer], saved: Mapping[str, Mapping[str, Any]], short_names: Mapping[str, str]
+    layers: Mapping[str, NMLayer],
+    saved: Mapping[str, Mapping[str, Any]],
+    short_names: Mapping[str, str],
 ) -> None:
     """Refuse saved states that are not of these layers by a ``ValueError`` that names them and what differs.
 
@@ -206,11 +241,14 @@ def refuse_others(
     rows += [
         (name, f": {difference}")
         for name in layers
-        if name in saved and (difference := state_difference(layers[name], saved[name], short_names))
+        if name in saved
+        and (difference := state_difference(layers[name], saved[name], short_names))
     ]
     differences = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
     if differences:
-        shown = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
+        shown = "; ".join(differences[:8]) + (
+            f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
+        )
         raise ValueError(
             f"the checkpoint is of another sparse model: {shown}. Configure the sparsifier as it was, or load only "
             "the weights to start anew"
@@ -228,7 +266,9 @@ def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
         (layer.estimator, _estimator_settings(layer), "estimator_settings"),
     ):
         free = {name: value for name, value in here.items() if name not in planned}
-        changes += [f"{type(part).__name__}'s {change}" for change in _differences(free, state.get(key, {}))]
+        changes += [
+            f"{type(part).__name__}'s {change}" for change in _differences(free, state.get(key, {}))
+        ]
     return changes
 
 
@@ -248,7 +288,9 @@ def _settings(part: Any) -> dict[str, Any]:
     """The primitives among the constructor's arguments that a method or an estimator keeps under their names."""
     names = inspect.signature(type(part).__init__).parameters
     kept = {name: value for name, value in vars(part).items() if name in names}
-    return {name: value for name, value in kept.items() if isinstance(value, (bool, int, float, str))}
+    return {
+        name: value for name, value in kept.items() if isinstance(value, (bool, int, float, str))
+    }
 
 
 def _estimator_settings(layer: NMLayer) -> dict[str, Any]:

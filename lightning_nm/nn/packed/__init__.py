@@ -4,7 +4,14 @@ from lightning_nm.nn.packed.experts import packed_weight
 from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels
 from lightning_nm.nn.packed.layers import PackedLayer
 from lightning_nm.nn.packed.memory import return_freed_memory
-from lightning_nm.nn.packed.replace import Place, packed_weights, places_and_reasons, places_of, put, settle
+from lightning_nm.nn.packed.replace import (
+    Place,
+    packed_weights,
+    places_and_reasons,
+    places_of,
+    put,
+    settle,
+)
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
 from lightning_nm.nn.packed.weight import PackedWeight
 

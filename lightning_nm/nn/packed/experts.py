@@ -38,7 +38,9 @@ class PackedExperts(PackedWeight):
         parts = []
         for number, weight_ab in enumerate(weight_eab):
             tensor = PackedTensor.of(weight_ab, self.pattern, layout)
-            parts.append(PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget))
+            parts.append(
+                PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget)
+            )
         self.parts = tuple(parts)
         self.train(self.training)
         self.values = self.positions = None
@@ -106,7 +108,9 @@ class PackedExpertsInUse(ExpertsInUse):
         self.weight = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         self._forward_weight: Tensor | None = None
 
-    def product(self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def product(
+        self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """``x W[expert]^T + bias``."""
         return packed_linear(x, self._packed.parts[expert], bias)
 
@@ -122,7 +126,11 @@ class PackedExpertsInUse(ExpertsInUse):
 
 
 def packed_weight(
-    packed: PackedTensor, name: str, role: Role, kernels: Kernels = "auto", budget: Budget | None = None
+    packed: PackedTensor,
+    name: str,
+    role: Role,
+    kernels: Kernels = "auto",
+    budget: Budget | None = None,
 ) -> PackedWeight:
     """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
     kind = PackedExperts if role in ("experts", "experts-transposed") else PackedWeight

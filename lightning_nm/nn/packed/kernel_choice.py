@@ -112,7 +112,11 @@ class _PackedTuner(Tuner):
         terms = self._terms(key)
         best: tuple[tuple[bool, float], Decision] | None = None
         for other, decision in self.known:
-            comparable = (other.dtype, other.pattern, other.conv is None) == (key.dtype, key.pattern, key.conv is None)
+            comparable = (other.dtype, other.pattern, other.conv is None) == (
+                key.dtype,
+                key.pattern,
+                key.conv is None,
+            )
             if decision.source != "measured" or decision.terms != terms or not comparable:
                 continue
             distance = _distance(key, other)
@@ -241,7 +245,9 @@ def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget, packed: Any) -> 
         try:
             tuner.decisions.save(file)
         except (OSError, ValueError) as error:  # no reason to answer nothing
-            _warn_once(f"the choice of kernels is not kept and will be measured again next time: {error}")
+            _warn_once(
+                f"the choice of kernels is not kept and will be measured again next time: {error}"
+            )
     return_freed_memory()
     budget.left_s -= perf_counter() - start
     return decision

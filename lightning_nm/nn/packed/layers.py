@@ -71,7 +71,9 @@ class PackedConv(PackedLayer):
 class PackedMultiheadAttention(AttentionForward, PackedLayer):
     """``nn.MultiheadAttention`` with packed projections, or a packed ``out_proj`` alone."""
 
-    def project(self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+    def project(
+        self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
         """``x @ W^T + bias`` of a projection, or of some rows of it."""
         weight = getattr(self, parameter)
         if isinstance(weight, PackedWeight):
@@ -90,7 +92,11 @@ class PackedAdapted(PackedLayer):
     @property
     def nm_layers(self) -> dict[str, PackedWeight]:
         """The packed weights by the names of their parameters."""
-        return {name: module for name, module in self._modules.items() if isinstance(module, PackedWeight)}
+        return {
+            name: module
+            for name, module in self._modules.items()
+            if isinstance(module, PackedWeight)
+        }
 
     # An adapter's own are for masked layers.
     _save_to_state_dict = nn.Module._save_to_state_dict
@@ -104,7 +110,11 @@ class PackedExpertsLayer(PackedLayer):
     @property
     def nm_layers(self) -> dict[str, PackedWeight]:
         """The packed weights by the names of their parameters."""
-        return {name: module for name, module in self._modules.items() if isinstance(module, PackedWeight)}
+        return {
+            name: module
+            for name, module in self._modules.items()
+            if isinstance(module, PackedWeight)
+        }
 
 
 _KINDS: dict[type[Adapter], type[PackedLayer]] = {

@@ -18,7 +18,15 @@ from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, 
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
 from lightning_nm.kernels.router.handles import HasHandle
-from lightning_nm.nn.packed.kernel_choice import Budget, Choice, Kernels, choose, coarse, kernel_of, registry_of
+from lightning_nm.nn.packed.kernel_choice import (
+    Budget,
+    Choice,
+    Kernels,
+    choose,
+    coarse,
+    kernel_of,
+    registry_of,
+)
 from lightning_nm.nn.products.routed_ops import plain
 
 _CHUNK = 1 << 20  # entries that are unpacked at a time
@@ -130,7 +138,9 @@ class Operand(HasHandle):
 
         found = self._product(x, self._key(len(x) * math.prod(conv.positions), conv), sparse, dense)
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        return found.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        return found.contiguous(
+            memory_format=torch.channels_last if last else torch.contiguous_format
+        )
 
     def _product(
         self,
@@ -142,7 +152,9 @@ class Operand(HasHandle):
         held, kernel = self._held, kernel_of(self.kernel)
         if held is None or not x.numel() or not self._takes_it(key, held):
             return dense()
-        return registry_of(kernel.name).attempt(kernel, key, lambda: sparse(kernel, Packed(*held)), dense)
+        return registry_of(kernel.name).attempt(
+            kernel, key, lambda: sparse(kernel, Packed(*held)), dense
+        )
 
     def _matrix_for(self, x: Tensor) -> Tensor:
         """The dense matrix for a product that the kernel does not make; in ``"auto"`` it is held from now on."""
@@ -151,11 +163,16 @@ class Operand(HasHandle):
         return self.dense()
 
     def _key(self, tokens: int, conv: Convolution | None = None) -> GemmKey:
-        return GemmKey("forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv)
+        return GemmKey(
+            "forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv
+        )
 
     def _takes_it(self, key: GemmKey, held: tuple[PermuteLayout | CsrLayout, Tensor]) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
-        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        threads, deterministic = (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
         name = coarse(key).columns, key.conv, threads, deterministic
         found = self._takes.get(name)
         if found is not None:
@@ -201,7 +218,9 @@ def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.
         return _dense_of_tiles(values, index, depth, dtype)[:rows]
     found = values.new_empty(rows, depth, dtype=dtype)
     for first in range(0, tiles, step):
-        part = _dense_of_tiles(values[first : first + step], index[first : first + step], depth, dtype)
+        part = _dense_of_tiles(
+            values[first : first + step], index[first : first + step], depth, dtype
+        )
         found[first * tile : (first + step) * tile] = part[: rows - first * tile]
     return found
 
@@ -222,7 +241,9 @@ def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtyp
     return found[:, :block].reshape(tiles * tile, blocks * block)[:, :depth]
 
 
-def _dense_of_csr(values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+def _dense_of_csr(
+    values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype
+) -> Tensor:
     first = torch.arange(rows, device=values.device) * depth
     row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
     found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
@@ -267,7 +288,9 @@ def lay_out(
             layout = kernel.layout(masked)
             if _bytes(layout) <= LARGEST * matrix.nbytes:
                 values = layout.values(masked)
-                return Operand(_small(layout), values, given, matrix.dtype, kernels, budget or Budget())
+                return Operand(
+                    _small(layout), values, given, matrix.dtype, kernels, budget or Budget()
+                )
     return None
 
 

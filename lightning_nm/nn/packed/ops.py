@@ -21,7 +21,9 @@ from lightning_nm.nn.products.routed_conv import flattened, unflattened
 from lightning_nm.nn.products.routed_ops import OPTIONS
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, rows: tuple[int, int] | None = None
+) -> Tensor:
     """``x @ W^T + bias``.
 
     Args:
@@ -68,11 +70,18 @@ def packed_conv(
     refuse_training(weight)
     operand = _operand(x, weight, bias)
     if operand is None or x.dim() > 4 or x.shape[1] != weight.shape[1] * groups:
-        matrix, convolve = weight.product_matrix().view(weight.shape), CONVOLUTIONS[weight.dim() - 3]
+        matrix, convolve = (
+            weight.product_matrix().view(weight.shape),
+            CONVOLUTIONS[weight.dim() - 3],
+        )
         y = convolve(x, matrix, bias, stride, padding, dilation, groups)
         _hold_dense(x, weight)
         return y
-    geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *(1, *weight.shape[2:])[-2:]]
+    geometry = [
+        *flattened(stride, padding, dilation, groups),
+        weight.shape[0],
+        *(1, *weight.shape[2:])[-2:],
+    ]
     image = x.unsqueeze(2) if x.dim() == 3 else x
     if torch.compiler.is_compiling():
         y = torch.ops.lightning_nm.packed_conv(image, bias, geometry, operand.handle_tensor)
@@ -107,7 +116,11 @@ def _is_fake(x: Tensor) -> bool:
 
 def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | None:
     """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
-    if weight.operand is None or _exporting() or (_is_fake(x) and not torch.compiler.is_compiling()):
+    if (
+        weight.operand is None
+        or _exporting()
+        or (_is_fake(x) and not torch.compiler.is_compiling())
+    ):
         return None
     if x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
         return None
@@ -146,4 +159,6 @@ def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     stride, padding, dilation, groups = unflattened(geometry[:7])
     out, *kernel = geometry[7:]
     height, width = x.shape[2:]
-    return Convolution(x.shape[1], out, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups)
+    return Convolution(
+        x.shape[1], out, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups
+    )

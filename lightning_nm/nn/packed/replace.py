@@ -13,7 +13,13 @@ from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key
 from lightning_nm.nn.packed.experts import PackedExperts
-from lightning_nm.nn.packed.layers import PackedAdapted, PackedExpertsLayer, PackedLayer, packed_class, packed_kind
+from lightning_nm.nn.packed.layers import (
+    PackedAdapted,
+    PackedExpertsLayer,
+    PackedLayer,
+    packed_class,
+    packed_kind,
+)
 from lightning_nm.nn.packed.weight import PackedWeight, Role
 from lightning_nm.nn.selection.selection import Selection, candidates_of
 
@@ -51,7 +57,9 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
     """
     for name, module in model.named_modules():
         if _is_masked(module):
-            raise ValueError(f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first")
+            raise ValueError(
+                f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first"
+            )
     return places_and_reasons(model)
 
 
@@ -94,7 +102,11 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
 
 
 def _is_masked(module: nn.Module) -> bool:
-    return isinstance(module, Adapter) and not isinstance(module, PackedLayer) and bool(module.nm_layers)
+    return (
+        isinstance(module, Adapter)
+        and not isinstance(module, PackedLayer)
+        and bool(module.nm_layers)
+    )
 
 
 def _role_of(weight: nn.Parameter, layout: Layout) -> Role:
@@ -124,11 +136,15 @@ def settle(model: nn.Module) -> None:
             module.__class__ = packed_class(type(module))
     for module in model.modules():
         for kind, attribute, off in FUSED_PATHS:
-            if isinstance(module, kind) and any(isinstance(part, PackedLayer) for part in module.modules()):
+            if isinstance(module, kind) and any(
+                isinstance(part, PackedLayer) for part in module.modules()
+            ):
                 setattr(module, attribute, off)
 
 
-def packed_weights(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, PackedWeight]]:
+def packed_weights(
+    model: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, PackedWeight]]:
     """The packed weights of a model by the keys that they have in the dense state dict.
 
     Args:

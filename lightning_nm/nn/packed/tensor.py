@@ -46,16 +46,22 @@ class PackedTensor(NamedTuple):
             ValueError: If it is not of the pattern.
         """
         shape_of_blocks(tuple(weight.shape), layout)
-        return cls(*pack_nm(blocks_last(weight, layout), pattern), pattern, layout, tuple(weight.shape))
+        return cls(
+            *pack_nm(blocks_last(weight, layout), pattern), pattern, layout, tuple(weight.shape)
+        )
 
     def check(self) -> None:
         """Refuse tensors that do not belong to the shape, or positions that are damaged, by a ``ValueError``."""
-        check_packed(self.values, self.positions, self.pattern, shape_of_blocks(self.shape, self.layout))
+        check_packed(
+            self.values, self.positions, self.pattern, shape_of_blocks(self.shape, self.layout)
+        )
 
     def unpack(self) -> Tensor:
         """The weight, contiguous."""
         shape = shape_of_blocks(self.shape, self.layout)
-        return from_blocks(expand(self.values, self.positions, self.pattern, shape), self.layout, self.shape)
+        return from_blocks(
+            expand(self.values, self.positions, self.pattern, shape), self.layout, self.shape
+        )
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +97,11 @@ def shape_of_blocks(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         raise ValueError(f"a weight of shape {list(shape)} has no layout '{layout}'")
     if layout == "flat":
         return shape[0], math.prod(shape[1:])
-    return (*shape[2:], shape[1], shape[0]) if layout == "transposed" else (shape[0], *shape[2:], shape[1])
+    return (
+        (*shape[2:], shape[1], shape[0])
+        if layout == "transposed"
+        else (shape[0], *shape[2:], shape[1])
+    )
 
 
 def packed_shapes(
@@ -104,6 +114,9 @@ def packed_shapes(
     """
     blocked = shape_of_blocks(shape, layout)
     count = math.prod(blocked) // pattern.m
-    values, positions = (*blocked[:-1], blocked[-1] // pattern.m, pattern.n), (position_bytes(pattern, count),)
+    values, positions = (
+        (*blocked[:-1], blocked[-1] // pattern.m, pattern.n),
+        (position_bytes(pattern, count),),
+    )
     check_packed_sizes(values, positions, pattern, blocked)
     return values, positions

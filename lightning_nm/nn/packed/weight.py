@@ -59,7 +59,11 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.budget = budget or Budget()
         self.name, self.role, self.kernels = name, role, kernels
-        self.pattern, self.layout, self.shape = packed.pattern, packed.layout, torch.Size(packed.shape)
+        self.pattern, self.layout, self.shape = (
+            packed.pattern,
+            packed.layout,
+            torch.Size(packed.shape),
+        )
         self.dtype = packed.values.dtype
         self.operand: Operand | None = None
         self._former: Operand | None = None  # graphs that were compiled before may still look it up
@@ -86,7 +90,9 @@ class PackedWeight(nn.Module):
         matrix, device = self.product_matrix().contiguous(), self.device
         if device.type == "cpu":
             pattern = self._row_pattern()
-            self.operand = lay_out(matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget)
+            self.operand = lay_out(
+                matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget
+            )
         if self.operand is not None:
             self.operand.hold = _holder(weakref.ref(self))
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
@@ -103,11 +109,16 @@ class PackedWeight(nn.Module):
             operand = self.operand
             if operand is None:
                 return
-            with torch.inference_mode(False), torch.no_grad():  # later products may need gradients of inputs
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # later products may need gradients of inputs
                 matrix = operand.dense()
             operand.become_dense(matrix)
             # A new dict: threads that read the former one find the whole layout there.
-            kept = {name: buffer for name, buffer in self._buffers.items() if name not in _IN_LAYOUT}
+            kept = {
+                name: buffer for name, buffer in self._buffers.items() if name not in _IN_LAYOUT
+            }
             self._buffers = {**kept, "matrix": matrix}
             self._former = operand
             self.operand = None
@@ -139,7 +150,11 @@ class PackedWeight(nn.Module):
 
     def _row_pattern(self) -> Any:
         """The pattern of :meth:`product_matrix` along its depth; ``None`` if it has none."""
-        layouts = {"linear": ("plain", "flat"), "transposed": ("transposed",), "convolution": ("flat",)}
+        layouts = {
+            "linear": ("plain", "flat"),
+            "transposed": ("transposed",),
+            "convolution": ("flat",),
+        }
         return self.pattern if self.layout in layouts[self.role] else None
 
     @property
@@ -180,7 +195,9 @@ class PackedWeight(nn.Module):
     @property
     def form(self) -> str:
         """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name."""
-        operand = self.operand  # first: another thread sets the matrix before it takes the operand away
+        operand = (
+            self.operand
+        )  # first: another thread sets the matrix before it takes the operand away
         if self.matrix is not None:
             return "dense"
         return "packed" if operand is None else operand.kernel
@@ -189,7 +206,9 @@ class PackedWeight(nn.Module):
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
             return PackedTensor.of(self.unpack(), self.pattern, self.layout)
-        return PackedTensor(self.values, self.positions, self.pattern, self.layout, tuple(self.shape))
+        return PackedTensor(
+            self.values, self.positions, self.pattern, self.layout, tuple(self.shape)
+        )
 
     def unpack(self) -> Tensor:
         """The dense weight, a new tensor."""
@@ -218,7 +237,9 @@ class PackedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         """Pattern, shape and what is held."""
-        return f"{self.pattern}, {self.layout}, {tuple(self.shape)}, {self.dtype}, held as {self.form}"
+        return (
+            f"{self.pattern}, {self.layout}, {tuple(self.shape)}, {self.dtype}, held as {self.form}"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         # A kernel's layout depends on dtype and device.
@@ -241,9 +262,14 @@ class PackedWeight(nn.Module):
         self._hold(packed)
         self.lay_out()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         packed = self.packed()
-        destination[f"{prefix}values"], destination[f"{prefix}positions"] = packed.values, packed.positions
+        destination[f"{prefix}values"], destination[f"{prefix}positions"] = (
+            packed.values,
+            packed.positions,
+        )
 
     def _load_from_state_dict(
         self,
@@ -265,7 +291,9 @@ class PackedWeight(nn.Module):
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"'{self.name}': {error}")
                 return
-            if not local_metadata.get("assign_to_params_buffers", False):  # as torch copies into parameters
+            if not local_metadata.get(
+                "assign_to_params_buffers", False
+            ):  # as torch copies into parameters
                 if self.device.type == "meta":
                     error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                     return
@@ -277,7 +305,12 @@ class PackedWeight(nn.Module):
         """As files hold it: layouts and handles belong to this process and its CPU."""
         packed = self.packed()
         buffers = {"matrix": None, "values": packed.values, "positions": packed.positions}
-        own = {"operand": None, "_former": None, "_buffers": buffers, "_non_persistent_buffers_set": {"matrix"}}
+        own = {
+            "operand": None,
+            "_former": None,
+            "_buffers": buffers,
+            "_non_persistent_buffers_set": {"matrix"},
+        }
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

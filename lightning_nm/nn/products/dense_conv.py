@@ -50,7 +50,9 @@ def conv_gradients(
     return grad_x, grad_weight
 
 
-def conv_weight_gradient(grad: Tensor, x: Tensor, weight_shape: torch.Size, geometry: Geometry) -> Tensor:
+def conv_weight_gradient(
+    grad: Tensor, x: Tensor, weight_shape: torch.Size, geometry: Geometry
+) -> Tensor:
     """DW in ``weight_shape``; the arguments are those of :func:`conv_gradients`."""
     _, found = conv_gradients(grad, x, None, weight_shape, geometry, needs_weight=True)
     assert found is not None

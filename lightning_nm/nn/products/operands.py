@@ -40,7 +40,15 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
     """W_F ``[out, in]`` for kernels."""
     method, bits = layer.spec.method, layer.masks.bits
     if method.masks_entries:
-        return _operand(layer, weight, bits, FORWARD_BIT, key, None, lambda: packable_forward(layer, weight, key.dtype))
+        return _operand(
+            layer,
+            weight,
+            bits,
+            FORWARD_BIT,
+            key,
+            None,
+            lambda: packable_forward(layer, weight, key.dtype),
+        )
     values = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
     return _operand(layer, values, bits, FORWARD_BIT, key, None, values.contiguous)
 
@@ -64,7 +72,11 @@ def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> Maske
     """W_B ``[out, in / groups * taps]`` of a convolution for kernels: not transposed, and in the order of memory."""
 
     def dense() -> Tensor:
-        return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(key.dtype).contiguous()
+        return (
+            layer.matrix(layer.spec.method.backward_weight(layer, weight))
+            .to(key.dtype)
+            .contiguous()
+        )
 
     found = backward_operand(layer, weight, key)
     return found._replace(values=found.values.t(), bits=found.bits.t(), order=None, dense=dense)
@@ -80,7 +92,9 @@ def _operand(
     dense: Callable[[], Tensor],
 ) -> MaskedMatrix:
     assert bits is not None  # a product without masks has no sparse operand
-    return MaskedMatrix(layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense)
+    return MaskedMatrix(
+        layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense
+    )
 
 
 def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:
@@ -125,13 +139,21 @@ def pack_of(
 
     def make() -> Any:
         matrix = operand(layer, weight, product.key)
-        return kernel.pack_masked(matrix, layout_of(layer, router, kernel, product, lambda: matrix, side))
+        return kernel.pack_masked(
+            matrix, layout_of(layer, router, kernel, product, lambda: matrix, side)
+        )
 
     if not keep or not kernel.keeps_packs:
         return make()
     tensors = tuple(memory_state(tensor) for tensor in (weight, *layer.read_tensors()))
     # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    stamp: Hashable = (tensors, layer.masks.state, layer.progress.step, layer.progress.clock, stream)
+    stamp: Hashable = (
+        tensors,
+        layer.masks.state,
+        layer.progress.step,
+        layer.progress.clock,
+        stream,
+    )
     name = (kernel.name, side or product.key.gemm, product.key.dtype)
     return router.packed(layer, name, stamp, make)

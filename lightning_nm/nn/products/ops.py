@@ -77,14 +77,26 @@ def nm_linear(
     if not isinstance(layer, NMLayer):
         return layer.linear(x, bias, rows)
     x, bias, dtype = _autocast(x, dtype or weight.dtype, bias)
-    router = active() if routed and x.dtype == dtype else None  # a mismatch is the dense product's to refuse
+    router = (
+        active() if routed and x.dtype == dtype else None
+    )  # a mismatch is the dense product's to refuse
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
     with _without_autocast(x.device.type):
         # Outside of the function, so that its output is no view: that may be changed in place.
         tokens = x.reshape(-1, x.shape[-1])
         route = None if router is None else (router, torch.is_grad_enabled())
-        y = _Linear.apply(tokens, weight, bias, layer, dtype, rows, route, layer.noise.words, *layer.read_tensors())
+        y = _Linear.apply(
+            tokens,
+            weight,
+            bias,
+            layer,
+            dtype,
+            rows,
+            route,
+            layer.noise.words,
+            *layer.read_tensors(),
+        )
         # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
@@ -113,23 +125,38 @@ def nm_conv(
     """
     if not isinstance(layer, NMLayer):
         return layer.conv(x, bias, stride, padding, dilation, groups)
-    if active() is not None and {*stride, *dilation, *weight.shape[2:], groups} == {1} and not any(padding):
+    if (
+        active() is not None
+        and {*stride, *dilation, *weight.shape[2:], groups} == {1}
+        and not any(padding)
+    ):
         tokens = x.movedim(1, -1)
-        if tokens.is_contiguous():  # channels last: a matrix product, [batch x positions, in] with [in, out]
+        if (
+            tokens.is_contiguous()
+        ):  # channels last: a matrix product, [batch x positions, in] with [in, out]
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
     x, bias, dtype = _autocast(x, weight.dtype, bias)
     router = active()
     with _without_autocast(x.device.type):
         geometry = (stride, padding, dilation, groups)
         # A mismatch of dtypes is the dense product's to refuse.
-        routed = router is not None and x.dim() < 5 and x.dtype == dtype and router.convolves(x.device.type)
+        routed = (
+            router is not None
+            and x.dim() < 5
+            and x.dtype == dtype
+            and router.convolves(x.device.type)
+        )
         route = (router, torch.is_grad_enabled()) if routed else None
         arguments = (x, weight, bias, layer, dtype, geometry, router, route)
         return _Conv.apply(*arguments, layer.noise.words, *layer.read_tensors())
 
 
 def nm_embedding(
-    tokens: Tensor, weight: Tensor, layer: NMLayer, padding_idx: int | None, scale_grad_by_freq: bool
+    tokens: Tensor,
+    weight: Tensor,
+    layer: NMLayer,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
 ) -> Tensor:
     """Rows of W_F, whose gradient is routed to W by the method; no estimator, because dW is a sum and no product.
 
@@ -144,10 +171,14 @@ def nm_embedding(
         ``[..., embedding_dim]``.
     """
     padding = -1 if padding_idx is None else padding_idx
-    return _Embedding.apply(tokens, weight, layer, padding, scale_grad_by_freq, *layer.read_tensors())
+    return _Embedding.apply(
+        tokens, weight, layer, padding, scale_grad_by_freq, *layer.read_tensors()
+    )
 
 
-def _autocast(x: Tensor, own: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor | None, torch.dtype]:
+def _autocast(
+    x: Tensor, own: torch.dtype, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """Cast as autocast casts for a matmul; the weight is cast inside the op so that the parameter itself is saved."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
@@ -158,11 +189,19 @@ def _autocast(x: Tensor, own: torch.dtype, bias: Tensor | None) -> tuple[Tensor,
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Within, autocast is off. Entering torch's own context takes as long as a small product: not where it is off."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )
 
 
 def _wgrad(
-    layer: NMLayer, grad: Tensor, noise: Tensor | None, gemm: Callable[[Tensor], Tensor], row: int = 0
+    layer: NMLayer,
+    grad: Tensor,
+    noise: Tensor | None,
+    gemm: Callable[[Tensor], Tensor],
+    row: int = 0,
 ) -> Tensor:
     """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``, whose first output is `row`."""
     if layer.spec.estimator is None or noise is None or not layer.progress.estimating:
@@ -182,11 +221,15 @@ def _wgrad(
     return found
 
 
-def _route(layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int) -> tuple[Tensor | None, list[Any]]:
+def _route(
+    layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int
+) -> tuple[Tensor | None, list[Any]]:
     """Gradients of the weight and of the layer's tensors, of which only the method's own parameters have one."""
     if not layer.routes_gradients:
         return grad.to(weight.dtype), [None] * tensors
-    grad_weight, *grad_parameters = layer.spec.method.weight_gradient(layer, weight, grad.to(weight.dtype))
+    grad_weight, *grad_parameters = layer.spec.method.weight_gradient(
+        layer, weight, grad.to(weight.dtype)
+    )
     rest: list[Any] = [None] * (tensors - len(layer.parameters))
     return grad_weight, rest + grad_parameters
 
@@ -212,9 +255,15 @@ class _Linear(torch.autograd.Function):
         if route is not None and rows is None:
             router, trains = route
             out = layer.matrix(weight).shape[0]
-            return forward_gemm(x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle)
+            return forward_gemm(
+                x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
+            )
         record_dense(layer, ctx.router, "forward", len(x), x, _PART)
-        return F.linear(x, layer.matrix(layer.spec.method.forward_weight(layer, weight))[ctx.rows].to(dtype), bias)
+        return F.linear(
+            x,
+            layer.matrix(layer.spec.method.forward_weight(layer, weight))[ctx.rows].to(dtype),
+            bias,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -228,13 +277,23 @@ class _Linear(torch.autograd.Function):
         whole = ctx.rows == slice(None)
         if ctx.router is not None and whole and not _differentiated():
             made = backward_gemms(
-                grad, x, weight, noise, tensors, needs_input, needs_weight, layer.handle_tensor, ctx.router.handle
+                grad,
+                x,
+                weight,
+                noise,
+                tensors,
+                needs_input,
+                needs_weight,
+                layer.handle_tensor,
+                ctx.router.handle,
             )
             grad_x, found = made[0] if needs_input else None, made[1]
         else:
             if needs_input:
                 record_dense(layer, ctx.router, "dgrad", len(x), x, _PART)
-                grad_x = grad @ layer.matrix(layer.spec.method.backward_weight(layer, weight))[ctx.rows].to(ctx.dtype)
+                grad_x = grad @ layer.matrix(layer.spec.method.backward_weight(layer, weight))[
+                    ctx.rows
+                ].to(ctx.dtype)
             if needs_weight:
                 record_dense(layer, ctx.router, "wgrad", len(x), x, _PART)
                 found = _wgrad(layer, grad, noise, lambda dy: dy.t() @ x, ctx.rows.start or 0)
@@ -282,12 +341,26 @@ class _Conv(torch.autograd.Function):
         route: tuple[Router, bool] | None
         x, weight, bias, layer, dtype, geometry, router, route, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
-        ctx.layer, ctx.dtype, ctx.geometry, ctx.router, ctx.routed = layer, dtype, geometry, router, route is not None
+        ctx.layer, ctx.dtype, ctx.geometry, ctx.router, ctx.routed = (
+            layer,
+            dtype,
+            geometry,
+            router,
+            route is not None,
+        )
         if route is not None:
             flat, tag = flattened(*geometry), layer.handle_tensor
-            y = forward_conv(_planes(x), weight, bias, tensors, route[1], flat, tag, route[0].handle)
-            return y if x.dim() == 4 else torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
-        y = CONVOLUTIONS[x.dim() - 3](x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry)
+            y = forward_conv(
+                _planes(x), weight, bias, tensors, route[1], flat, tag, route[0].handle
+            )
+            return (
+                y
+                if x.dim() == 4
+                else torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
+            )
+        y = CONVOLUTIONS[x.dim() - 3](
+            x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry
+        )
         record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y
 
@@ -308,7 +381,9 @@ class _Conv(torch.autograd.Function):
         if routed and (needs_input or needs_weight):
             flat = flattened(*geometry)
             tag, handle = layer.handle_tensor, ctx.router.handle
-            made = backward_convs(_planes(grad), _planes(x), weight, tensors, needs_input, exact, flat, tag, handle)
+            made = backward_convs(
+                _planes(grad), _planes(x), weight, tensors, needs_input, exact, flat, tag, handle
+            )
             grad_x = made[0].view(x.shape) if needs_input else None
             full = made[1].view(weight.shape) if exact else None
         else:
@@ -317,13 +392,20 @@ class _Conv(torch.autograd.Function):
                 record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
                 backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
             wanted = {"needs_input": needs_input, "needs_weight": exact}
-            grad_x, full = conv_gradients(grad, x, backward_weight, weight.shape, geometry, **wanted)
+            grad_x, full = conv_gradients(
+                grad, x, backward_weight, weight.shape, geometry, **wanted
+            )
         if needs_weight:
             if estimated or not routed:
                 reason = ESTIMATED_CONVOLUTION if ctx.routed else _dense_reason(x)
                 record_dense(layer, ctx.router, "wgrad", tokens, x, reason)
             if full is None:
-                full = _wgrad(layer, grad, noise, lambda dy: conv_weight_gradient(dy, x, weight.shape, geometry))
+                full = _wgrad(
+                    layer,
+                    grad,
+                    noise,
+                    lambda dy: conv_weight_gradient(dy, x, weight.shape, geometry),
+                )
             grad_weight, rest = _route(layer, weight, full, len(tensors))
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum((0, *range(2, grad.dim())))

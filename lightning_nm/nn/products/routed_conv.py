@@ -20,7 +20,12 @@ from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_input_gradient, conv_weight_gradient
-from lightning_nm.nn.products.operands import conv_backward_operand, forward_operand, layout_of, pack_of
+from lightning_nm.nn.products.operands import (
+    conv_backward_operand,
+    forward_operand,
+    layout_of,
+    pack_of,
+)
 from lightning_nm.nn.products.routed_ops import GEMMS, OPTIONS, plain, product_now, run_kernel
 
 
@@ -29,7 +34,9 @@ def _convolution(x: Tensor, weight: Tensor, geometry: Sequence[int]) -> Convolut
     stride, padding, dilation, groups = unflattened(geometry)
     kernel = (1, *weight.shape[2:])[-2:]
     height, width = x.shape[2:]
-    return Convolution(x.shape[1], len(weight), (height, width), kernel, stride, padding, dilation, groups)
+    return Convolution(
+        x.shape[1], len(weight), (height, width), kernel, stride, padding, dilation, groups
+    )
 
 
 def flattened(
@@ -39,7 +46,9 @@ def flattened(
     return *(1, *stride)[-2:], *(0, *padding)[-2:], *(1, *dilation)[-2:], groups
 
 
-def unflattened(geometry: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
+def unflattened(
+    geometry: Sequence[int],
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
     """Undo :func:`flattened`."""
     a, b, c, d, e, f, groups = geometry
     return (a, b), (c, d), (e, f), groups
@@ -51,7 +60,9 @@ def _form(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _product(layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, conv: Convolution) -> Product:
+def _product(
+    layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, conv: Convolution
+) -> Product:
     out, width = conv.outputs, math.prod(conv.weight_shape[1:])
     return product_now(layer, router, gemm, x, out, width, conv, len(x) * math.prod(conv.positions))
 
@@ -90,22 +101,37 @@ def forward_conv(
         return F.conv2d(x, matrix, bias, *conv.arguments)
 
     def sparse() -> Tensor:
-        packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains, side="conv")
+        packed = pack_of(
+            nm, route, kernel, product, weight, forward_operand, keep=trains, side="conv"
+        )
         return kernel.conv(packed, plain(x), conv, None if bias is None else plain(bias))
 
     return run_kernel(route, kernel, product, sparse, dense).contiguous(memory_format=_form(x))
 
 
 @forward_conv.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, tensors: Any, trains: bool, geometry: Sequence[int], *rest: Any) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    tensors: Any,
+    trains: bool,
+    geometry: Sequence[int],
+    *rest: Any,
+) -> Tensor:
     conv = _convolution(x, weight, geometry)
     return torch.empty(
-        (x.shape[0], conv.outputs, *conv.positions), dtype=x.dtype, device=x.device, memory_format=_form(x)
+        (x.shape[0], conv.outputs, *conv.positions),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=_form(x),
     )
 
 
 @register_flop_formula(torch.ops.lightning_nm.forward_conv)
-def _forward_flops(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _forward_flops(
+    x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     """``2 positions out in / groups taps``: as the dense product, whatever kernel makes it."""
     return int(2 * math.prod(out_shape) * math.prod(weight_shape[1:]))
 
@@ -150,7 +176,13 @@ def backward_convs(
 
 @backward_convs.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, tensors: Any, needs_input: bool, needs_weight: bool, *rest: Any
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tensors: Any,
+    needs_input: bool,
+    needs_weight: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     width = weight.numel() // weight.shape[0]
     return (
@@ -173,21 +205,33 @@ def _backward_flops(
     **kwargs: Any,
 ) -> int:
     """As :func:`_forward_flops` for each product."""
-    return int(2 * math.prod(grad_shape) * math.prod(weight_shape[1:]) * (needs_input + needs_weight))
+    return int(
+        2 * math.prod(grad_shape) * math.prod(weight_shape[1:]) * (needs_input + needs_weight)
+    )
 
 
 def _dgrad(
-    layer: NMLayer, router: Router, product: Product, conv: Convolution, grad: Tensor, weight: Tensor, x: Tensor
+    layer: NMLayer,
+    router: Router,
+    product: Product,
+    conv: Convolution,
+    grad: Tensor,
+    weight: Tensor,
+    x: Tensor,
 ) -> Tensor:
     kernel = router.kernel(product)
 
     def dense() -> Tensor:
-        matrix = layer.spec.method.backward_weight(layer, weight).to(grad.dtype).view(conv.weight_shape)
+        matrix = (
+            layer.spec.method.backward_weight(layer, weight).to(grad.dtype).view(conv.weight_shape)
+        )
         return conv_input_gradient(grad, x, matrix, conv.arguments)
 
     def sparse() -> Tensor:
         if layer.masks.has_backward or not layer.spec.method.masks_entries:
-            packed = pack_of(layer, router, kernel, product, weight, conv_backward_operand, side="conv dgrad")
+            packed = pack_of(
+                layer, router, kernel, product, weight, conv_backward_operand, side="conv dgrad"
+            )
         else:
             packed = pack_of(layer, router, kernel, product, weight, forward_operand, side="conv")
         return kernel.conv_input(packed, plain(grad), conv)
@@ -196,16 +240,31 @@ def _dgrad(
 
 
 def _wgrad(
-    layer: NMLayer, router: Router, product: Product, conv: Convolution, grad: Tensor, weight: Tensor, x: Tensor
+    layer: NMLayer,
+    router: Router,
+    product: Product,
+    conv: Convolution,
+    grad: Tensor,
+    weight: Tensor,
+    x: Tensor,
 ) -> Tensor:
     kernel = router.kernel(product)
 
     def dense() -> Tensor:
         shape = torch.Size(conv.weight_shape)
-        return conv_weight_gradient(grad, x, shape, conv.arguments).contiguous().view(len(weight), -1)
+        return (
+            conv_weight_gradient(grad, x, shape, conv.arguments).contiguous().view(len(weight), -1)
+        )
 
     def sparse() -> Tensor:
-        layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key), "conv")
+        layout = layout_of(
+            layer,
+            router,
+            kernel,
+            product,
+            lambda: forward_operand(layer, weight, product.key),
+            "conv",
+        )
         return kernel.conv_sampled(layout, plain(grad), plain(x), conv)
 
     return run_kernel(router, kernel, product, sparse, dense)

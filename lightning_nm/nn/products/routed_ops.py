@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, GemmName, Sparsity, token_bucket
+from lightning_nm.kernels.api import (
+    Convolution,
+    GemmKernel,
+    GemmKey,
+    GemmName,
+    Sparsity,
+    token_bucket,
+)
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, permuted_columns
 from lightning_nm.kernels.router.handles import lookup
@@ -63,8 +70,12 @@ def product_now(
     if reason or sparsity is None:
         return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
     pattern = how.pattern or spec.method.current_pattern(layer)
-    permuted = conv is None and gemm == "dgrad" and masks.has_backward and masks.permutation is not None
-    return Product(spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv))
+    permuted = (
+        conv is None and gemm == "dgrad" and masks.has_backward and masks.permutation is not None
+    )
+    return Product(
+        spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv)
+    )
 
 
 def is_estimating(layer: NMLayer) -> bool:
@@ -73,10 +84,16 @@ def is_estimating(layer: NMLayer) -> bool:
 
 
 def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
-    return {"forward": (out, width, tokens), "dgrad": (width, out, tokens), "wgrad": (out, tokens, width)}[gemm]
+    return {
+        "forward": (out, width, tokens),
+        "dgrad": (width, out, tokens),
+        "wgrad": (out, tokens, width),
+    }[gemm]
 
 
-def record_dense(layer: NMLayer, router: Router | None, gemm: GemmName, tokens: int, x: Tensor, reason: str) -> None:
+def record_dense(
+    layer: NMLayer, router: Router | None, gemm: GemmName, tokens: int, x: Tensor, reason: str
+) -> None:
     """Report a product that is always dense to the router; compiled graphs do not report.
 
     Args:
@@ -97,7 +114,9 @@ def record_dense(layer: NMLayer, router: Router | None, gemm: GemmName, tokens: 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
 OPTIONS: dict[str, Any] = {"mutates_args": ()}
-if hasattr(torch.Tag, "cudagraph_unsafe"):  # an older torch knows neither the tag nor, perhaps, the argument
+if hasattr(
+    torch.Tag, "cudagraph_unsafe"
+):  # an older torch knows neither the tag nor, perhaps, the argument
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -144,7 +163,16 @@ def forward_gemm(
 
 
 @forward_gemm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, tensors: Any, trains: bool, out: int, tag: Tensor, router: int) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    tensors: Any,
+    trains: bool,
+    out: int,
+    tag: Tensor,
+    router: int,
+) -> Tensor:
     return x.new_empty(x.shape[0], out)
 
 
@@ -192,14 +220,25 @@ def backward_gemms(
     gradient = _Gradient(nm, route, plain(grad), noise if needs_weight else None)
     gradient.packed = wgrad_kernel not in (None, route.registry.reference)
     return (
-        grad.new_empty(0) if dgrad is None else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
-        grad.new_empty(0) if wgrad is None else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, weight, x),
+        grad.new_empty(0)
+        if dgrad is None
+        else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
+        grad.new_empty(0)
+        if wgrad is None
+        else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, weight, x),
     )
 
 
 @backward_gemms.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, noise: Any, tensors: Any, needs_input: bool, needs_weight: bool, *rest: Any
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    noise: Any,
+    tensors: Any,
+    needs_input: bool,
+    needs_weight: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     return (
         grad.new_empty(grad.shape[0], x.shape[1]) if needs_input else grad.new_empty(0),
@@ -242,7 +281,9 @@ class _Gradient:
             return permuted_columns(grad, order)
 
         def two_passes() -> tuple[Tensor, Tensor]:
-            return estimator.estimate_transposed(layer, grad, seed)[0], permuted_columns(grad, order)
+            return estimator.estimate_transposed(layer, grad, seed)[0], permuted_columns(
+                grad, order
+            )
 
         def one_pass() -> tuple[Tensor, Tensor]:
             estimate, permuted = estimator.estimate_transposed(layer, grad, seed, order)
@@ -250,7 +291,9 @@ class _Gradient:
 
         size = (token_bucket(len(grad)), grad.shape[1])
         name = (type(estimator), estimator.pattern_of(layer), size, grad.dtype)
-        self._transposed, permuted = self.router.pick_fastest(name, (one_pass, two_passes), grad.device)()
+        self._transposed, permuted = self.router.pick_fastest(
+            name, (one_pass, two_passes), grad.device
+        )()
         return permuted
 
     def transposed(self) -> Tensor:
@@ -264,7 +307,12 @@ class _Gradient:
 
 
 def _dgrad(
-    layer: NMLayer, router: Router, kernel: Any, product: Product, gradient: _Gradient, weight: Tensor
+    layer: NMLayer,
+    router: Router,
+    kernel: Any,
+    product: Product,
+    gradient: _Gradient,
+    weight: Tensor,
 ) -> Tensor:
     grad = gradient.grad
 
@@ -292,7 +340,9 @@ def _wgrad(
     if product.key.sparsity == "outputs":
 
         def at_kept_entries() -> Tensor:
-            layout = layout_of(layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key))
+            layout = layout_of(
+                layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key)
+            )
             return kernel.sampled(layout, grad, plain(x))
 
         return run_kernel(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
@@ -302,7 +352,11 @@ def _wgrad(
         estimate = layer.estimate(grad, seed)
         matrix, other = estimate.t().contiguous(), plain(x)
         found = run_kernel(
-            router, kernel, product, lambda: kernel.matmul(kernel.pack(matrix), other), lambda: estimate.t() @ x
+            router,
+            kernel,
+            product,
+            lambda: kernel.matmul(kernel.pack(matrix), other),
+            lambda: estimate.t() @ x,
         )
         layer.observation.add(layer.progress.clock, estimate, grad.t() @ x, found)
         return found
@@ -322,7 +376,9 @@ def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tenso
 
 def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W_B ``[out, in]`` likewise; the one pass would order the rows of a permuted W_B, which takes more passes here."""
-    if in_one_pass(weight) and not (layer.masks.has_backward and layer.masks.permutation is not None):
+    if in_one_pass(weight) and not (
+        layer.masks.has_backward and layer.masks.permutation is not None
+    ):
         return packable_backward(layer, weight, dtype).t()
     return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
@@ -334,7 +390,11 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def run_kernel(
-    router: Router, kernel: GemmKernel, product: Product, sparse: Callable[[], Tensor], dense: Callable[[], Tensor]
+    router: Router,
+    kernel: GemmKernel,
+    product: Product,
+    sparse: Callable[[], Tensor],
+    dense: Callable[[], Tensor],
 ) -> Tensor:
     """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
     registry = router.registry

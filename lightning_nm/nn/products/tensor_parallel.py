@@ -44,11 +44,19 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     y = nm_linear(
         x.to_local(grad_placements=[Partial()] if by_rows else x.placements),
         weight.to_local(grad_placements=weight.placements),
-        None if bias is None or by_columns else bias.to_local() if isinstance(bias, DTensor) else bias,
+        None
+        if bias is None or by_columns
+        else bias.to_local()
+        if isinstance(bias, DTensor)
+        else bias,
         layer.local_view(weight),
         routed=False,
     )
     if not by_columns:
-        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1) if by_rows else Replicate()], run_check=False)
-    whole = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+        return DTensor.from_local(
+            y, mesh, [Shard(y.dim() - 1) if by_rows else Replicate()], run_check=False
+        )
+    whole = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
+        mesh, [Replicate()]
+    )
     return whole if bias is None else whole + bias

@@ -58,7 +58,9 @@ def first_and_last(
     if saved is not None:
         skips = {"convolution": skip_first, "linear": skip_last}
         roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
-        return {name: reason for name, reason in saved.items() if skips.get(roles.get(name, ""), True)}
+        return {
+            name: reason for name, reason in saved.items() if skips.get(roles.get(name, ""), True)
+        }
     found = {}
     convolutions = _counted(candidates, "convolution", is_trained)
     if skip_first and convolutions:
@@ -85,7 +87,11 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
         return ""
     kinds = Counter(_without_numbers(candidate) for candidate in linears)
     for candidate, (outputs, _) in zip(linears, sizes, strict=True):
-        if outputs < last_outputs and outputs not in inputs and kinds[_without_numbers(candidate)] == 1:
+        if (
+            outputs < last_outputs
+            and outputs not in inputs
+            and kinds[_without_numbers(candidate)] == 1
+        ):
             return (
                 f"'{last.module_name}' is taken for the output layer because it is registered last. If that is "
                 f"'{candidate.module_name}', give skip_first_last='first' and exclude='{candidate.module_name}'"
@@ -93,12 +99,16 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
     return ""
 
 
-def _counted(candidates: Sequence[Candidate], role: str, is_trained: Trained | None) -> list[Candidate]:
+def _counted(
+    candidates: Sequence[Candidate], role: str, is_trained: Trained | None
+) -> list[Candidate]:
     """Return the candidates among which the first or the last one is looked for."""
     found = [candidate for candidate in candidates if candidate.adapter.role == role]
     if role == "linear":
         # The output projection of an attention layer is inside a block, never the output layer.
-        found = [candidate for candidate in found if not candidate.module_name.endswith(".out_proj")]
+        found = [
+            candidate for candidate in found if not candidate.module_name.endswith(".out_proj")
+        ]
     if is_trained is None:
         return found
     trained = [candidate for candidate in found if is_trained(candidate.weight)]

@@ -23,7 +23,11 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
             _adapt(module)
     for module in model.modules():
         for kind, attribute, off in FUSED_PATHS:
-            if isinstance(module, kind) and _is_masked(module) and attribute not in vars(module).get(_SAVED, {}):
+            if (
+                isinstance(module, kind)
+                and _is_masked(module)
+                and attribute not in vars(module).get(_SAVED, {})
+            ):
                 vars(module).setdefault(_SAVED, {})[attribute] = getattr(module, attribute)
                 setattr(module, attribute, off)
 

@@ -79,12 +79,17 @@ def is_low_rank(module: nn.Module) -> bool:
 
 def warn_of_adapters(model: nn.Module, patterns: Sequence[NMPattern]) -> None:
     """Warn of base weights that are N:M by one of the patterns, and would not be with their adapters merged."""
-    found = [plain_name(name) for name, module in model.named_modules() if _breaks_when_merged(module, patterns)]
+    found = [
+        plain_name(name)
+        for name, module in model.named_modules()
+        if _breaks_when_merged(module, patterns)
+    ]
     if found:
         shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         fault = f"low-rank adapters lie on N:M weights, which will not be N:M once they are merged: {shown}"
         warnings.warn(
-            f"{fault}. Call lightning_nm.integrations.peft.mask_adapters(model) before training", stacklevel=3
+            f"{fault}. Call lightning_nm.integrations.peft.mask_adapters(model) before training",
+            stacklevel=3,
         )
 
 
@@ -92,7 +97,14 @@ def _breaks_when_merged(module: Any, patterns: Sequence[NMPattern]) -> bool:
     if not is_low_rank(module) or isinstance(module, KeepsMask):
         return False
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
-    if not isinstance(weight, Tensor) or is_sharded(weight) or weight.dim() < 2 or not weight.is_floating_point():
+    if (
+        not isinstance(weight, Tensor)
+        or is_sharded(weight)
+        or weight.dim() < 2
+        or not weight.is_floating_point()
+    ):
         return False
     rows = weight.detach().t() if getattr(module, "fan_in_fan_out", False) else weight.detach()
-    return any(rows.shape[1] % p.m == 0 and is_nm(rows, p, dim=1) and bool(rows.any()) for p in patterns)
+    return any(
+        rows.shape[1] % p.m == 0 and is_nm(rows, p, dim=1) and bool(rows.any()) for p in patterns
+    )

@@ -23,7 +23,9 @@ def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     for name, *cells in rows:
         parts = name.split(".")
         template = ".".join("#" if part.isdigit() else part for part in parts)
-        groups.setdefault((template, *cells), []).append(tuple(part for part in parts if part.isdigit()))
+        groups.setdefault((template, *cells), []).append(
+            tuple(part for part in parts if part.isdigit())
+        )
     found = []
     for (template, *cells), numbers in groups.items():
         seen = [sorted({row[k] for row in numbers}, key=int) for k in range(len(numbers[0]))]
@@ -44,7 +46,9 @@ def _range(places: Sequence[str]) -> str:
     if len(places) == 1:
         return places[0]
     first, last = int(places[0]), int(places[-1])
-    return f"{{{first}..{last}}}" if last - first + 1 == len(places) > 2 else f"{{{','.join(places)}}}"
+    return (
+        f"{{{first}..{last}}}" if last - first + 1 == len(places) > 2 else f"{{{','.join(places)}}}"
+    )
 
 
 def quoted(group: str) -> str:
@@ -74,7 +78,9 @@ def expanded(text: str) -> tuple[str, ...]:
     numbers = [_sizes(part) for part in parts[1::2]]
     if math.prod(len(each) for each in numbers) > _MOST:
         raise ValueError(f"'{text}' stands for more than {_MOST} names")
-    chosen = itertools.product(*([literal] if k % 2 == 0 else numbers[k // 2] for k, literal in enumerate(parts)))
+    chosen = itertools.product(
+        *([literal] if k % 2 == 0 else numbers[k // 2] for k, literal in enumerate(parts))
+    )
     return tuple("".join(each) for each in chosen)
 
 

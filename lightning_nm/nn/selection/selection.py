@@ -44,7 +44,9 @@ class Rule:
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
-        return self.include is None or any(fnmatchcase(name, glob) for name in names for glob in self.include)
+        return self.include is None or any(
+            fnmatchcase(name, glob) for name in names for glob in self.include
+        )
 
 
 @dataclass
@@ -79,7 +81,9 @@ class Selection:
     def replaced(self, model: nn.Module) -> list[str]:
         """Masked and waiting layers whose module is no longer in the model."""
         modules = set(map(id, model.modules()))
-        return [layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules]
+        return [
+            layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules
+        ]
 
 
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
@@ -131,7 +135,11 @@ def select(
     if skip_last and saved_first_last is None:
         selection.hint = head_hint(candidates, is_trained)
 
-    wrappers = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    wrappers = [
+        (plain_name(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
     for candidate in candidates:
         if ties.joins(candidate):
             continue
@@ -145,15 +153,23 @@ def select(
             reason = "not in `include`"
         elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
             reason = "in `exclude`"
-        elif candidate.module_name in selection.first_last and not is_named and candidate.name not in continued:
+        elif (
+            candidate.module_name in selection.first_last
+            and not is_named
+            and candidate.name not in continued
+        ):
             reason = selection.first_last[candidate.module_name]
         else:
             for holder in (candidate, *ties.tied(candidate)):
                 refuse_masked(candidate.name, holder.module, holder.spec.parameter)
             reason = _why_not(candidate) or ties.why_not(candidate)
         own = f"{candidate.module_name}."
-        around: list[Any] = [wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")]
-        cuts = cuts_in_forward(getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around))
+        around: list[Any] = [
+            wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")
+        ]
+        cuts = cuts_in_forward(
+            getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around)
+        )
         if not reason and cuts and not candidate.adapter.tensor_parallel:
             reason = (
                 "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give "
@@ -162,15 +178,23 @@ def select(
         if not reason and rule is not None:
             reasons = _eligibility(candidate, spec, rule.pattern, cuts)
             wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
-            gains = (rule.method.sparse_forward and not reasons[0]) or (rule.method.sparse_dgrad and not reasons[1])
+            gains = (rule.method.sparse_forward and not reasons[0]) or (
+                rule.method.sparse_dgrad and not reasons[1]
+            )
             # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
             if wants_masks and not gains and (rule.estimator is None or is_named):
                 needed = reasons if rule.method.sparse_dgrad else reasons[:1]
                 reason = "; ".join(text for text in needed if text)
         if reason or rule is None:
             if is_named and rule is not None:
-                way = "; a rule with `method: dense` gives it N:M gradients alone" if rule.estimator is not None else ""
-                raise ValueError(f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}")
+                way = (
+                    "; a rule with `method: dense` gives it N:M gradients alone"
+                    if rule.estimator is not None
+                    else ""
+                )
+                raise ValueError(
+                    f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}"
+                )
             selection.skipped[candidate.name] = reason
             continue
         decided = LayerSpec(
@@ -188,7 +212,12 @@ def select(
             tied=tuple((other.module, other.spec.parameter) for other in ties.tied(candidate)),
         )
         layer = NMLayer(decided, seed=seed, wrappers=around)
-        if is_named or candidate.name in continued or is_trained is None or is_trained(candidate.weight):
+        if (
+            is_named
+            or candidate.name in continued
+            or is_trained is None
+            or is_trained(candidate.weight)
+        ):
             refuse_nan(layer)
             selection.layers.append(layer)
         else:
@@ -203,8 +232,12 @@ def candidates_of(
     model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str] = ()
 ) -> Iterator[Candidate]:
     """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
-    wrapped: dict[str, nn.Module] = {}  # modules with low-rank adapters, by the start of the names of their parts
-    readers: dict[str, str] = {}  # modules that their parent reads without calling, unless it is adapted itself
+    wrapped: dict[
+        str, nn.Module
+    ] = {}  # modules with low-rank adapters, by the start of the names of their parts
+    readers: dict[
+        str, str
+    ] = {}  # modules that their parent reads without calling, unless it is adapted itself
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if is_low_rank(module):
@@ -214,7 +247,9 @@ def candidates_of(
         found = adapter_of(name, module, named)
         if found is None or (known and found[0].by_parameters):
             if packed or matrices(module):
-                selection.skipped[name] = packed or known or f"no adapter for {kind.__name__}{_hint(module)}"
+                selection.skipped[name] = (
+                    packed or known or f"no adapter for {kind.__name__}{_hint(module)}"
+                )
             continue
         adapter, handled = found
         reason = ""
@@ -222,22 +257,30 @@ def candidates_of(
             reason = stated
         elif kind.forward is nn.Module.forward:
             reason = f"{kind.__name__} has no forward: other modules read its weights"
-        elif (kind.forward is not handled.forward and not adapter.wraps_forward) or "forward" in vars(module):
+        elif (
+            kind.forward is not handled.forward and not adapter.wraps_forward
+        ) or "forward" in vars(module):
             reason = f"{kind.__name__} has a forward of its own"
         elif name in readers:
             reason = f"read, not called, by {readers[name]}"
         elif name.startswith(tuple(wrapped)):
-            reason = _in_low_rank(next(found for start, found in wrapped.items() if name.startswith(start)))
+            reason = _in_low_rank(
+                next(found for start, found in wrapped.items() if name.startswith(start))
+            )
         elif parametrize.is_parametrized(module):
             reason = "parametrized: its weight is computed, not stored"
         if reason:
             selection.skipped[name] = reason
-            readers.update({f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children})
+            readers.update(
+                {f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children}
+            )
             continue
         for spec in adapter.specs(module, conv_layout):
             own = {name, layer_name(name, spec.parameter)}
             if not adapter.recognizes(name, module, spec.parameter) and own.isdisjoint(named):
-                selection.skipped[layer_name(name, spec.parameter)] = f"no adapter for it{_hint(module)}"
+                selection.skipped[layer_name(name, spec.parameter)] = (
+                    f"no adapter for it{_hint(module)}"
+                )
                 continue
             yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
 
@@ -247,8 +290,12 @@ _HINT = "; if it holds experts' weights, name it in `include` or see register_ex
 
 def _hint(module: nn.Module) -> str:
     """What to do about a module without an adapter that may hold experts."""
-    specs = (spec for adapter in adapters_by_parameters() for spec in adapter.specs(module, "channels"))
-    return _HINT if any(len(getattr(module, spec.parameter)) > 1 for spec in specs) else ""  # [1, ...] is a position
+    specs = (
+        spec for adapter in adapters_by_parameters() for spec in adapter.specs(module, "channels")
+    )
+    return (
+        _HINT if any(len(getattr(module, spec.parameter)) > 1 for spec in specs) else ""
+    )  # [1, ...] is a position
 
 
 def _in_low_rank(module: nn.Module) -> str:
@@ -271,7 +318,9 @@ def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
 def refuse_nan(layer: NMLayer) -> None:
     """Refuse a weight that holds NaN by a ``ValueError``, because no masks can be chosen for it."""
     if gather(torch.isnan(layer.param.detach()).any()):
-        raise ValueError(f"the weight of layer '{layer.name}' holds NaN: load or initialise it before masking")
+        raise ValueError(
+            f"the weight of layer '{layer.name}' holds NaN: load or initialise it before masking"
+        )
 
 
 def _size(weight: Tensor) -> int:
@@ -333,24 +382,40 @@ def _check_globs(
     names = list(dict.fromkeys(name for c in candidates for name in (c.module_name, c.name)))
     modules = {plain_name(name): module for name, module in model.named_modules()}
     *special, general = rules
-    wanted = [(f"`include` of rules[{k}]", glob) for k, rule in enumerate(special) for glob in rule.include or ()]
-    wanted += [("`include`", glob) for glob in general.include or ()] + [("`exclude`", glob) for glob in exclude]
+    wanted = [
+        (f"`include` of rules[{k}]", glob)
+        for k, rule in enumerate(special)
+        for glob in rule.include or ()
+    ]
+    wanted += [("`include`", glob) for glob in general.include or ()] + [
+        ("`exclude`", glob) for glob in exclude
+    ]
     for option, glob in wanted:
         if any(fnmatchcase(name, glob) for name in names):
             continue
         if option == "`exclude`" and any(fnmatchcase(name, glob) for name in modules):
             continue
         if glob in selection.skipped:
-            raise ValueError(f"layer '{glob}' is named by {option} but cannot be masked: {selection.skipped[glob]}")
-        if matched := [f"'{n}': {reason}" for n, reason in selection.skipped.items() if fnmatchcase(n, glob)]:
-            shown = "; ".join(matched[:5]) + (f"; and {len(matched) - 5} more" if len(matched) > 5 else "")
-            raise ValueError(f"{option} '{glob}' matches only layers that cannot be masked: {shown}")
+            raise ValueError(
+                f"layer '{glob}' is named by {option} but cannot be masked: {selection.skipped[glob]}"
+            )
+        if matched := [
+            f"'{n}': {reason}" for n, reason in selection.skipped.items() if fnmatchcase(n, glob)
+        ]:
+            shown = "; ".join(matched[:5]) + (
+                f"; and {len(matched) - 5} more" if len(matched) > 5 else ""
+            )
+            raise ValueError(
+                f"{option} '{glob}' matches only layers that cannot be masked: {shown}"
+            )
         if glob in modules and any(name.startswith(f"{glob}.") for name in names):
             raise ValueError(
                 f"{option} names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
             )
         if glob in modules:
-            raise ValueError(f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked")
+            raise ValueError(
+                f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked"
+            )
         stem = glob.removesuffix(".weight")
         if stem != glob and any(fnmatchcase(name, stem) for name in (*names, *modules)):
             raise ValueError(
@@ -362,7 +427,11 @@ def _check_globs(
 
 def _closest(glob: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or names[:5]
-    return f"layers are named like {', '.join(map(repr, close))}" if close else "the model has no maskable layer"
+    return (
+        f"layers are named like {', '.join(map(repr, close))}"
+        if close
+        else "the model has no maskable layer"
+    )
 
 
 def _advice(selection: Selection) -> str:
@@ -385,7 +454,15 @@ def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
     """
     if value is None:
         return None
-    globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
+    globs = (
+        (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, (list, tuple, set))
+        else (value,)
+    )
     if not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}")
+        raise TypeError(
+            f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}"
+        )
     return tuple(plain_name(name) for glob in globs for name in expanded(glob))

@@ -31,7 +31,9 @@ class Candidate:
     def spec_in(self, conv_layout: ConvLayout) -> WeightSpec:
         """:attr:`spec` with the blocks of convolutions in another order."""
         return next(
-            spec for spec in self.adapter.specs(self.module, conv_layout) if spec.parameter == self.spec.parameter
+            spec
+            for spec in self.adapter.specs(self.module, conv_layout)
+            if spec.parameter == self.spec.parameter
         )
 
     @property
@@ -67,14 +69,18 @@ class Ties:
         named: Names in ``include``.
     """
 
-    def __init__(self, model: nn.Module, candidates: Sequence[Candidate], named: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, candidates: Sequence[Candidate], named: Collection[str]
+    ) -> None:
         known = {(id(c.module), c.spec.parameter): c for c in candidates}
         self._named = set(named)
         self._holders: dict[int, list[_Holder]] = {}
         for name, module in model.named_modules():
             for parameter, weight in module._parameters.items():
                 if weight is not None:
-                    holder = _Holder(plain_name(name), parameter, known.get((id(module), parameter)))
+                    holder = _Holder(
+                        plain_name(name), parameter, known.get((id(module), parameter))
+                    )
                     self._holders.setdefault(id(weight), []).append(holder)
 
     def _group(self, candidate: Candidate) -> list[_Holder]:
@@ -97,13 +103,17 @@ class Ties:
         """The other candidates that are masked with it."""
         if not self.is_named(candidate) or self._fault(candidate):
             return []
-        return [holder.candidate for holder in self._others(candidate) if holder.candidate is not None]
+        return [
+            holder.candidate for holder in self._others(candidate) if holder.candidate is not None
+        ]
 
     def joins(self, candidate: Candidate) -> bool:
         """Whether it is masked as a part of another candidate: the one with the product, else the first."""
         tied = self.tied(candidate)
         group = [holder.candidate for holder in self._group(candidate)]
-        return bool(tied) and candidate is not next((c for c in group if c and not c.is_embedding), group[0])
+        return bool(tied) and candidate is not next(
+            (c for c in group if c and not c.is_embedding), group[0]
+        )
 
     def why_not(self, candidate: Candidate) -> str:
         """Why a shared weight is not masked; empty if it may be."""
@@ -128,7 +138,9 @@ class Ties:
         for holder in others:
             if holder.candidate is None:
                 return f"its weight is shared with '{holder.key}', which cannot be masked"
-        members = [holder.candidate for holder in self._group(candidate) if holder.candidate is not None]
+        members = [
+            holder.candidate for holder in self._group(candidate) if holder.candidate is not None
+        ]
         if sum(not member.is_embedding for member in members) > 1:
             return f"its weight is shared with '{others[0].key}', which would change with it"
         if is_sharded(candidate.weight):

@@ -12,7 +12,10 @@ _KINDS: dict[type[nn.Module], str] = {
     nn.RNNBase: "a recurrent layer: a fused operator reads all of its weights at once, past any mask",
     nn.RNNCellBase: "a recurrent cell: a fused operator reads both of its weights at once, past any mask",
 }
-_QUANTISED = ("Int8Params", "Params4bit")  # of bitsandbytes: floating point until they are moved to the device
+_QUANTISED = (
+    "Int8Params",
+    "Params4bit",
+)  # of bitsandbytes: floating point until they are moved to the device
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
@@ -28,10 +31,17 @@ def quantised(module: nn.Module) -> str:
     a class of ``torch.ao`` that packs its weight.
     """
     kind = type(module)
-    for tensor in (*matrices(module), *_tensors(b for name, b in module._buffers.items() if "weight" in name)):
+    for tensor in (
+        *matrices(module),
+        *_tensors(b for name, b in module._buffers.items() if "weight" in name),
+    ):
         if found := _quantised(tensor):
             return f"quantised: its weight is {found}"
-    if kind.__module__.startswith("torch.ao.nn.") and "quantized" in kind.__module__ and hasattr(kind, "weight"):
+    if (
+        kind.__module__.startswith("torch.ao.nn.")
+        and "quantized" in kind.__module__
+        and hasattr(kind, "weight")
+    ):
         return f"quantised: {kind.__module__}.{kind.__name__} packs its weight"
     return ""
 
@@ -53,4 +63,6 @@ def _quantised(tensor: Tensor) -> str:
     if held.__module__.startswith("torchao."):
         return held.__name__
     dtype = tensor.dtype
-    return str(dtype) if dtype in _INTEGERS or (dtype.is_floating_point and dtype.itemsize < 2) else ""
+    return (
+        str(dtype) if dtype in _INTEGERS or (dtype.is_floating_point and dtype.itemsize < 2) else ""
+    )

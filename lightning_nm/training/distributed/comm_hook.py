@@ -28,7 +28,9 @@ class CommHookState:
         state.add(sparsifier.layers.values())
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.dtype = dtype
         self.group = group
         self.sent = 0
@@ -47,8 +49,12 @@ class CommHookState:
     def remove(self, layers: Iterable[NMLayer]) -> None:
         """Send full gradients of these layers again."""
         removed = {id(layer) for layer in layers}
-        self._layers = {key: layer for key, layer in self._layers.items() if id(layer) not in removed}
-        self._entries = {key: entries for key, entries in self._entries.items() if key in self._layers}
+        self._layers = {
+            key: layer for key, layer in self._layers.items() if id(layer) not in removed
+        }
+        self._entries = {
+            key: entries for key, entries in self._entries.items() if key in self._layers
+        }
 
     def settle(self) -> float | None:
         """End a step: reset the bytes and return their :attr:`ratio`."""
@@ -117,7 +123,9 @@ def kept_entries_hook(
     message = buffer
     if not full:
         grads = list(map(_as_stored, bucket.gradients(), parameters))
-        message = torch.cat([_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)])
+        message = torch.cat(
+            [_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)]
+        )
     message = message.div_(dist.get_world_size(state.group)).to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += buffer.numel() * buffer.element_size()

@@ -152,7 +152,9 @@ class RankComparison:
             for key in first:
                 others = [rank for rank, one in enumerate(everyone) if one[name][key] != first[key]]
                 if others:
-                    differences.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
+                    differences.append(
+                        f"layer '{name}': ranks {others} differ from rank 0 in {key}"
+                    )
         differences = differences or ["their layers come in another order"]
         shown = "; ".join(differences[:8])
         if len(differences) > 8:

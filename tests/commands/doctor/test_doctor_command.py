@@ -27,17 +27,38 @@ def test_without_a_config(capsys, monkeypatch, parallel):
         pytest.skip("this torch has no function that runs a loop on its threads")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    threads = "4, for dense products and kernels" if parallel else "the kernels use one: more need torch 2.10"
-    for words in ("CPU, Abacus 9000", library.LEVELS[library.level()], "that this process may use", threads):
+    threads = (
+        "4, for dense products and kernels"
+        if parallel
+        else "the kernels use one: more need torch 2.10"
+    )
+    for words in (
+        "CPU, Abacus 9000",
+        library.LEVELS[library.level()],
+        "that this process may use",
+        threads,
+    ):
         assert words in out
-    for words in (torch.__version__, "reference", "cusparselt", "needs a CUDA device", "cpu-permute", "cpu-csr"):
+    for words in (
+        torch.__version__,
+        "reference",
+        "cusparselt",
+        "needs a CUDA device",
+        "cpu-permute",
+        "cpu-csr",
+    ):
         assert words in out
     assert "nothing is measured" not in out
     assert "LIGHTNING_NM_ISA" not in out
     machine = document(capsys)["machine"]
     assert (machine["capability"], machine["torch"]) == (None, torch.__version__)
     cpu = machine["cpu"]
-    assert (cpu["model"], cpu["threads"], cpu["parallel"], cpu["asked"]) == ("Abacus 9000", 4, parallel, None)
+    assert (cpu["model"], cpu["threads"], cpu["parallel"], cpu["asked"]) == (
+        "Abacus 9000",
+        4,
+        parallel,
+        None,
+    )
     assert cpu["instructions"] in library.LEVELS
     assert cpu["cores"] >= 1
 
@@ -46,7 +67,12 @@ def test_without_a_config(capsys, monkeypatch, parallel):
 def test_without_a_library(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for words in ("none, the kernels do not work", "was not built", "nothing is measured", "runs every product dense"):
+    for words in (
+        "none, the kernels do not work",
+        "was not built",
+        "nothing is measured",
+        "runs every product dense",
+    ):
         assert words in out
     machine = document(capsys)["machine"]
     assert (machine["cpu"]["instructions"], machine["cpu"]["parallel"]) == (None, False)
@@ -67,7 +93,10 @@ def test_an_instruction_set_that_was_asked_for(capsys, monkeypatch, asked, works
     finally:
         monkeypatch.delenv("LIGHTNING_NM_ISA")
         library.level.cache_clear()
-    assert (content["cpu"]["asked"], content["cpu"]["instructions"]) == (asked, asked if works else None)
+    assert (content["cpu"]["asked"], content["cpu"]["instructions"]) == (
+        asked,
+        asked if works else None,
+    )
     found = {kernel["name"]: kernel for kernel in content["kernels"]}
     assert found["cpu-csr"]["works"] == works
     assert not found["cpu-permute"]["works"]
@@ -85,7 +114,13 @@ def test_the_removed_option_names_what_replaces_it(capsys):
 def test_the_demo(capsys):
     assert main(["doctor", "-c", str(CONFIGS / "digits-bi-mask.yaml")]) == 0
     out = capsys.readouterr().out
-    for words in ("stages.2.0.conv2", "takes no convolutions", "stem.0", "first convolution", "0 of 24 products could"):
+    for words in (
+        "stages.2.0.conv2",
+        "takes no convolutions",
+        "stem.0",
+        "first convolution",
+        "0 of 24 products could",
+    ):
         assert words in out
     assert "Seed set" not in out
 
@@ -97,13 +132,20 @@ def test_a_transformer_on_a_cpu(tmp_path, capsys, kernels):
     assert [row["gemm"] for row in report["rows"]] == ["forward", "dgrad", "wgrad"] * 4
     assert {row["dtype"] for row in report["rows"]} == {"float32"}
     weights, gradients = (
-        [row for row in report["rows"] if (row["gemm"] == "wgrad") == wgrad] for wgrad in (False, True)
+        [row for row in report["rows"] if (row["gemm"] == "wgrad") == wgrad]
+        for wgrad in (False, True)
     )
     names = {"cpu-permute", "cpu-csr"} if library.load().nm_lanes(library.level()) else {"cpu-csr"}
     best = min(names, key=kernels.get)
-    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in weights} == {(best, kernels[best][0] + 2, 2)}
-    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in gradients} == {("cpu-csr", 9.0, 2)}
-    assert not any("CUDA" in row["why"] for row in report["rows"]), "what is said of other devices is said once"
+    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in weights} == {
+        (best, kernels[best][0] + 2, 2)
+    }
+    assert {(row["kernel"], row["chosen_ms"], row["calls"]) for row in gradients} == {
+        ("cpu-csr", 9.0, 2)
+    }
+    assert not any("CUDA" in row["why"] for row in report["rows"]), (
+        "what is said of other devices is said once"
+    )
     assert report["on_gpu"] == 12
     assert report["dense_ms"] == pytest.approx(2 * 12 * 10)
     assert report["chosen_ms"] == pytest.approx(2 * (8 * (kernels[best][0] + 2) + 4 * 9))
@@ -114,9 +156,17 @@ def test_a_transformer_on_a_cpu(tmp_path, capsys, kernels):
     assert not (tmp_path / "home").exists()
     assert main(["doctor", "-c", path]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("products, measured", "cpu-csr", "12 of 12 products run sparse", "plain dense training, measured"):
+    for words in (
+        "products, measured",
+        "cpu-csr",
+        "12 of 12 products run sparse",
+        "plain dense training, measured",
+    ):
         assert words in out
-    assert "on a GPU with sparse tensor cores, not measured here: 12 of 12 products could run sparse" in out
+    assert (
+        "on a GPU with sparse tensor cores, not measured here: 12 of 12 products could run sparse"
+        in out
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -131,7 +181,10 @@ def test_products_that_are_sparse_otherwise(tmp_path, capsys):
     assert report["on_gpu"] == 4
     main(["doctor", "-c", path])
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("masked: an operand has pruned entries", "outputs: the result is needed at kept entries alone"):
+    for words in (
+        "masked: an operand has pruned entries",
+        "outputs: the result is needed at kept entries alone",
+    ):
         assert words in out
 
 
@@ -142,28 +195,43 @@ def test_a_plugin_keeps_what_the_doctor_measured(tmp_path, capsys):
     kept = json.loads((tmp_path / "home/.cache/lightning_nm/kernels.json").read_text())
     ((environment, entries),) = kept["environments"].items()
     assert library.cpu_name() in environment
-    assert {entry["kernel"] for entry in entries.values()} == {row["kernel"] for row in report["rows"]}
+    assert {entry["kernel"] for entry in entries.values()} == {
+        row["kernel"] for row in report["rows"]
+    }
 
 
 @pytest.mark.usefixtures("no_library")
 def test_a_transformer_without_kernels(tmp_path, capsys):
     path = write(tmp_path, SMALL)
     (report,) = document(capsys, "-c", path)["reports"]
-    assert report["kernels"] is report["step_ms"] is report["predicted_step_ms"] is report["dense_ms"] is None
+    assert (
+        report["kernels"]
+        is report["step_ms"]
+        is report["predicted_step_ms"]
+        is report["dense_ms"]
+        is None
+    )
     assert [row["gemm"] for row in report["rows"]] == ["forward", "dgrad", "wgrad"] * 4
     assert all(row["eligible"] and row["dtype"] == "bfloat16" for row in report["rows"])
     assert all(row["could"] == ["cusparselt-direct", "cusparselt"] for row in report["rows"])
-    assert {(row["kernel"], row["why"], row["dense_ms"], row["gain"]) for row in report["rows"]} == {
-        ("reference", "", None, None)
+    assert {
+        (row["kernel"], row["why"], row["dense_ms"], row["gain"]) for row in report["rows"]
+    } == {("reference", "", None, None)}
+    assert {row["layer"] for row in report["rows"]} == {
+        f"blocks.0.{name}" for name in ("qkv", "proj", "fc1", "fc2")
     }
-    assert {row["layer"] for row in report["rows"]} == {f"blocks.0.{name}" for name in ("qkv", "proj", "fc1", "fc2")}
     assert report["rows"][0]["columns"] == 16 * 8
     assert report["skipped"]["head"] == "last linear layer"
     assert report["on_gpu"] is None
     assert not any((tmp_path / "here").iterdir()), "no log, no checkpoint"
     assert main(["doctor", "-c", path]) == 0
     out = capsys.readouterr().out
-    for words in ("not measured", "blocks.0.qkv", "cusparselt-direct, cusparselt", "12 of 12 products could run"):
+    for words in (
+        "not measured",
+        "blocks.0.qkv",
+        "cusparselt-direct, cusparselt",
+        "12 of 12 products could run",
+    ):
         assert words in out
     assert "ms" not in out.replace("items", "")
 
@@ -173,7 +241,11 @@ def test_a_product_that_no_kernel_takes_says_why(tmp_path, capsys):
     (report,) = document(capsys, "-c", write(tmp_path, SMALL.replace("2:4", "4:8")))["reports"]
     assert not any(row["eligible"] or row["could"] for row in report["rows"])
     reasons = {row["why"] for row in report["rows"] if row["gemm"] == "forward"}
-    assert all(f"{name}: 4:8 may put more than two" in why for why in reasons for name in ("direct", "cusparselt"))
+    assert all(
+        f"{name}: 4:8 may put more than two" in why
+        for why in reasons
+        for name in ("direct", "cusparselt")
+    )
 
 
 @pytest.mark.usefixtures("no_library")
@@ -196,9 +268,15 @@ def test_configs_that_fit_has_printed(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.usefixtures("no_library")
 def test_a_plugin_of_the_config_is_no_obstacle(tmp_path, capsys):
-    plugin = "  plugins: [{class_path: lightning_nm.NMMixedPrecision}]\n  accumulate_grad_batches: 4\n"
+    plugin = (
+        "  plugins: [{class_path: lightning_nm.NMMixedPrecision}]\n  accumulate_grad_batches: 4\n"
+    )
     (report,) = document(capsys, "-c", write(tmp_path, SMALL + plugin))["reports"]
-    assert {(row["gemm"], row["pack_uses"]) for row in report["rows"]} == {("forward", 4), ("dgrad", 4), ("wgrad", 1)}
+    assert {(row["gemm"], row["pack_uses"]) for row in report["rows"]} == {
+        ("forward", 4),
+        ("dgrad", 4),
+        ("wgrad", 1),
+    }
     assert {row["calls"] for row in report["rows"]} == {4.0}
 
 
@@ -215,14 +293,24 @@ def test_configs_for_a_cluster_are_read_here(tmp_path, capsys, precision):
   logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {tmp_path}/logs}}}}
   {precision}
 """
-    (report,) = document(capsys, "-c", write(tmp_path, SMALL + more), "--tokens", "65536")["reports"]
+    (report,) = document(capsys, "-c", write(tmp_path, SMALL + more), "--tokens", "65536")[
+        "reports"
+    ]
     assert len(report["rows"]) == 12
     assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.slow
 def test_stdout_of_a_process_is_the_document(tmp_path):
-    command = [sys.executable, "-m", "lightning_nm", "doctor", "--json", "-c", write(tmp_path, SMALL)]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_nm",
+        "doctor",
+        "--json",
+        "-c",
+        write(tmp_path, SMALL),
+    ]
     root = Path(__file__).parents[3]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     assert len(json.loads(result.stdout)["reports"]) == 1

@@ -40,14 +40,19 @@ def test_impossible_options(tmp_path, capsys, words, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("lightning_nm.NMSparsityCallback", "lightning.pytorch.callbacks.LambdaCallback"), "NMSparsityCallback"),
+        (
+            ("lightning_nm.NMSparsityCallback", "lightning.pytorch.callbacks.LambdaCallback"),
+            "NMSparsityCallback",
+        ),
         (("2:4", "1:3"), "no layer can be masked"),
     ],
 )
 def test_trainings_that_are_not_sparse(tmp_path, capsys, change, says):
     text = SMALL.replace(*change)
     if "Lambda" in change[1]:
-        text = text.replace("init_args: {pattern: 2:4, method: transposable, grad_estimator: mvue}", "init_args: {}")
+        text = text.replace(
+            "init_args: {pattern: 2:4, method: transposable, grad_estimator: mvue}", "init_args: {}"
+        )
     else:
         text = text.replace("transposable, grad_estimator: mvue", "sr-ste")
     assert main(["doctor", "-c", write(tmp_path, text)]) == 2
@@ -55,7 +60,8 @@ def test_trainings_that_are_not_sparse(tmp_path, capsys, change, says):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("trainer: {max_stepz: 3}", "max_stepz"), (SMALL.replace("2:4", "5:4"), "smaller than M")]
+    ("text", "says"),
+    [("trainer: {max_stepz: 3}", "max_stepz"), (SMALL.replace("2:4", "5:4"), "smaller than M")],
 )
 def test_bad_configs(tmp_path, capsys, text, says):
     with pytest.raises(SystemExit) as stop:
@@ -114,17 +120,36 @@ def own(monkeypatch):
 
 
 def test_a_config_of_ones_own_cli(own, no_library, capsys):
-    arguments = ["-c", "own.yaml", "--model", "own_train.OwnNet", "--data", "own_train.OwnData", "--json"]
+    arguments = [
+        "-c",
+        "own.yaml",
+        "--model",
+        "own_train.OwnNet",
+        "--data",
+        "own_train.OwnData",
+        "--json",
+    ]
     assert main(["doctor", *arguments]) == 0
     (report,) = json.loads(capsys.readouterr().out)["reports"]
-    assert {row["layer"] for row in report["rows"]} == {"blocks.0.fc1", "blocks.0.fc2", "blocks.0.proj", "blocks.0.qkv"}
+    assert {row["layer"] for row in report["rows"]} == {
+        "blocks.0.fc1",
+        "blocks.0.fc2",
+        "blocks.0.proj",
+        "blocks.0.qkv",
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "own_train.Net"], "--model own_train.Net: module 'own_train' has no attribute 'Net'"),
-        (["--model", "nowhere.Net"], "--model nowhere.Net: No module named 'nowhere'; give a class as module.Class"),
+        (
+            ["--model", "own_train.Net"],
+            "--model own_train.Net: module 'own_train' has no attribute 'Net'",
+        ),
+        (
+            ["--model", "nowhere.Net"],
+            "--model nowhere.Net: No module named 'nowhere'; give a class as module.Class",
+        ),
         (["--model", "Net"], "--model Net: Empty module name; give a class as module.Class"),
         (["--data", "own_train.OwnNet"], "--data own_train.OwnNet: is no LightningDataModule"),
     ],

@@ -53,14 +53,18 @@ class Watched(SimulatedSparseKernel):
 
 def make_router(mode="auto", dense=10.0, sparse=6.0, pack=2.0, **options):
     kernel = Watched()
-    return Router(mode, [kernel], timer=FakeTimer([kernel], dense, simulated=(sparse, pack)), **options)
+    return Router(
+        mode, [kernel], timer=FakeTimer([kernel], dense, simulated=(sparse, pack)), **options
+    )
 
 
 def trained(router, steps=2, method="transposable", estimator="mvue", batch=16):
     """Two linear layers: five products a step, as the first needs no dgrad."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0
+    ).attach()
     for _ in range(steps):
         with routing(router):
             loss = model(torch.randn(batch, 32)).square().mean()
@@ -76,8 +80,17 @@ def gemms(found):
 def test_sums_are_those_of_the_measured_times():
     router = make_router()
     found = report(router, trained(router), steps=2, step_ms=100.0)
-    assert gemms(found) == [("0", "forward"), ("0", "wgrad"), ("2", "forward"), ("2", "dgrad"), ("2", "wgrad")]
-    assert all((row.kernel, row.calls, row.chosen_ms) == ("simulated", 1, pytest.approx(8)) for row in found.rows)
+    assert gemms(found) == [
+        ("0", "forward"),
+        ("0", "wgrad"),
+        ("2", "forward"),
+        ("2", "dgrad"),
+        ("2", "wgrad"),
+    ]
+    assert all(
+        (row.kernel, row.calls, row.chosen_ms) == ("simulated", 1, pytest.approx(8))
+        for row in found.rows
+    )
     assert all(row.gain == pytest.approx(10 / 8) and row.eligible for row in found.rows)
     assert (found.dense_ms, found.chosen_ms) == (pytest.approx(50), pytest.approx(40))
     assert found.predicted_step_ms == pytest.approx(90)
@@ -96,13 +109,19 @@ def test_speed_is_that_against_training_without_masks():
     text = printed(80, print_report, found)
     names = ("plain dense training", "under masks with dense", "under masks with the chosen")
     lines = [line.split() for line in text.splitlines() if line.strip().startswith(names)]
-    assert [line[-3:] for line in lines] == [["45", "ms", "1.000x"], ["100", "ms", "0.450x"], ["90", "ms", "0.500x"]]
+    assert [line[-3:] for line in lines] == [
+        ["45", "ms", "1.000x"],
+        ["100", "ms", "0.450x"],
+        ["90", "ms", "0.500x"],
+    ]
 
 
 def test_packs_of_weights_are_shared_and_those_of_gradients_are_not():
     router = make_router(pack=5.0, reuse=2)  # 6 + 5 / 2 < 10 < 6 + 5
     found = report(router, trained(router), steps=2, step_ms=100.0)
-    assert [row.sparse for row in found.rows] == [row.product.key.gemm != "wgrad" for row in found.rows]
+    assert [row.sparse for row in found.rows] == [
+        row.product.key.gemm != "wgrad" for row in found.rows
+    ]
     assert found.dense_ms == pytest.approx(50)
     assert found.chosen_ms == pytest.approx(3 * 8.5 + 2 * 10)
     assert found.predicted_step_ms == pytest.approx(100 - 4.5)
@@ -120,7 +139,10 @@ def test_products_without_an_operand_have_a_reason_and_no_time():
     router = make_router()
     found = report(router, trained(router, method="sr-ste", estimator=None), steps=2)
     dense = [row for row in found.rows if row.product.key.gemm != "forward"]
-    assert {row.why for row in dense} == {"masked; not N:M along out", "none of its operands is N:M"}
+    assert {row.why for row in dense} == {
+        "masked; not N:M along out",
+        "none of its operands is N:M",
+    }
     assert not any(row.eligible or row.dense_ms for row in dense)
     assert (found.dense_ms, found.chosen_ms) == (pytest.approx(20), pytest.approx(16))
     assert found.to_dict()["untimed"] == len(dense) == 3
@@ -155,7 +177,9 @@ def test_times_are_scaled_from_the_bucket_to_the_real_tokens():
     assert report(router, counts=products).dense_ms == pytest.approx(3 * 9 + 9)
 
 
-@pytest.mark.parametrize(("mode", "words"), [("reference", "runs every product dense"), ("sparse", "not known")])
+@pytest.mark.parametrize(
+    ("mode", "words"), [("reference", "runs every product dense"), ("sparse", "not known")]
+)
 def test_modes_that_do_not_measure(mode, words):
     router = make_router(mode)
     found = report(router, trained(router), step_ms=100.0)
@@ -195,18 +219,27 @@ SIZES = st.sampled_from([16, 24, 64, 1024, 4096, 12288])  # each its own bucket
     permuted=st.booleans(),
     reuse=st.sampled_from([1, 4]),
 )
-def test_without_a_gpu_sizes_and_patterns_decide_what_could_run(gemm, sizes, dtype, pattern, permuted, reuse):
+def test_without_a_gpu_sizes_and_patterns_decide_what_could_run(
+    gemm, sizes, dtype, pattern, permuted, reuse
+):
     class Broken(GemmKernel):
         name = "broken"
 
         def static_reason(self, key):
             raise KeyError("mine")
 
-    key = GemmKey(gemm, *sizes, dtype, NMPattern.parse(pattern), "cpu", permuted and gemm == "dgrad")
+    key = GemmKey(
+        gemm, *sizes, dtype, NMPattern.parse(pattern), "cpu", permuted and gemm == "dgrad"
+    )
     kernel = CuSparseLtKernel()
     row = static_row(KernelRegistry([Broken(), kernel]), reuse, Product("layer", key), 2.0)
     rows, depth, _ = sizes
-    fits = rows % 16 == 0 and (gemm == "wgrad" or depth % 16 == 0) and pattern != "4:8" and dtype != torch.float32
+    fits = (
+        rows % 16 == 0
+        and (gemm == "wgrad" or depth % 16 == 0)
+        and pattern != "4:8"
+        and dtype != torch.float32
+    )
     assert (row.eligible, row.could) == (fits, ("cusparselt",) if fits else ())
     assert ("; cusparselt: " in row.why) == (not fits)
     assert row.why.startswith("broken: KeyError: 'mine'")
@@ -241,7 +274,14 @@ def test_tables_show_what_was_found():
     found = report(router, trained(router, method="sr-ste"), steps=2, step_ms=100.0)
     found = replace(found, skipped={"head": "last linear layer"})
     text = printed(120, print_report, found)
-    for words in ("products, measured", "1.250x", "simulated", "6000 + 2000", "not N:M along out", "last linear layer"):
+    for words in (
+        "products, measured",
+        "1.250x",
+        "simulated",
+        "6000 + 2000",
+        "not N:M along out",
+        "last linear layer",
+    ):
         assert words in text
     rows = [line.split() for line in text.splitlines() if "under masks" in line]
     assert [row[-3:] for row in rows] == [["100", "ms", "-"], ["92", "ms", "-"]]
@@ -260,8 +300,17 @@ def test_long_names_are_folded_not_cut():
 
 def test_a_machine_with_a_gpu():
     environment = Environment("NVIDIA H200", "580.65", "2.13.0", "13.0", "800")
-    states = (KernelState("reference", True, "", ""), KernelState("cusparselt", True, "", "slower than 0.8.1"))
+    states = (
+        KernelState("reference", True, "", ""),
+        KernelState("cusparselt", True, "", "slower than 0.8.1"),
+    )
     text = printed(80, print_machine, Machine(environment, "9.0", states))
-    for words in ("NVIDIA H200, compute capability 9.0", "580.65", "13.0", "800", "slower than 0.8.1"):
+    for words in (
+        "NVIDIA H200, compute capability 9.0",
+        "580.65",
+        "13.0",
+        "800",
+        "slower than 0.8.1",
+    ):
         assert words in text
     assert "no CUDA device" not in text

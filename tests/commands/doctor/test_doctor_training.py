@@ -21,7 +21,10 @@ def examined(tmp_path, *callbacks, timed=True, **options):
 
 
 def counted(seen):
-    return {(p.layer, p.key.gemm, p.key.rows, p.key.depth, p.key.columns): n for p, n in seen.counts.items()}
+    return {
+        (p.layer, p.key.gemm, p.key.rows, p.key.depth, p.key.columns): n
+        for p, n in seen.counts.items()
+    }
 
 
 # Batches of 16: a convolution with 4x4 positions, and a linear layer behind it.
@@ -39,7 +42,9 @@ EXPECTED = {
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_products_of_one_step_are_counted_as_they_are(tmp_path, capsys, plugin, accumulated):
     plugins = [NMPrecision(backends=[Watched()], decisions=None)] if plugin else None
-    trainer, model, seen = examined(tmp_path, plugins=plugins, accumulate_grad_batches=accumulated, max_epochs=10)
+    trainer, model, seen = examined(
+        tmp_path, plugins=plugins, accumulate_grad_batches=accumulated, max_epochs=10
+    )
     assert counted(seen) == {product: accumulated * calls for product, calls in EXPECTED.items()}
     assert seen.reuse == accumulated
     assert seen.step_ms > 0

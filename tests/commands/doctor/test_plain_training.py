@@ -13,7 +13,9 @@ from tests.commands.doctor.runs import SMALL, document, write
 
 
 @pytest.mark.parametrize(
-    ("plugin", "twin"), [("NMPrecision", Precision), ("NMMixedPrecision", MixedPrecision)], ids=["32", "bf16-mixed"]
+    ("plugin", "twin"),
+    [("NMPrecision", Precision), ("NMMixedPrecision", MixedPrecision)],
+    ids=["32", "bf16-mixed"],
 )
 def test_the_trainer_is_that_of_the_config_without_masks(tmp_path, plugin, twin):
     path = write(tmp_path, f"{SMALL}  plugins: [{{class_path: lightning_nm.{plugin}}}]\n")
@@ -29,7 +31,9 @@ def test_the_trainer_is_that_of_the_config_without_masks(tmp_path, plugin, twin)
     cli.trainer.callbacks.append(Look())
     assert plain_step_ms(cli.trainer, cli.model, cli.datamodule) > 0
     steps = len(masked) // cli.trainer.accumulate_grad_batches
-    assert steps in (7, 8), "callbacks after the one that ends the training do not see its last batch"
+    assert steps in (7, 8), (
+        "callbacks after the one that ends the training do not see its last batch"
+    )
     assert not any(masked)
 
 

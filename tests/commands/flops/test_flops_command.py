@@ -89,7 +89,8 @@ def test_the_first_batch_and_the_whole_schedule(capsys, write):
     out = capsys.readouterr().out
     assert "FLOPs of TinyTransformer" in out
     assert re.search(
-        r"blocks\.\{0,1\}\.fc1 x2 +4\.1k +524\.3k +2:4 transposable MVUE +0\.500 +0\.500 +0\.600 +0\.533", out
+        r"blocks\.\{0,1\}\.fc1 x2 +4\.1k +524\.3k +2:4 transposable MVUE +0\.500 +0\.500 +0\.600 +0\.533",
+        out,
     )
     assert "averaged over 50 planned training steps" in out
     assert f"{report['macs']:,} multiply-adds" in out
@@ -107,11 +108,18 @@ def test_several_patterns_and_other_steps(capsys, write):
 def test_a_config_without_masks(capsys, write):
     path = write(SMALL[: SMALL.index("  callbacks")])
     (report,) = reports(capsys, path)
-    assert {tuple(ratios.values()) for ratios in report["ratios"].values()} == {(1.0, 1.0, 1.0, 1.0)}
+    assert {tuple(ratios.values()) for ratios in report["ratios"].values()} == {
+        (1.0, 1.0, 1.0, 1.0)
+    }
     assert set(report["masked_ratios"].values()) == {None}
     assert main(["flops", path]) == 0
-    assert "there is no NMSparsityCallback in the config, so every GEMM is dense" in capsys.readouterr().out
-    assert "--pattern 1:4: the config has no NMSparsityCallback" in refused(capsys, path, "--pattern", "1:4")
+    assert (
+        "there is no NMSparsityCallback in the config, so every GEMM is dense"
+        in capsys.readouterr().out
+    )
+    assert "--pattern 1:4: the config has no NMSparsityCallback" in refused(
+        capsys, path, "--pattern", "1:4"
+    )
 
 
 @pytest.mark.skipif(not can_watch(nn.Identity()), reason="modes prevent compilation in this torch")
@@ -128,7 +136,9 @@ def test_experts(capsys, write):
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 def test_data_are_read_only_for_schedules(capsys, write):
     """The model of the config has an example input; its data are not there."""
-    late = MIXTURE.replace("method: bi-mask", "method: {class_path: lightning_nm.ASP, init_args: {start: 0.5}}")
+    late = MIXTURE.replace(
+        "method: bi-mask", "method: {class_path: lightning_nm.ASP, init_args: {start: 0.5}}"
+    )
     (report,) = reports(capsys, write(MIXTURE))
     assert report["planned_steps"] is None
     error = refused(capsys, write(late))
@@ -145,11 +155,19 @@ def test_data_are_read_only_for_schedules(capsys, write):
     [
         (("dim: 32", "dimm: 32"), (), "did you mean 'dim'"),
         (("method: transposable", "method: transposible"), (), "did you mean 'transposable'"),
-        (("pattern: 2:4", "include: [blocks.0.fc3]"), (), "'blocks.0.fc3' matches no layer; layers are"),
+        (
+            ("pattern: 2:4", "include: [blocks.0.fc3]"),
+            (),
+            "'blocks.0.fc3' matches no layer; layers are",
+        ),
         (("", ""), ("--pattern", "4:2"), "4:2"),
         (("", ""), ("--steps", "0"), "--steps 0 must be at least 1"),
         (("", ""), ("--input", "1,two"), "--input 1,two is no shape: write it as 1,3,224,224"),
-        (("", ""), ("--input", "1,2,3,4"), "TinyTransformer does not take an input of float32 [1, 2, 3, 4]"),
+        (
+            ("", ""),
+            ("--input", "1,2,3,4"),
+            "TinyTransformer does not take an input of float32 [1, 2, 3, 4]",
+        ),
         (("max_steps: 50", "max_steps: 0"), (), "the training ended before its first batch"),
     ],
 )

@@ -34,7 +34,9 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens))
 
 
-@pytest.mark.parametrize("given", [torch.ones(3, 4), (torch.ones(3, 4),), {"x": torch.ones(3, 4), "scale": 2.0}])
+@pytest.mark.parametrize(
+    "given", [torch.ones(3, 4), (torch.ones(3, 4),), {"x": torch.ones(3, 4), "scale": 2.0}]
+)
 def test_a_forward_pass_with_memory(given):
     forward = forward_of(Reads(), given)
     assert dict(forward.macs) == {"linear": 3 * 4 * 8}
@@ -69,7 +71,11 @@ def test_tied_weights_are_one_parameter(is_masked):
     """The product is that of the head; if the weight is masked, it is in both places."""
     model = Tied()
     forward = forward_of(model, torch.zeros(2, 5, dtype=torch.int64))
-    sparsifiers = [NMSparsifier(model, "2:4", "sr-ste", include=["embed", "head"]).attach()] if is_masked else []
+    sparsifiers = (
+        [NMSparsifier(model, "2:4", "sr-ste", include=["embed", "head"]).attach()]
+        if is_masked
+        else []
+    )
     rows = layers_of(model, forward.macs, sparsifiers)
     assert sum(row.parameters for row in rows) == 96
     assert sum(row.macs for row in rows) == 10 * 96
@@ -80,12 +86,16 @@ def test_tied_weights_are_one_parameter(is_masked):
 
 
 def test_the_first_batch_and_the_plan(tmp_path):
-    trainer = make_trainer(tmp_path, [NMSparsityCallback("2:4")], num_sanity_val_steps=0, accumulate_grad_batches=2)
+    trainer = make_trainer(
+        tmp_path, [NMSparsityCallback("2:4")], num_sanity_val_steps=0, accumulate_grad_batches=2
+    )
     model, callbacks = new_model(), list(trainer.callbacks)
     before = {name: value.clone() for name, value in model.named_parameters()}
     forward, plan = first_forward(trainer, model, Data())
     assert forward.inputs == ("float32 [16, 1, 8, 8]", "int64 [16]")
-    assert forward.macs == {name: 8 * macs for name, macs in forward_of(model, torch.zeros(2, 1, 8, 8)).macs.items()}
+    assert forward.macs == {
+        name: 8 * macs for name, macs in forward_of(model, torch.zeros(2, 1, 8, 8)).macs.items()
+    }
     assert plan.steps == 6
     assert len(plan.optimizers) == 1
     assert trainer.callbacks == callbacks

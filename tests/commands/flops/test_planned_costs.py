@@ -22,7 +22,9 @@ def net():
 
 
 def attached(model, steps, **options):
-    return NMSparsifier(model, "2:4", skip_first_last=False, planned_steps=steps, **options).attach()
+    return NMSparsifier(
+        model, "2:4", skip_first_last=False, planned_steps=steps, **options
+    ).attach()
 
 
 def trained(steps=STEPS, **options):
@@ -90,7 +92,10 @@ def test_as_a_training_counts(case):
 
 
 def test_several_rules_and_dense_layers():
-    rules = [{"include": "0", "method": SRSTE(dense_start=0.5)}, {"include": "2", "pattern": "1:4", "method": "bame"}]
+    rules = [
+        {"include": "0", "method": SRSTE(dense_start=0.5)},
+        {"include": "2", "pattern": "1:4", "method": "bame"},
+    ]
     options = {"method": "sr-ste", "rules": rules, "exclude": "4"}
     real, planned_ones = trained(**options), by_plan(**options)
     planned_ones.macs.update(real.macs)
@@ -99,7 +104,9 @@ def test_several_rules_and_dense_layers():
 
 @pytest.mark.filterwarnings("ignore:BAME")
 @settings(max_examples=20)
-@given(steps=st.integers(2, 400), start=st.floats(0, 1), stop=st.floats(0, 1), every=st.integers(1, 40))
+@given(
+    steps=st.integers(2, 400), start=st.floats(0, 1), stop=st.floats(0, 1), every=st.integers(1, 40)
+)
 def test_dense_gradients_of_bame(steps, start, stop, every):
     """One per `every` steps of the window, and in an empty window one at its begin."""
     start, stop = sorted((start, stop))
@@ -121,4 +128,8 @@ def test_long_phases_are_like_their_beginning(monkeypatch):
 def test_without_a_plan():
     sparsifier = attached(net(), None, method="sr-ste")
     charge_plan(list(sparsifier.layers.values()), None)
-    assert vars(sparsifier.layers["0"].mean_densities()["paper"]) == {"forward": 0.5, "dgrad": 1.0, "wgrad": 1.0}
+    assert vars(sparsifier.layers["0"].mean_densities()["paper"]) == {
+        "forward": 0.5,
+        "dgrad": 1.0,
+        "wgrad": 1.0,
+    }

@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_nm.callbacks.report.tensorboard import markdown_table, write_map_column, write_map_rows
+from lightning_nm.callbacks.report.tensorboard import (
+    markdown_table,
+    write_map_column,
+    write_map_rows,
+)
 from lightning_nm.cli import main
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9", "--disable-background-networking"]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+OFFLINE = [
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--proxy-server=127.0.0.1:9",
+    "--disable-background-networking",
+]
 PROBE = """<script>addEventListener("load", () => {
   const loaded = performance.getEntriesByType("resource").map(entry => entry.name);
   document.body.setAttribute("data-loaded", JSON.stringify(loaded));
@@ -28,9 +38,24 @@ pytestmark = [
 def open_page(path, profile):
     """Return the document after its scripts ran, what it loaded, and the lines of the console."""
     probed = path.with_suffix(".probed.html")
-    probed.write_text(path.read_text(encoding="utf-8").replace("<body>", f"<body>{PROBE}"), encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
-    command += [*OFFLINE, "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom", probed.as_uri()]
+    probed.write_text(
+        path.read_text(encoding="utf-8").replace("<body>", f"<body>{PROBE}"), encoding="utf-8"
+    )
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={profile}",
+    ]
+    command += [
+        *OFFLINE,
+        "--enable-logging=stderr",
+        "--virtual-time-budget=10000",
+        "--dump-dom",
+        probed.as_uri(),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     loaded = re.search(r'data-loaded="([^"]*)"', result.stdout)
     console = [line for line in result.stderr.splitlines() if ":CONSOLE" in line]
@@ -41,10 +66,16 @@ def open_page(path, profile):
 def page(tmp_path_factory):
     """A page of two runs, one of which names its layers and metrics as badly as it can."""
     path = tmp_path_factory.mktemp("page")
-    for run, name in (("a", "blocks.0.fc"), ("b", "<img src=http://localhost/x onerror=console.log(1)></script>")):
+    for run, name in (
+        ("a", "blocks.0.fc"),
+        ("b", "<img src=http://localhost/x onerror=console.log(1)></script>"),
+    ):
         writer = SummaryWriter(str(path / run))
         rows = [[name, "4x4", "2:4", "ste", "2:4", "dense", "dense", "", "dense product"]]
-        writer.add_text("nm/layers", markdown_table(("layer", "shape", "pattern", "method", *"abcd", "kernel"), rows))
+        writer.add_text(
+            "nm/layers",
+            markdown_table(("layer", "shape", "pattern", "method", *"abcd", "kernel"), rows),
+        )
         write_map_rows(writer, [name, "other"], 1)
         for step in range(40):
             writer.add_scalar("train_loss", float("nan") if step == 7 else 1 / (step + 1), step)
@@ -79,5 +110,7 @@ def test_the_page_opens_without_a_network(page, tmp_path):
 )
 def test_the_check_can_fail(page, tmp_path, broken, said):
     wrong = tmp_path / "wrong.html"
-    wrong.write_text(page.read_text(encoding="utf-8").replace("<header>", f"{broken}<header>"), encoding="utf-8")
+    wrong.write_text(
+        page.read_text(encoding="utf-8").replace("<header>", f"{broken}<header>"), encoding="utf-8"
+    )
     assert said in " ".join(open_page(wrong, tmp_path / "profile")[2])

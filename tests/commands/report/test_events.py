@@ -8,12 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_nm.callbacks.report.tensorboard import markdown_table, write_map_column, write_map_rows
+from lightning_nm.callbacks.report.tensorboard import (
+    markdown_table,
+    write_map_column,
+    write_map_rows,
+)
 from lightning_nm.commands.report.charts import POINTS, thinned
-from lightning_nm.commands.report.events import Series, latest, layer_scalars, markdown_rows, read_log
+from lightning_nm.commands.report.events import (
+    Series,
+    latest,
+    layer_scalars,
+    markdown_rows,
+    read_log,
+)
 from lightning_nm.commands.report.run import labels
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), max_size=12)
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), max_size=12
+)
 
 
 @settings(max_examples=30)
@@ -28,7 +40,9 @@ def test_the_last_value_of_a_step_counts(steps):
     kept, back = latest(events)
     expected = [n for n, step in enumerate(steps) if all(later > step for later in steps[n + 1 :])]
     assert [event.value for event in kept] == expected
-    assert back == {b for n, b in enumerate(steps) if n and b < max(steps[:n]) and _kept_before(steps[:n], b)}
+    assert back == {
+        b for n, b in enumerate(steps) if n and b < max(steps[:n]) and _kept_before(steps[:n], b)
+    }
 
 
 def _kept_before(steps, step):
@@ -83,7 +97,9 @@ def test_layers_logged_as_scalars_have_columns_in_the_models_order(tmp_path):
 
 
 def test_a_folder_without_event_files_says_what_is_expected(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no folder '.*none': expected .*events\.out\.tfevents"):
+    with pytest.raises(
+        ValueError, match=r"there is no folder '.*none': expected .*events\.out\.tfevents"
+    ):
         read_log(tmp_path / "none")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: expected a folder"):

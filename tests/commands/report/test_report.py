@@ -17,7 +17,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_nm import MaskMonitor, NMPrecision
-from lightning_nm.callbacks.report.tensorboard import markdown_table, write_map_column, write_map_rows
+from lightning_nm.callbacks.report.tensorboard import (
+    markdown_table,
+    write_map_column,
+    write_map_rows,
+)
 from lightning_nm.cli import main
 from lightning_nm.commands.report.run import read_run
 from lightning_nm.kernels import SimulatedSparseKernel
@@ -34,7 +38,9 @@ class Named(Net):
 
 def train(folder, *callbacks, model=None, **options):
     pl.seed_everything(0, verbose=False)
-    logger = TensorBoardLogger(str(folder.parent), name=folder.name, version="", default_hp_metric=False)
+    logger = TensorBoardLogger(
+        str(folder.parent), name=folder.name, version="", default_hp_metric=False
+    )
     trainer = make_trainer(folder, callbacks, logger=logger, **options)
     trainer.fit(model or Named(), Data())
     return folder
@@ -47,7 +53,9 @@ def runs(tmp_path_factory):
     plugin = NMPrecision(kernels="sparse", backends=[SimulatedSparseKernel()], decisions=None)
     full = callback("bi-mask", monitor=MaskMonitor(log_layers=True))
     return [
-        train(path / "full", full, ModelCheckpoint(path / "full" / "checkpoints"), plugins=[plugin]),
+        train(
+            path / "full", full, ModelCheckpoint(path / "full" / "checkpoints"), plugins=[plugin]
+        ),
         train(path / "ste", callback("sr-ste")),
         train(path / "dense", model=Named(width=8)),
     ]
@@ -105,7 +113,9 @@ def test_the_page_of_a_run_has_everything(tmp_path, runs, capsys):
     assert 0 < float(layers["net.3"][-3]) < 1
     assert layers["net.8"][-4:] == ["-", "-", "-", "-"]
     assert dict(page.tables["Environment"])["precision"] == "32-true"
-    assert ["N:M violations", "0", "blocks with more than N nonzeros"] in page.tables["Summary at the end of the fit"]
+    assert ["N:M violations", "0", "blocks with more than N nonzeros"] in page.tables[
+        "Summary at the end of the fit"
+    ]
     assert "simulated" in {row[-2] for row in page.tables["Kernels that ran"]}
     assert dict(page.tables["Settings"])["nm/method"] == "bi-mask"
     assert dict(page.tables["Settings"])["note"] == BAD
@@ -143,7 +153,10 @@ def test_several_runs_are_compared(tmp_path, runs):
     assert values[""] == names
     assert all(float(value) > 0 for value in values["train_loss"])
     assert values["nm/density"] == ["0.5", "0.5", "-"]
-    flops = {row[0]: row[1:] for row in page.tables["Multiply-adds of training, over those of dense training"]}
+    flops = {
+        row[0]: row[1:]
+        for row in page.tables["Multiply-adds of training, over those of dense training"]
+    }
     full, ste, dense = (cell.rstrip("x") for cell in flops["training FLOPs, eligible"])
     assert float(full) < float(ste) < 1
     assert dense == "-"
@@ -205,10 +218,14 @@ def test_an_interrupted_run_with_nan_has_a_page(tmp_path):
     with pytest.raises(KeyError):
         train(tmp_path / "run", callback("sr-ste"), Stops(), model=Nan(), limit_val_batches=0)
     page = report(tmp_path, tmp_path / "run")
-    assert any("there is no summary (nm/summary): the fit was interrupted" in line for line in page.missing)
+    assert any(
+        "there is no summary (nm/summary): the fit was interrupted" in line for line in page.missing
+    )
     assert any("odd is not finite from step 5" in line for line in page.missing)
     assert page.charts["odd"]["data"][0]["y"][-1] is None
-    assert "last finite" in next(row for row in page.tables["All logged values"] if row[0] == "odd")[1]
+    assert (
+        "last finite" in next(row for row in page.tables["All logged values"] if row[0] == "odd")[1]
+    )
     assert "flip rate" in page.charts
 
 
@@ -216,7 +233,10 @@ def test_names_are_text_everywhere(tmp_path):
     folder = tmp_path / BAD.replace("/", "")
     writer = SummaryWriter(str(folder))
     row = [BAD, "4x4", "2:4", BAD, "2:4", "dense", "dense", BAD, BAD]
-    writer.add_text("nm/layers", markdown_table(("layer", "shape", "pattern", "method", *"abcd", "kernel"), [row]))
+    writer.add_text(
+        "nm/layers",
+        markdown_table(("layer", "shape", "pattern", "method", *"abcd", "kernel"), [row]),
+    )
     write_map_rows(writer, [BAD, "b"], 1)
     for step in (1, 2):
         write_map_column(writer, torch.rand(3, 2), step)
@@ -237,7 +257,11 @@ def test_names_are_text_everywhere(tmp_path):
 
 def test_the_commands_of_the_documentation_run(tmp_path, runs, monkeypatch, capsys):
     page = Path(__file__).parents[3] / "docs" / "report.md"
-    commands = [shlex.split(line) for line in page.read_text().splitlines() if line.startswith("lightning-nm report ")]
+    commands = [
+        shlex.split(line)
+        for line in page.read_text().splitlines()
+        if line.startswith("lightning-nm report ")
+    ]
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)
     for _, *words in commands:
@@ -251,7 +275,10 @@ def test_the_commands_of_the_documentation_run(tmp_path, runs, monkeypatch, caps
 
 def test_what_cannot_be_reported_is_a_usage_error(tmp_path, capsys, runs):
     assert main(["report", str(tmp_path)]) == 2
-    assert f"lightning-nm report: '{tmp_path}' holds no event files: expected" in capsys.readouterr().err
+    assert (
+        f"lightning-nm report: '{tmp_path}' holds no event files: expected"
+        in capsys.readouterr().err
+    )
     assert main(["report", str(runs[1]), "-o", str(tmp_path)]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -271,4 +298,6 @@ def test_the_placeholder_of_lightnings_hyperparameters_is_no_metric(tmp_path, va
         writer.add_scalar("train_loss", 1.0, 0)
         for step, value in enumerate(values):
             writer.add_scalar("hp_metric", value, step)
-    assert set(read_run(tmp_path).metrics) == ({"train_loss", "hp_metric"} if shown else {"train_loss"})
+    assert set(read_run(tmp_path).metrics) == (
+        {"train_loss", "hp_metric"} if shown else {"train_loss"}
+    )

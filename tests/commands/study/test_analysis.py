@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lightning_nm.commands.study.analysis import Interval, best_settings, by_seed, compare, smallest_detectable
+from lightning_nm.commands.study.analysis import (
+    Interval,
+    best_settings,
+    by_seed,
+    compare,
+    smallest_detectable,
+)
 
 VALUES = st.floats(-1e3, 1e3).map(lambda value: round(value, 3))
 
@@ -41,7 +47,9 @@ def test_the_verdict_is_that_of_the_paired_t_test():
         a = a + generator.choice([-1.5, 0.0, 1.5])
         found = compare(rows("a", a) + rows("b", b), "m", "a", "b")
         p = stats.ttest_rel(a, b).pvalue
-        assert found.verdict == ("undecided" if p >= 0.05 else "better" if a.mean() < b.mean() else "worse")
+        assert found.verdict == (
+            "undecided" if p >= 0.05 else "better" if a.mean() < b.mean() else "worse"
+        )
         opposite = compare(rows("a", a) + rows("b", b), "m", "a", "b", minimize=False)
         assert {found.verdict, opposite.verdict} in ({"undecided"}, {"better", "worse"})
         seen.add(found.verdict)
@@ -50,16 +58,22 @@ def test_the_verdict_is_that_of_the_paired_t_test():
 
 @given(st.data())
 def test_pairs_are_the_seeds_that_both_completed(data):
-    values = {name: data.draw(st.dictionaries(st.integers(0, 8), VALUES), label=name) for name in "ab"}
+    values = {
+        name: data.draw(st.dictionaries(st.integers(0, 8), VALUES), label=name) for name in "ab"
+    }
     states = st.sampled_from(["complete", "failed", "running"])
     given_rows = [
-        row(n, seed, value, data.draw(states)) for n, found in values.items() for seed, value in found.items()
+        row(n, seed, value, data.draw(states))
+        for n, found in values.items()
+        for seed, value in found.items()
     ]
     shuffled = data.draw(st.permutations(given_rows))
     found = compare(shuffled, "m", "a", "b")
     complete = {(r["variant"], r["seed"]): r["m"] for r in given_rows if r["state"] == "complete"}
     expected = {
-        s: complete["a", s] - complete["b", s] for s in range(9) if ("a", s) in complete and ("b", s) in complete
+        s: complete["a", s] - complete["b", s]
+        for s in range(9)
+        if ("a", s) in complete and ("b", s) in complete
     }
     assert dict(zip(found.seeds, found.differences, strict=True)) == expected
     back = compare(shuffled, "m", "b", "a")

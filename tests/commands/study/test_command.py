@@ -22,8 +22,16 @@ FIXED = {"method": {"class_path": "lightning_nm.BAME", "init_args": {"start": 1.
 CONFIG = {
     "seed_everything": 7,
     "model": {"class_path": "TinyTransformer", "init_args": {"dim": 16, "depth": 1}},
-    "data": {"class_path": "HelpTopics", "init_args": {"batch_size": 4, "train_size": 64, "val_fraction": 0.01}},
-    "trainer": {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0, "limit_test_batches": 2},
+    "data": {
+        "class_path": "HelpTopics",
+        "init_args": {"batch_size": 4, "train_size": 64, "val_fraction": 0.01},
+    },
+    "trainer": {
+        "accelerator": "cpu",
+        "max_steps": 3,
+        "limit_val_batches": 0,
+        "limit_test_batches": 2,
+    },
 }
 STUDY = {
     "config": "config.yaml",
@@ -48,7 +56,9 @@ def study(tmp_path, monkeypatch):
 
 
 def start(path, *arguments):
-    return main(["study", str(path), "--output", str(path.parent / "out"), "--threads", "1", *arguments])
+    return main(
+        ["study", str(path), "--output", str(path.parent / "out"), "--threads", "1", *arguments]
+    )
 
 
 def results(path):
@@ -84,12 +94,17 @@ def test_a_failed_trial_is_reported_and_stops_nothing(study, capsys):
     path = study(variants={"bad": bad, **STUDY["variants"]}, seeds=1)
     assert start(path) == 1
     out = capsys.readouterr().out
-    assert "Failed: variant bad, pattern 1:16, seed 0: ValueError: metric: the test logs no 'test_bits_per_byte'" in out
+    assert (
+        "Failed: variant bad, pattern 1:16, seed 0: ValueError: metric: the test logs no 'test_bits_per_byte'"
+        in out
+    )
     assert [row["state"] for row in results(path)] == ["failed", "complete", "complete"]
     assert "test_bits_per_byte" in results(path)[0]["error"]
 
 
-def test_a_metric_that_nobody_logs_stops_the_study_after_its_first_training(study, capsys, monkeypatch):
+def test_a_metric_that_nobody_logs_stops_the_study_after_its_first_training(
+    study, capsys, monkeypatch
+):
     trained = []
     monkeypatch.setattr(run, "train", lambda *given: trained.append(given) or train(*given))
     path = study(metric="test_bits_per_bite")
@@ -98,7 +113,9 @@ def test_a_metric_that_nobody_logs_stops_the_study_after_its_first_training(stud
     assert "the test logs no 'test_bits_per_bite' but" in told
     assert "test_bits_per_byte; did you mean 'test_bits_per_byte'?" in told
     assert len(trained) == 1
-    assert start(study(metric="test_bits_per_byte")) == 0, "the name may be corrected: nothing was complete"
+    assert start(study(metric="test_bits_per_byte")) == 0, (
+        "the name may be corrected: nothing was complete"
+    )
     assert len(trained) == 1 + 4
     assert {row["state"] for row in results(path)} == {"complete"}
     assert start(study(metric="test_loss")) == 2
@@ -113,13 +130,17 @@ def test_a_dense_variant_is_trained_once_for_all_patterns(study, capsys, monkeyp
     assert len(trained) == 1 + 2
     rows = results(path)
     assert [(row["variant"], row["pattern"], row["state"]) for row in rows] == [
-        (variant, pattern, "complete") for pattern in ("1:16", "2:4") for variant in ("dense", "fixed")
+        (variant, pattern, "complete")
+        for pattern in ("1:16", "2:4")
+        for variant in ("dense", "fixed")
     ]
     dense = [row["test_bits_per_byte"] for row in rows if row["variant"] == "dense"]
     assert dense[0] == dense[1]
     path = study(grid={"pattern": ["1:4", "1:16", "2:4"]}, seeds=1)
     assert start(path) == 0
-    assert len(trained) == 1 + 3, "a pattern that was added in front does not train the dense variant again"
+    assert len(trained) == 1 + 3, (
+        "a pattern that was added in front does not train the dense variant again"
+    )
 
 
 def test_an_estimator_depends_on_the_pattern_without_masks(study, monkeypatch):
@@ -153,7 +174,10 @@ def test_classes_that_the_config_does_not_name(study, tmp_path, monkeypatch, cap
     assert start(path, "--model", "own_classes.Net", "--data", "own_classes.Text") == 0
     named = study(config, seeds=1, model="own_classes.Net", data="own_classes.Text")
     assert start(named) == 0, "the study file may name them, too"
-    assert start(study(config, seeds=1, model="own_classes.Net", data="lightning_nm.demo.HelpTopics")) == 2
+    assert (
+        start(study(config, seeds=1, model="own_classes.Net", data="lightning_nm.demo.HelpTopics"))
+        == 2
+    )
     assert "data: was 'own_classes.Text'" in capsys.readouterr().err
 
 
@@ -191,11 +215,16 @@ def test_ctrl_c_leaves_a_state_that_goes_on(study, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"variants": {"a": {"metod": "dense"}}, "baselines": []}, ["variant a, pattern 1:16", "metod"]),
+        (
+            {"variants": {"a": {"metod": "dense"}}, "baselines": []},
+            ["variant a, pattern 1:16", "metod"],
+        ),
         ({"variants": {"a": {"method": "dens"}}, "baselines": []}, ["dens", "dense"]),
         (
             {
-                "variants": {"a": {"method": {"class_path": "lightning_nm.BAME", "init_args": {"budget": 0}}}},
+                "variants": {
+                    "a": {"method": {"class_path": "lightning_nm.BAME", "init_args": {"budget": 0}}}
+                },
                 "baselines": [],
             },
             ["budget=0"],
@@ -225,7 +254,9 @@ def test_equal_seconds_give_each_variant_its_number_of_steps(study, capsys, monk
 
     monkeypatch.setattr(run, "measure", measure)
     changes = {"seconds": 2.1, "variants": STUDY["variants"], "seeds": [3]}
-    config = CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": 3, "min_steps": 7, "max_time": "00:00:00:01"}}
+    config = CONFIG | {
+        "trainer": CONFIG["trainer"] | {"max_steps": 3, "min_steps": 7, "max_time": "00:00:00:01"}
+    }
     path = study(config, **changes)
     assert start(path) == 0
     assert [(row["variant"], row["steps"], float(row["step_ms"])) for row in results(path)] == [
@@ -233,9 +264,16 @@ def test_equal_seconds_give_each_variant_its_number_of_steps(study, capsys, monk
         ("fixed", "10", 200.0),
     ]
     assert "as many steps as take 2.1 s" in " ".join(capsys.readouterr().out.split())
-    more = changes | {"variants": changes["variants"] | {"slow": {"method": "sr-ste"}}, "seeds": [3, 4]}
+    more = changes | {
+        "variants": changes["variants"] | {"slow": {"method": "sr-ste"}},
+        "seeds": [3, 4],
+    }
     assert start(study(config, **more)) == 0
-    assert timed == ["dense, pattern 1:16", "fixed, pattern 1:16", "slow, pattern 1:16"]  # each once
+    assert timed == [
+        "dense, pattern 1:16",
+        "fixed, pattern 1:16",
+        "slow, pattern 1:16",
+    ]  # each once
     assert [row["steps"] for row in results(path)] == ["4", "4", "10", "10", "1", "1"]
     assert start(study(config, **more | {"seconds": 3})) == 2
     assert "seconds: was 2.1, is 3" in capsys.readouterr().err
@@ -243,7 +281,10 @@ def test_equal_seconds_give_each_variant_its_number_of_steps(study, capsys, monk
 
 def test_a_step_is_timed_without_its_validations(study, monkeypatch):
     monkeypatch.setattr(pace, "STEPS", 7)
-    stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    stopping = {
+        "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+        "init_args": {"monitor": "val_loss"},
+    }
     trainer = {
         "limit_val_batches": 2,
         "val_check_interval": 2,
@@ -251,10 +292,16 @@ def test_a_step_is_timed_without_its_validations(study, monkeypatch):
         "callbacks": [stopping],
     }
     config = CONFIG | {"trainer": CONFIG["trainer"] | trainer}
-    spec = read(study(config, seconds=10, variants={"a": {"trainer.accumulate_grad_batches": 2}}, baselines=[]))
+    spec = read(
+        study(
+            config, seconds=10, variants={"a": {"trainer.accumulate_grad_batches": 2}}, baselines=[]
+        )
+    )
     fits = []
     monkeypatch.setattr(TinyTransformer, "on_validation_start", lambda self: time.sleep(0.2))
-    monkeypatch.setattr(TinyTransformer, "on_train_end", lambda self: fits.append(self.trainer.global_step))
+    monkeypatch.setattr(
+        TinyTransformer, "on_train_end", lambda self: fits.append(self.trainer.global_step)
+    )
     (step_s,) = pace.measure(spec, list(spec.cells()))
     assert 0 < step_s < 0.2
     assert fits == [6] + [7] * pace.ROUNDS
@@ -299,7 +346,12 @@ def plain(model, data, method, pattern):
 @pytest.mark.filterwarnings("ignore:BAME never adapts")
 def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
     names = [{"class_path": cls.__name__} for cls in (data, model)]
-    trainer = {"accelerator": "cpu", "max_steps": 3, "limit_val_batches": 0, "limit_test_batches": 3}
+    trainer = {
+        "accelerator": "cpu",
+        "max_steps": 3,
+        "limit_val_batches": 0,
+        "limit_test_batches": 3,
+    }
     config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
     metric = {TinyTransformer: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
     spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
@@ -326,13 +378,17 @@ def test_a_killed_study_with_two_workers_gives_the_rows_of_an_undisturbed_one(st
     process.stdout.close()
     assert main([*words, "--workers", "2"]) == 0
     with (output / "results.csv").open() as file:
-        found = {(row["variant"], row["seed"]): row["test_bits_per_byte"] for row in csv.DictReader(file)}
+        found = {
+            (row["variant"], row["seed"]): row["test_bits_per_byte"] for row in csv.DictReader(file)
+        }
     assert found == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[3] / "studies").glob("accuracy-*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((Path(__file__).parents[3] / "studies").glob("accuracy-*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_shipped_studies_can_be_built(path):
     run.check(read(path))

@@ -39,7 +39,10 @@ def test_additions_are_allowed(changes):
         ({"overrides": {"trainer.devices": 2}}, "overrides.trainer.devices: was None, is 2"),
         ({"metric": "n"}, "metric: was 'm', is 'n'"),
         ({"direction": "maximize"}, "direction: was 'minimize', is 'maximize'"),
-        ({"variants": {"a": {}, "b": {"method": "ste"}}}, "variants.b: was {'method': 'sr-ste'}, is {'method': 'ste'}"),
+        (
+            {"variants": {"a": {}, "b": {"method": "ste"}}},
+            "variants.b: was {'method': 'sr-ste'}, is {'method': 'ste'}",
+        ),
         ({"variants": {"a": {}}}, "variants.b: was removed"),
         ({"seeds": (0,)}, "seeds: 1 was removed"),
         ({"grid": {"pattern": ["1:16"]}}, "grid.pattern: '2:4' was removed"),

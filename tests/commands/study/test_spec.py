@@ -31,7 +31,12 @@ def study(tmp_path):
 
 def test_a_study(study):
     spec = read(study())
-    assert (spec.name, spec.seeds, spec.baselines, spec.sampler) == ("mine", (0, 1, 2), ("dense",), "grid")
+    assert (spec.name, spec.seeds, spec.baselines, spec.sampler) == (
+        "mine",
+        (0, 1, 2),
+        ("dense",),
+        "grid",
+    )
     assert spec.grid == {"pattern": ["1:16", "2:4"], "model.init_args.width": [16, 32]}
     cells = list(spec.cells())
     assert len(cells) == 8
@@ -45,7 +50,9 @@ def test_a_study(study):
 
 
 def test_ranges(study):
-    search = "search: {lr: {low: 1e-4, high: 1e-1, log: true}, n: {low: 1, high: 9, step: 2}, c: [a, b]}"
+    search = (
+        "search: {lr: {low: 1e-4, high: 1e-1, log: true}, n: {low: 1, high: 9, step: 2}, c: [a, b]}"
+    )
     spec = read(study(f"{STUDY}sampler: tpe\ntrials: 4\n{search}"))
     assert spec.search["lr"] == {"low": 1e-4, "high": 1e-1, "log": True}
     assert spec.search["n"] == {"low": 1, "high": 9, "step": 2, "log": False}
@@ -79,14 +86,25 @@ def test_ranges(study):
         ("seconds: 0", ["seconds: 0", "positive"]),
         ("seconds: fast", ["seconds: 'fast'", "positive"]),
         ("seconds: true", ["seconds: True", "positive"]),
-        ("seconds: 9\noverrides: {trainer.max_steps: 3}", ["overrides.trainer.max_steps", "leave out one"]),
-        ("seconds: 9\noverrides: {trainer: {max_epochs: 3}}", ["overrides.trainer.max_epochs", "leave out one"]),
-        ("seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}", ["seconds: goes with a grid"]),
+        (
+            "seconds: 9\noverrides: {trainer.max_steps: 3}",
+            ["overrides.trainer.max_steps", "leave out one"],
+        ),
+        (
+            "seconds: 9\noverrides: {trainer: {max_epochs: 3}}",
+            ["overrides.trainer.max_epochs", "leave out one"],
+        ),
+        (
+            "seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}",
+            ["seconds: goes with a grid"],
+        ),
     ],
 )
 def test_bad_values_are_named(study, line, words):
     key = line.split(":")[0]
-    text = "".join(f"{each}\n" for each in STUDY.splitlines() if not each.startswith(f"{key}:")) + line
+    text = (
+        "".join(f"{each}\n" for each in STUDY.splitlines() if not each.startswith(f"{key}:")) + line
+    )
     path = study(text)
     with pytest.raises(ValueError, match=r"mine\.yaml") as error:
         read(path)
@@ -95,7 +113,8 @@ def test_bad_values_are_named(study, line, words):
 
 
 @pytest.mark.parametrize(
-    "bounds", ["3", "{low: 1}", "{low: 2, high: 1}", "{low: 0, high: 1, log: true}", "{low: a, high: 1}"]
+    "bounds",
+    ["3", "{low: 1}", "{low: 2, high: 1}", "{low: 0, high: 1, log: true}", "{low: a, high: 1}"],
 )
 def test_bad_ranges_are_named(study, bounds):
     path = study(f"{STUDY}sampler: random\ntrials: 3\nsearch: {{lr: {bounds}}}")

@@ -12,8 +12,14 @@ from lightning_nm.commands.study.spec import Spec
 from lightning_nm.commands.study.store import Store
 from tests.support.processes import forkserver
 
-SPEC = Spec("s", {}, "m", {"a": {}, "b": {}}, grid={"pattern": ["2:4", "1:16"]}, seeds=tuple(range(5)))
-SEARCH = {"lr": {"low": 1e-3, "high": 1.0, "log": True}, "n": {"low": 1, "high": 5, "log": False}, "c": ["x", "y"]}
+SPEC = Spec(
+    "s", {}, "m", {"a": {}, "b": {}}, grid={"pattern": ["2:4", "1:16"]}, seeds=tuple(range(5))
+)
+SEARCH = {
+    "lr": {"low": 1e-3, "high": 1.0, "log": True},
+    "n": {"low": 1, "high": 5, "log": False},
+    "c": ["x", "y"],
+}
 
 
 def work(folder, spec=SPEC, limit=None, fail=()):
@@ -38,7 +44,9 @@ def hold(folder, spec, claimed):
 
 
 def everything(spec):
-    return {(cell.variant, *cell.values.values(), seed) for cell in spec.cells() for seed in spec.seeds}
+    return {
+        (cell.variant, *cell.values.values(), seed) for cell in spec.cells() for seed in spec.seeds
+    }
 
 
 def states(folder, spec=SPEC):
@@ -216,7 +224,9 @@ def test_a_search_samples_for_every_cell(tmp_path, sampler):
         assert 1e-3 <= row["lr"] <= 1
         assert row["n"] in range(1, 6)
         assert row["c"] in "xy"
-    assert len({row["lr"] for row in rows if row["pattern"] == "2:4" and row["variant"] == "a"}) == 3
+    assert (
+        len({row["lr"] for row in rows if row["pattern"] == "2:4" and row["variant"] == "a"}) == 3
+    )
     more = replace(spec, trials=4)
     Store(more, tmp_path).plan()
     assert len(work(tmp_path, more)) == 4

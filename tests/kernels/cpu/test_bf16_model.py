@@ -23,7 +23,10 @@ assert library.LEVELS[library.level()] == "avx512-bf16", library.unavailable()
 """
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif("avx512" not in LEVELS, reason="needs a CPU with AVX-512")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("avx512" not in LEVELS, reason="needs a CPU with AVX-512"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,14 @@ def modelled(tmp_path_factory):
     return target
 
 
-def test_a_compiler_that_does_not_know_the_instructions_leaves_the_level_out(modelled, tmp_path, monkeypatch):
+def test_a_compiler_that_does_not_know_the_instructions_leaves_the_level_out(
+    modelled, tmp_path, monkeypatch
+):
     compiler = tmp_path / "old-cc"
     command = " ".join(build.compiler())
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexec {command} "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexec {command} "$@"\n'
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     without = tmp_path / "without.so"
@@ -50,8 +57,20 @@ def test_products_of_the_modelled_level(modelled, tmp_path):
     chosen = "avx512-bf16 or test_layouts or test_routed_masks"
     tests = ["tests/kernels/cpu", "tests/nn/test_routed_masks.py", "-k", chosen]
     (tmp_path / "modelled_level.py").write_text(PLUGIN)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "modelled_level", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "modelled_level",
+        *tests,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_NM_ISA"}
     environment |= {"MODELLED": str(modelled), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-2000:]}"

@@ -22,7 +22,9 @@ def convolutions(draw, most=24):
         return draw(st.integers(low, high)), draw(st.integers(low, high))
 
     kernel, stride, padding, dilation = pair(1, 5), pair(1, 3), pair(0, 3), pair(1, 3)
-    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)]
+    least = [
+        max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)
+    ]
     size = tuple(draw(st.integers(low, low + most)) for low in least)
     channels = groups * draw(st.integers(1, 7)), groups * draw(st.integers(1, 11))
     return Convolution(*channels, size, kernel, stride, padding, dilation, groups)
@@ -57,7 +59,9 @@ LARGE = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LARGE)
-def test_products_of_larger_convolutions_have_the_same_bits_for_every_number_of_threads(level, dtype, name):
+def test_products_of_larger_convolutions_have_the_same_bits_for_every_number_of_threads(
+    level, dtype, name
+):
     products = []
     with at_level(level):
         for threads in (1, 2, 3):

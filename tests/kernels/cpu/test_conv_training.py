@@ -21,7 +21,9 @@ ALL = {("forward", "cpu-csr"), ("dgrad", "cpu-csr"), ("wgrad", "cpu-csr")}
 PRODUCTS = {"asp": ALL, "bame": ALL, "sr-ste": ALL - {("wgrad", "cpu-csr")}}
 
 
-def train(method, router, dtype=torch.float32, channels_last=False, conv_layout="channels", steps=6):
+def train(
+    method, router, dtype=torch.float32, channels_last=False, conv_layout="channels", steps=6
+):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
@@ -35,11 +37,16 @@ def train(method, router, dtype=torch.float32, channels_last=False, conv_layout=
         nn.Linear(16 * 36, 10),
     )
     method = BAME(every=2) if method == "bame" else method
-    sparsifier = NMSparsifier(model, "1:8", method, seed=0, planned_steps=steps, conv_layout=conv_layout).attach()
+    sparsifier = NMSparsifier(
+        model, "1:8", method, seed=0, planned_steps=steps, conv_layout=conv_layout
+    ).attach()
     if channels_last:
         model.to(memory_format=torch.channels_last)
     form = torch.channels_last if channels_last else torch.contiguous_format
-    x = [torch.randn(20, 3, 12, 12, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    x = [
+        torch.randn(20, 3, 12, 12, generator=torch.Generator().manual_seed(step))
+        for step in range(steps)
+    ]
     return trained(model, sparsifier, router, [each.to(memory_format=form) for each in x], dtype)
 
 
@@ -52,7 +59,9 @@ def test_a_training_of_convolutions_is_the_dense_one(method, channels_last, conv
     expected = train(method, None, channels_last=channels_last, conv_layout=conv_layout)
     assert_equal(found, expected, rtol=1e-4, atol=1e-5)
     assert not router.registry.failures
-    convolutions = {(u.product.key.gemm, u.kernel) for u in router.used() if u.product.key.conv is not None}
+    convolutions = {
+        (u.product.key.gemm, u.kernel) for u in router.used() if u.product.key.conv is not None
+    }
     assert convolutions >= PRODUCTS[method]
 
 
@@ -74,8 +83,12 @@ def test_gradients_of_convolutions(kind, estimator, method):
     router = Router("sparse")
     assert_equal(gradients(module, x, router), gradients(module, x, None), rtol=1e-4, atol=1e-4)
     sparse = kind is not nn.Conv3d and method != "soft-threshold"
-    assert (("forward", "cpu-csr") in ran(router)) == (("dgrad", "cpu-csr") in ran(router)) == sparse
-    assert (("wgrad", "cpu-csr") in ran(router)) == (sparse and method == "asp" and estimator is None)
+    assert (
+        (("forward", "cpu-csr") in ran(router)) == (("dgrad", "cpu-csr") in ran(router)) == sparse
+    )
+    assert (("wgrad", "cpu-csr") in ran(router)) == (
+        sparse and method == "asp" and estimator is None
+    )
     if estimator is not None and sparse:
         reasons = {u.product.reason for u in router.used() if u.product.key.gemm == "wgrad"}
         assert reasons == {"no kernel takes an estimated dY of a convolution"}
@@ -179,7 +192,9 @@ def test_flops_are_those_of_the_dense_convolution():
 @pytest.mark.parametrize("estimator", [None, "mvue"])
 def test_compiled_code_calls_the_convolutions(estimator, channels_last):
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, stride=2))
+    module = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, stride=2)
+    )
     attach(module, "2:8", "asp", estimator)
     x = torch.randn(3, 16, 9, 9)
     if channels_last:

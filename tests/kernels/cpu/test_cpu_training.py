@@ -28,10 +28,16 @@ def backends(kind):
 
 def train(method, estimator, router, pattern, dtype, steps=6):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 72), nn.GELU(), nn.Linear(72, 48), nn.GELU(), nn.Linear(48, 10))
+    model = nn.Sequential(
+        nn.Linear(48, 72), nn.GELU(), nn.Linear(72, 48), nn.GELU(), nn.Linear(48, 10)
+    )
     method = BAME(every=2) if method == "bame" else method
-    sparsifier = NMSparsifier(model, pattern, method, estimator, seed=0, planned_steps=steps).attach()
-    x = [torch.randn(40, 48, generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    sparsifier = NMSparsifier(
+        model, pattern, method, estimator, seed=0, planned_steps=steps
+    ).attach()
+    x = [
+        torch.randn(40, 48, generator=torch.Generator().manual_seed(step)) for step in range(steps)
+    ]
     return trained(model, sparsifier, router, x, dtype)
 
 
@@ -43,7 +49,11 @@ def test_a_training_is_the_dense_one(method, estimator, kind):
     found = train(method, estimator, router, "1:8", torch.float32)
     assert_equal(found, train(method, estimator, None, "1:8", torch.float32), rtol=1e-5, atol=1e-5)
     assert not router.registry.failures
-    sparse = {(u.product.key.gemm, u.product.key.sparsity) for u in router.used() if u.kernel.startswith("cpu-")}
+    sparse = {
+        (u.product.key.gemm, u.product.key.sparsity)
+        for u in router.used()
+        if u.kernel.startswith("cpu-")
+    }
     assert sparse >= {("forward", "n:m")} | PRODUCTS[method][estimator is not None]
     permuting = kind == "both" and LEVELS[library.level()] != "baseline"
     assert (("forward", "cpu-permute") in ran(router)) == permuting
@@ -67,7 +77,9 @@ def test_a_training_is_the_dense_one_at_every_level(level, dtype, method, estima
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["both", "csr"])
-@pytest.mark.parametrize(("method", "estimator"), [("asp", None), ("asp", "mvue"), ("bi-mask", "mvue")])
+@pytest.mark.parametrize(
+    ("method", "estimator"), [("asp", None), ("asp", "mvue"), ("bi-mask", "mvue")]
+)
 def test_compiled_code_calls_the_kernels(kind, method, estimator):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -79,8 +91,14 @@ def test_compiled_code_calls_the_kernels(kind, method, estimator):
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_equal(gradients(compiled, x, router), eager, rtol=1e-5, atol=1e-5)
-    assert {used.product: used.calls for used in router.used()} == {key: 2 * calls for key, calls in before.items()}
-    assert {gemm for gemm, kernel in ran(router) if kernel.startswith("cpu-")} == {"forward", "dgrad", "wgrad"}
+    assert {used.product: used.calls for used in router.used()} == {
+        key: 2 * calls for key, calls in before.items()
+    }
+    assert {gemm for gemm, kernel in ran(router) if kernel.startswith("cpu-")} == {
+        "forward",
+        "dgrad",
+        "wgrad",
+    }
     assert not router.registry.failures
     x = torch.randn(17, 32)  # another number of tokens
     assert_equal(gradients(compiled, x, router), gradients(module, x, router), rtol=1e-5, atol=1e-5)

@@ -95,17 +95,24 @@ def layouts_of(made):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_the_weight_at_the_time(storage, weight_dtype, dtype):
     made = case(39, 50, 1, "2:4", dtype, weight_dtype, storage)
     for layout in layouts_of(made):
         for scale in (1, -3):
             made.matrix.values.mul_(scale)
-            values, expected = layout.values(made.matrix), torch.where(made.mask, made.matrix.values.to(dtype), 0)
+            values, expected = (
+                layout.values(made.matrix),
+                torch.where(made.mask, made.matrix.values.to(dtype), 0),
+            )
             paired = isinstance(layout, PermuteLayout) and layout.paired
             assert values.dtype == (torch.bfloat16 if paired else torch.float32)
-            entries = mask_of_csr(layout) if isinstance(layout, CsrLayout) else mask_of_permute(layout)
+            entries = (
+                mask_of_csr(layout) if isinstance(layout, CsrLayout) else mask_of_permute(layout)
+            )
             assert torch.equal(entries, made.mask)
             found = torch.zeros(39, 50)
             if isinstance(layout, CsrLayout):
@@ -127,7 +134,10 @@ def test_values_are_rounded_to_bfloat16_as_a_cast_rounds():
     weight = torch.cat(patterns).to(torch.int32).view(torch.float32)[: 256 * 1024].reshape(256, -1)
     mask = torch.ones(weight.shape, dtype=torch.uint8)
     matrix = MaskedMatrix(weight, mask, 1, None, torch.bfloat16, None, lambda: weight)
-    values, expected = [CsrLayout.of(matrix).values(matrix).view_as(weight)], weight.bfloat16().float()
+    values, expected = (
+        [CsrLayout.of(matrix).values(matrix).view_as(weight)],
+        weight.bfloat16().float(),
+    )
     if WIDE:
         mask[:, 31::32] = 0  # of the depth in its order all slots but these have an entry
         with at_level(WIDE[-1]):
@@ -169,7 +179,9 @@ def test_a_permute_layout_with_a_wrong_index_is_refused(level, dtype, wrong):
                 layout.check()
 
 
-@pytest.mark.parametrize("change", ["negative", "beyond", "crooked", "count", "first", "descending"])
+@pytest.mark.parametrize(
+    "change", ["negative", "beyond", "crooked", "count", "first", "descending"]
+)
 def test_a_csr_layout_with_a_wrong_entry_is_refused(change):
     layout = CsrLayout.of(case(20, 30, 1, "1:5").matrix)
     layout.check()
@@ -234,7 +246,9 @@ def test_a_kernel_refuses_a_layout_that_is_broken_or_of_another_kernel():
         replace(layout, inputs=layout.inputs + 64)
 
 
-@pytest.mark.skipif("avx512-bf16" not in LEVELS, reason="needs a CPU that multiplies pairs, or a model of one")
+@pytest.mark.skipif(
+    "avx512-bf16" not in LEVELS, reason="needs a CPU that multiplies pairs, or a model of one"
+)
 def test_a_paired_layout_is_of_bfloat16_alone():
     made, kernel = case(40, 48, 5, "1:8", torch.bfloat16), CpuPermuteKernel()
     with at_level("avx512-bf16"):
@@ -248,11 +262,17 @@ def test_a_paired_layout_is_of_bfloat16_alone():
             kernel.linear(packed, made.x.float())
         with pytest.raises(ValueError, match="a paired layout takes"):
             kernel.sampled(layout, made.grad.float(), made.x.float())
-        single = kernel.layout(made.matrix._replace(dtype=torch.float32))  # its bfloat16 operands are widened
+        single = kernel.layout(
+            made.matrix._replace(dtype=torch.float32)
+        )  # its bfloat16 operands are widened
         assert not single.paired
         found = kernel.linear(kernel.pack_masked(made.matrix, single), made.x)
-        torch.testing.assert_close(found.double(), made.x.double() @ made.exact.t(), rtol=2.0**-7, atol=1e-4)
-        other = case(40, 96, 5, "5:48", torch.bfloat16)  # 48 divides neither 32 nor is it a multiple
+        torch.testing.assert_close(
+            found.double(), made.x.double() @ made.exact.t(), rtol=2.0**-7, atol=1e-4
+        )
+        other = case(
+            40, 96, 5, "5:48", torch.bfloat16
+        )  # 48 divides neither 32 nor is it a multiple
         assert not kernel.layout(other.matrix).paired
         compare(kernel, other)
     with at_level("avx512"), pytest.raises(RuntimeError, match="has no such kernel"):

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, build, library
-from tests.support.cpu_products import KERNELS, LEVELS, at_level, case, compare, has_kernel, needs_library
+from tests.support.cpu_products import (
+    KERNELS,
+    LEVELS,
+    at_level,
+    case,
+    compare,
+    has_kernel,
+    needs_library,
+)
 from tests.support.routed import attach, gradients, ran
 
 CPU = torch.device("cpu")
@@ -37,7 +45,9 @@ def elsewhere(tmp_path, monkeypatch):
 def compile_c(text, target):
     source = target.with_suffix(".c")
     source.write_text(text)
-    subprocess.run([*build.compiler(), "-shared", "-fPIC", str(source), "-o", str(target)], check=True)
+    subprocess.run(
+        [*build.compiler(), "-shared", "-fPIC", str(source), "-o", str(target)], check=True
+    )
 
 
 def refused(match):
@@ -65,7 +75,9 @@ def test_a_copy_that_was_built_is_named(elsewhere, tmp_path, monkeypatch):
         library.load()
     (other / "lightning_nm" / "kernels" / "cpu" / "libnm.so").touch()
     library.load.cache_clear()
-    with refused(rf"imports lightning_nm from {library.PLACE}\. Run `.*build\.py` or `make library`.* in {other}, "):
+    with refused(
+        rf"imports lightning_nm from {library.PLACE}\. Run `.*build\.py` or `make library`.* in {other}, "
+    ):
         library.load()
 
 
@@ -74,13 +86,17 @@ def test_products_are_dense_without_a_library(elsewhere):
     attach(module)
     router = Router("sparse", [CpuPermuteKernel(), CpuCsrKernel()])
     x = torch.randn(8, 32)
-    for found, expected in zip(gradients(module, x, router), gradients(module, x, None), strict=True):
+    for found, expected in zip(
+        gradients(module, x, router), gradients(module, x, None), strict=True
+    ):
         assert torch.equal(found, expected)
     assert "the library of CPU kernels was not built" in router.registry.unavailable_reason("cpu")
     assert not any(kernel.startswith("cpu") for _, kernel in ran(router))
 
 
-@pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF" + b"\x01" * 60 + b"\x00" * 1000])
+@pytest.mark.parametrize(
+    "content", [b"", b"no library", b"\x7fELF" + b"\x01" * 60 + b"\x00" * 1000]
+)
 def test_a_damaged_library_is_refused(elsewhere, content):
     elsewhere.write_bytes(content)
     with refused("cannot be loaded .* install lightning-nm again"):
@@ -101,7 +117,10 @@ def test_a_library_that_is_cut_off_is_refused(elsewhere, part):
     ("text", "match"),
     [
         ("int nm_abi(void) { return 7; }", f"is of version 7, not {library.ABI}: install"),
-        (f"int nm_abi(void) {{ return {library.ABI}; }}", "cannot be loaded .*undefined symbol.* install"),
+        (
+            f"int nm_abi(void) {{ return {library.ABI}; }}",
+            "cannot be loaded .*undefined symbol.* install",
+        ),
         ("int other(void) { return 1; }", "cannot be loaded .*undefined symbol.* install"),
     ],
 )
@@ -207,7 +226,9 @@ def test_a_level_that_the_cpu_lacks_is_refused(monkeypatch):
         assert library.level() == 1
     with (
         at_level("avx512"),
-        refused("'avx512' is not an instruction set of this CPU: use one of baseline, avx2, or unset"),
+        refused(
+            "'avx512' is not an instruction set of this CPU: use one of baseline, avx2, or unset"
+        ),
     ):
         library.level()
 
@@ -243,7 +264,9 @@ def test_a_lack_of_memory_and_of_a_kernel_are_errors():
     made = case(4, 4, 1, "2:4")
     dense = library.operands(4, 4, 1, made.x, made.grad)
     with at_level("baseline"), pytest.raises(RuntimeError, match="baseline has no such kernel"):
-        library.run(library.load().nm_permute_product, library.LINEAR, dense, library.PermuteOperand())
+        library.run(
+            library.load().nm_permute_product, library.LINEAR, dense, library.PermuteOperand()
+        )
 
 
 class Products(Dataset):
@@ -257,7 +280,9 @@ class Products(Dataset):
 
     def __getitem__(self, index):
         made = case(96, 64, 200, "2:8", seed=index)
-        return self.kernel.linear(self.kernel.pack_masked(made.matrix, self.kernel.layout(made.matrix)), made.x)
+        return self.kernel.linear(
+            self.kernel.pack_masked(made.matrix, self.kernel.layout(made.matrix)), made.x
+        )
 
 
 @needs_library
@@ -265,10 +290,14 @@ class Products(Dataset):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_forked_after_products_on_threads_compute_the_same():
     torch.set_num_threads(2)
-    for kernel in (kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])):
+    for kernel in (
+        kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])
+    ):
         data = Products(kernel)
         expected = [data[index] for index in range(4)]
-        loader = DataLoader(data, batch_size=None, num_workers=2, timeout=60, multiprocessing_context="fork")
+        loader = DataLoader(
+            data, batch_size=None, num_workers=2, timeout=60, multiprocessing_context="fork"
+        )
         assert all(torch.equal(a, b) for a, b in zip(loader, expected, strict=True))
 
 
@@ -315,7 +344,12 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
 
 def _forked(queue, made):
     torch.set_num_threads(1)
-    queue.put([torch.equal(a, b) for a, b in zip(compare(KERNELS[1], made), compare(KERNELS[1], made), strict=True)])
+    queue.put(
+        [
+            torch.equal(a, b)
+            for a, b in zip(compare(KERNELS[1], made), compare(KERNELS[1], made), strict=True)
+        ]
+    )
 
 
 @needs_library

@@ -25,7 +25,9 @@ pytestmark = needs_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 CELLS = [(kernel, level) for kernel in KERNELS for level in LEVELS if has_kernel(kernel, level)]
-per_cell = pytest.mark.parametrize(("kernel", "level"), CELLS, ids=[f"{k.name}-{level}" for k, level in CELLS])
+per_cell = pytest.mark.parametrize(
+    ("kernel", "level"), CELLS, ids=[f"{k.name}-{level}" for k, level in CELLS]
+)
 of_each_kernel = pytest.mark.parametrize("kernel", [*dict(CELLS)], ids=lambda kernel: kernel.name)
 
 dense_sizes = {
@@ -49,7 +51,11 @@ def patterns(draw, sizes):
 
 @per_cell
 @settings(max_examples=60)
-@given(arguments=st.fixed_dictionaries(dense_sizes), pattern=patterns([2, 4, 8, 16, 32]), permuted=st.booleans())
+@given(
+    arguments=st.fixed_dictionaries(dense_sizes),
+    pattern=patterns([2, 4, 8, 16, 32]),
+    permuted=st.booleans(),
+)
 def test_products_of_n_m_matrices(kernel, level, arguments, pattern, permuted):
     with at_level(level):
         compare(kernel, case(**arguments, pattern=pattern, permuted=permuted and kernel.ordered))
@@ -57,7 +63,10 @@ def test_products_of_n_m_matrices(kernel, level, arguments, pattern, permuted):
 
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=60)
-@given(arguments=st.fixed_dictionaries(dense_sizes), pattern=st.one_of(st.none(), patterns([3, 5, 6, 7, 12, 24])))
+@given(
+    arguments=st.fixed_dictionaries(dense_sizes),
+    pattern=st.one_of(st.none(), patterns([3, 5, 6, 7, 12, 24])),
+)
 def test_csr_products_of_any_mask(level, arguments, pattern):
     with at_level(level):
         compare(CpuCsrKernel(), case(**arguments, pattern=pattern))
@@ -66,7 +75,9 @@ def test_csr_products_of_any_mask(level, arguments, pattern):
 @pytest.mark.slow
 @per_cell
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (511, 1025, 130), (256, 4096, 64), (33, 8, 1000), (2050, 24, 3)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (511, 1025, 130), (256, 4096, 64), (33, 8, 1000), (2050, 24, 3)]
+)
 def test_products_of_larger_matrices(kernel, level, dtype, sizes):
     with at_level(level):
         compare(kernel, case(*sizes, pattern="1:8", dtype=dtype))
@@ -76,8 +87,13 @@ def test_products_of_larger_matrices(kernel, level, dtype, sizes):
 @per_cell
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15)
-@given(sizes=st.tuples(st.integers(1, 200), st.integers(1, 70), st.integers(1, 300)), pattern=patterns([4, 8, 16]))
-def test_results_have_the_same_bits_for_every_number_of_threads(kernel, level, dtype, sizes, pattern):
+@given(
+    sizes=st.tuples(st.integers(1, 200), st.integers(1, 70), st.integers(1, 300)),
+    pattern=patterns([4, 8, 16]),
+)
+def test_results_have_the_same_bits_for_every_number_of_threads(
+    kernel, level, dtype, sizes, pattern
+):
     products = []
     with at_level(level):
         for threads in (1, 2, 3):
@@ -93,8 +109,14 @@ def test_bfloat16_results_are_rounded_to_nearest_even(kernel, level):
     weight = torch.full((40, 8), 1.5).bfloat16()
     mask = torch.zeros(40, 8, dtype=torch.bool)
     mask[:, 3] = True
-    x = torch.cat([1 + torch.arange(128) / 128, -1 - torch.arange(128) / 128])[:, None].repeat(1, 8).bfloat16()
-    matrix = MaskedMatrix(weight, mask.view(torch.uint8), 1, NMPattern(1, 8), torch.bfloat16, None, lambda: weight)
+    x = (
+        torch.cat([1 + torch.arange(128) / 128, -1 - torch.arange(128) / 128])[:, None]
+        .repeat(1, 8)
+        .bfloat16()
+    )
+    matrix = MaskedMatrix(
+        weight, mask.view(torch.uint8), 1, NMPattern(1, 8), torch.bfloat16, None, lambda: weight
+    )
     expected = (1.5 * x[:, 0].double()).bfloat16()[:, None].repeat(1, 40)
     with at_level(level):
         layout = kernel.layout(matrix)
@@ -126,9 +148,13 @@ def test_nan_infinity_and_overflow_pass_at_kept_entries(kernel, level, dtype, od
             assert torch.equal(found[token, kept].isnan(), expected[token, kept].float().isnan())
             whole = odd != 3.38e38
             if whole:
-                assert torch.equal(found[token, kept].nan_to_num(7), expected[token, kept].to(dtype).nan_to_num(7))
+                assert torch.equal(
+                    found[token, kept].nan_to_num(7), expected[token, kept].to(dtype).nan_to_num(7)
+                )
             others = torch.arange(19) != token
-            torch.testing.assert_close(found[others].double(), expected[others], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                found[others].double(), expected[others], rtol=2e-2, atol=2e-2
+            )
             sampled = kernel.sampled(layout, made.grad, x)
             assert not sampled[~made.mask].any()
             if whole:
@@ -230,9 +256,12 @@ def test_keys_that_it_cannot_run_have_a_reason(kernel):
     registry = KernelRegistry([kernel])
     kernel = registry.backends[0]
 
-    def reason(gemm="forward", rows=32, depth=64, columns=16, dtype=torch.float32, pattern="2:4", **options):
+    def reason(
+        gemm="forward", rows=32, depth=64, columns=16, dtype=torch.float32, pattern="2:4", **options
+    ):
         return registry.reason(
-            kernel, GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(pattern), "cpu", **options)
+            kernel,
+            GemmKey(gemm, rows, depth, columns, dtype, NMPattern.parse(pattern), "cpu", **options),
         )
 
     assert reason() == ""
@@ -259,7 +288,9 @@ def test_the_self_check_passes_and_names_what_is_wrong(kernel, level, monkeypatc
     with at_level(level):
         assert kernel.probe(torch.device("cpu")) == ""
         assert "for CPUs" in kernel.probe(torch.device("cuda"))
-        monkeypatch.setattr(type(kernel), "linear", lambda self, packed, x, bias=None: x.new_ones(len(x), 40))
+        monkeypatch.setattr(
+            type(kernel), "linear", lambda self, packed, x, bias=None: x.new_ones(len(x), 40)
+        )
         assert "its linear product in torch.float32 is wrong" in kernel.probe(torch.device("cpu"))
 
 
@@ -270,7 +301,9 @@ def test_a_layout_of_a_tensor_with_an_offset(monkeypatch):
     mask = nm_mask(weight.abs(), "2:8")
     bits = torch.zeros(5, 20, 24, dtype=torch.uint8)
     bits[3] = mask
-    matrix = MaskedMatrix(weight, bits[3], FORWARD_BIT, NMPattern(2, 8), torch.float32, None, lambda: weight)
+    matrix = MaskedMatrix(
+        weight, bits[3], FORWARD_BIT, NMPattern(2, 8), torch.float32, None, lambda: weight
+    )
     x = torch.randn(7, 5, 24)[2]
     for kernel in (kernel for kernel in KERNELS if has_kernel(kernel, LEVELS[library.level()])):
         found = kernel.linear(kernel.pack_masked(matrix, kernel.layout(matrix)), x)

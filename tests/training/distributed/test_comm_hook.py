@@ -14,12 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import ASP, BAME, SRSTE, NMPattern, NMSparsifier
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.training.distributed.comm_hook import CommHookState, _pack, _unpack, kept_entries, kept_entries_hook
+from lightning_nm.training.distributed.comm_hook import (
+    CommHookState,
+    _pack,
+    _unpack,
+    kept_entries,
+    kept_entries_hook,
+)
 from tests.support.kinds import KINDS, make
 from tests.support.processes import in_processes
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 3), max_size=2), st.integers(2, 5))
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 3), max_size=2), st.integers(2, 5)
+)
 def test_blocks_are_put_together_again(out, per_row, taps, m):
     rows = torch.randn(out, per_row * m, *taps)
     assert torch.equal(from_blocks(as_blocks(rows, m), rows.shape), rows)
@@ -30,7 +38,9 @@ def test_blocks_are_put_together_again(out, per_row, taps, m):
 @pytest.mark.parametrize("layout", ["channels", "flat"])
 def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
     module, _ = make(kind)
-    sparsifier = NMSparsifier(module, pattern, ASP(), skip_first_last=False, conv_layout=layout).attach()
+    sparsifier = NMSparsifier(
+        module, pattern, ASP(), skip_first_last=False, conv_layout=layout
+    ).attach()
     wire = CommHookState()
     wire.add(sparsifier.layers.values())
     for layer in sparsifier.layers.values():
@@ -51,7 +61,11 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
 def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     n = data.draw(st.integers(1, m - 1))
     layer = next(
-        iter(NMSparsifier(nn.Linear(2 * m, 3), NMPattern(n, m), ASP(), skip_first_last=False).attach().layers.values())
+        iter(
+            NMSparsifier(nn.Linear(2 * m, 3), NMPattern(n, m), ASP(), skip_first_last=False)
+            .attach()
+            .layers.values()
+        )
     )
     kept = torch.rand(3, 2 * m).lt(0.5) & layer.forward_mask
     layer.set_masks(kept)
@@ -61,7 +75,9 @@ def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     grad = torch.randn(3, 2 * m)
     wire = CommHookState()
     wire.add([layer])
-    assert torch.equal(_unpack(_pack(grad, layer, wire), layer, wire.entries(layer)), torch.where(kept, grad, 0))
+    assert torch.equal(
+        _unpack(_pack(grad, layer, wire), layer, wire.entries(layer)), torch.where(kept, grad, 0)
+    )
 
 
 def test_entries_follow_the_masks():
@@ -76,7 +92,9 @@ def test_entries_follow_the_masks():
 
 
 def test_what_methods_need():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+    )
     rules = [
         {"include": "0", "method": ASP(start=1)},
         {"include": "1", "method": BAME(start=1, stop=2, every=1)},
@@ -95,7 +113,11 @@ def test_what_methods_need():
         optimizer.step()
         sparsifier.step()
     # ASP prunes at step 1; BAME adapts in the second window; SR-STE always needs all; ASP from the start.
-    assert seen == [[False, True, False, True], [True, False, False, True], [True, True, False, True]]
+    assert seen == [
+        [False, True, False, True],
+        [True, False, False, True],
+        [True, True, False, True],
+    ]
     wire.remove(list(sparsifier.layers.values())[:1])
     assert wire.sparse(model[0].weight) is None
     assert wire.sparse(model[3].weight) is not None
@@ -114,7 +136,9 @@ def counted(pattern, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 8))
     twin = copy.deepcopy(model)
-    sparsifiers = [NMSparsifier(m, pattern, ASP(), skip_first_last=False).attach() for m in (model, twin)]
+    sparsifiers = [
+        NMSparsifier(m, pattern, ASP(), skip_first_last=False).attach() for m in (model, twin)
+    ]
     wire = CommHookState(dtype)
     wire.add(sparsifiers[0].layers.values())
     size = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
@@ -135,13 +159,21 @@ def counted(pattern, dtype):
         optimizer.zero_grad()
         twin.zero_grad()
         for k, micro in enumerate(x.split(2)):  # the first without a collective
-            with parallel.no_sync() if k == 0 else nullcontext(), monkeypatched(dist, "all_reduce", spy):
+            with (
+                parallel.no_sync() if k == 0 else nullcontext(),
+                monkeypatched(dist, "all_reduce", spy),
+            ):
                 parallel(micro).square().sum().backward()
             with other.no_sync() if k == 0 else nullcontext():
                 other(micro).square().sum().backward()
         grads = [[p.grad.clone() for p in m.parameters()] for m in (model, twin)]
-        zeros = [bool(layer.weight.grad[~layer.forward_mask_view].any()) for layer in sparsifiers[0].layers.values()]
-        results.append((sum(n for n, _ in sent), sum(n * b for n, b in sent), *grads, zeros, wire.settle()))
+        zeros = [
+            bool(layer.weight.grad[~layer.forward_mask_view].any())
+            for layer in sparsifiers[0].layers.values()
+        ]
+        results.append(
+            (sum(n for n, _ in sent), sum(n * b for n, b in sent), *grads, zeros, wire.settle())
+        )
         sent.clear()
     return results
 
@@ -150,7 +182,9 @@ def strided(kind):
     """Gradients of weights that are not row-major, beside those of a dense hook."""
     torch.manual_seed(0)
     if kind == "channels-last":
-        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 2)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 2)).to(
+            memory_format=torch.channels_last
+        )
         shape = (4, 8, 5, 5)
     else:
         model, shape = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), (4, 8)
@@ -165,7 +199,9 @@ def strided(kind):
             wire.add(sparsifier.layers.values())
         for step in range(2):
             model.zero_grad()
-            parallel(torch.randn(shape, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            parallel(
+                torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            ).square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert wire.settle() < 0.7
     return grads
@@ -190,7 +226,11 @@ def test_elements_on_the_wire(tmp_path):
                 assert sent == expected * (4 if dtype is None else 2)
                 assert ratio == sent / (4 * (weights + biases))
                 assert nonzero == [False] * 3
-                tolerance = {"rtol": 1e-2, "atol": 1e-2 * max(float(g.abs().max()) for g in dense)} if dtype else {}
+                tolerance = (
+                    {"rtol": 1e-2, "atol": 1e-2 * max(float(g.abs().max()) for g in dense)}
+                    if dtype
+                    else {}
+                )
                 for one, other in zip(grads, dense, strict=True):
                     torch.testing.assert_close(one, other, **tolerance)
         for dense, kept in strides:

@@ -26,7 +26,9 @@ def test_one_changed_word_changes_the_sum(words, data):
     place = data.draw(st.integers(0, len(words) - 1))
     words = torch.tensor(words)
     other = words.clone()
-    other[place] = data.draw(st.integers(-(2**63), 2**63 - 1).filter(lambda word: word != words[place]))
+    other[place] = data.draw(
+        st.integers(-(2**63), 2**63 - 1).filter(lambda word: word != words[place])
+    )
     assert mix(words).sum() != mix(other).sum()
     assert torch.equal(mix(words)[place:], mix(words[place:], place))
 
@@ -59,8 +61,12 @@ CHANGES = {
     "schedule": lambda layer: setattr(layer.progress, "schedule", (3, 9)),
     "estimator_schedule": lambda layer: setattr(layer.progress, "estimator_schedule", (3, 9)),
     "estimating": lambda layer: setattr(layer.progress, "estimating", True),
-    "dense_gradient": lambda layer: setattr(layer.progress, "dense_gradient", not layer.dense_gradient),
-    "gradient_at_pruned": lambda layer: setattr(layer, "spec", replace(layer.spec, method=_Other())),
+    "dense_gradient": lambda layer: setattr(
+        layer.progress, "dense_gradient", not layer.dense_gradient
+    ),
+    "gradient_at_pruned": lambda layer: setattr(
+        layer, "spec", replace(layer.spec, method=_Other())
+    ),
     "clock": lambda layer: setattr(layer.progress, "clock", 7),
     "step": lambda layer: setattr(layer.progress, "step", 7),
     "masks": lambda layer: layer.masks.bits[0].fill_(0),
@@ -79,7 +85,9 @@ _Other.__name__ = "ScaledMask"
 
 @pytest.mark.parametrize("aspect", CHANGES)
 def test_each_aspect_counts(aspect):
-    layer = attached(ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask").layers["0"]
+    layer = attached(
+        ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask"
+    ).layers["0"]
     before = checksum(layer)
     with torch.no_grad():
         CHANGES[aspect](layer)
@@ -112,7 +120,9 @@ def disagreements():
 
     dist.all_reduce = spy
     for aspect, change in CHANGES.items():
-        sparsifier = attached(ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask")
+        sparsifier = attached(
+            ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask"
+        )
         sparsifier.compare_ranks()
         sparsifier.compare_ranks()
         with torch.no_grad():

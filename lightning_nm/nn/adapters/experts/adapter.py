@@ -44,13 +44,18 @@ class NMExperts(Adapter):
         for name, parameter in module._parameters.items():
             chosen = cls.parameters_masked is None or name in cls.parameters_masked
             if chosen and _holds_matrices(parameter):
-                layout: Layout = "experts-transposed" if cls._is_transposed(module, name) else "experts"
+                layout: Layout = (
+                    "experts-transposed" if cls._is_transposed(module, name) else "experts"
+                )
                 yield WeightSpec(name, layout, len(parameter))
 
     @classmethod
     def _is_transposed(cls, module: Any, parameter: str) -> bool:
         if cls.transposed is None:
-            return getattr(module, "is_transposed", False) is True or _class_of(module).__name__ in _TRANSPOSED
+            return (
+                getattr(module, "is_transposed", False) is True
+                or _class_of(module).__name__ in _TRANSPOSED
+            )
         return cls.transposed if isinstance(cls.transposed, bool) else parameter in cls.transposed
 
     @classmethod
@@ -60,10 +65,14 @@ class NMExperts(Adapter):
         The module must have the attributes that transformers gives its experts, or "expert" must be in the name of its
         class, in its own, or in the parameter's, and the parameter must hold more than one matrix.
         """
-        if not cls.by_parameters or (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
+        if not cls.by_parameters or (
+            hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        ):
             return True
         names = (_class_of(module).__name__, name.rpartition(".")[2], parameter)
-        return len(getattr(module, parameter)) > 1 and any("expert" in each.lower() for each in names)
+        return len(getattr(module, parameter)) > 1 and any(
+            "expert" in each.lower() for each in names
+        )
 
     @classmethod
     def macs(
@@ -100,7 +109,9 @@ def _getattr(self: Any, name: str) -> Any:
     if in_use is not None and name in self.nm_layers:
         if name not in in_use:
             layer = self.nm_layers[name]
-            in_use[name] = ExpertsInUse(layer) if isinstance(layer, NMLayer) else layer.in_use()  # packed, else
+            in_use[name] = (
+                ExpertsInUse(layer) if isinstance(layer, NMLayer) else layer.in_use()
+            )  # packed, else
         return ExpertWeight.of(Part(in_use[name]))
     return type(self).nm_base.__getattr__(self, name)
 
@@ -137,8 +148,15 @@ def register_experts(
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"register_experts takes a module class, not {kind!r}")
         if kind.forward is nn.Module.forward:
-            raise TypeError(f"{kind.__name__} has no forward, so other modules read its weights: register theirs")
-        choices = {"handles": kind, "by_parameters": False, "transposed": transposed, "parameters_masked": parameters}
+            raise TypeError(
+                f"{kind.__name__} has no forward, so other modules read its weights: register theirs"
+            )
+        choices = {
+            "handles": kind,
+            "by_parameters": False,
+            "transposed": transposed,
+            "parameters_masked": parameters,
+        }
         register_adapter(type(f"NM{kind.__name__}Adapter", (NMExperts,), choices))
         return kind
 

@@ -56,7 +56,9 @@ class ExpertLayer(NMLayer):
 def expert_of(layer: NMLayer, expert: int) -> ExpertLayer:
     """The layer of one expert, its masks as they are now."""
     found = layer.experts.get(expert)
-    if isinstance(found, ExpertLayer) and all(new is old for new, old in zip(_stamp(layer), found.stamp, strict=True)):
+    if isinstance(found, ExpertLayer) and all(
+        new is old for new, old in zip(_stamp(layer), found.stamp, strict=True)
+    ):
         return found
     made = found if isinstance(found, ExpertLayer) else ExpertLayer.__new__(ExpertLayer)
     layer.experts[expert] = made

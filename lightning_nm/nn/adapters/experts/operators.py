@@ -68,7 +68,9 @@ def _indices(part: Part) -> Tensor:
     return torch.arange(len(part.use.weight), device=part.use.weight.device)
 
 
-@handles(*(getattr(place, name) for name in ("matmul", "mm", "bmm", "mv") for place in (torch, Tensor)))
+@handles(
+    *(getattr(place, name) for name in ("matmul", "mm", "bmm", "mv") for place in (torch, Tensor))
+)
 @handles(Tensor.__matmul__)
 def _matmul(a: Tensor, b: Tensor, /) -> Any:
     if not isinstance(a, ExpertWeight):
@@ -99,14 +101,30 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _product(input, _flip(weight._nm), bias)
 
 
-@handles(getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None), "transformers.grouped_mm_fallback")
+@handles(
+    getattr(torch, "_grouped_mm", None),
+    getattr(F, "grouped_mm", None),
+    "transformers.grouped_mm_fallback",
+)
 def _grouped_mm(
-    a: Tensor, b: Tensor, /, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+    a: Tensor,
+    b: Tensor,
+    /,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: Any = None,
 ) -> Any:
-    if not isinstance(b, ExpertWeight) or isinstance(a, ExpertWeight) or bias is not None or out_dtype is not None:
+    if (
+        not isinstance(b, ExpertWeight)
+        or isinstance(a, ExpertWeight)
+        or bias is not None
+        or out_dtype is not None
+    ):
         return NotImplemented
     part = b._nm
-    with torch.autocast(a.device.type, enabled=False):  # as torch's own, which autocast does not know
+    with torch.autocast(
+        a.device.type, enabled=False
+    ):  # as torch's own, which autocast does not know
         if a.dim() == 3 and offs is None:
             return _product(a, part)
         if a.dim() != 2 or offs is None or part.experts is not None:
@@ -120,7 +138,9 @@ def _grouped_mm(
 @handles(torch.einsum)
 def _einsum(equation: str, /, *operands: Any) -> Any:
     """Two operands, of which the weight is ``[experts, a, b]`` or one expert's ``[a, b]``, one of them contracted."""
-    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    tensors = (
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    )
     given, arrow, result = equation.replace(" ", "").partition("->")
     terms = given.split(",")
     if not arrow or "." in equation or len(terms) != 2 or len(tensors) != 2:
@@ -135,7 +155,11 @@ def _einsum(equation: str, /, *operands: Any) -> Any:
     kept = [axis for axis in axes if axis in result and axis not in named]
     others = [axis for axis in named if axis not in held]
     distinct = all(len(set(term)) == len(term) for term in (named, held, result))
-    if not distinct or [len(contracted), len(kept)] != [1, 1] or set(result) != {*leading, *others, *kept}:
+    if (
+        not distinct
+        or [len(contracted), len(kept)] != [1, 1]
+        or set(result) != {*leading, *others, *kept}
+    ):
         return NotImplemented
     experts = [axis for axis in leading if axis in named]
     order = [*experts, *others, *contracted]
@@ -158,11 +182,15 @@ def _getitem(weight: ExpertWeight, index: Any, /) -> Any:
     part = weight._nm
     whole = len(part.leading)
     given = list(index) if isinstance(index, tuple) else [index]
-    while given and (given[-1] is Ellipsis or (isinstance(given[-1], slice) and given[-1] == slice(None))):
+    while given and (
+        given[-1] is Ellipsis or (isinstance(given[-1], slice) and given[-1] == slice(None))
+    ):
         given.pop()
     if not given:
         return weight
-    if len(given) > whole or any(each is None or each is Ellipsis or isinstance(each, bool) for each in given):
+    if len(given) > whole or any(
+        each is None or each is Ellipsis or isinstance(each, bool) for each in given
+    ):
         return NotImplemented
     if isinstance(given[0], Tensor) and given[0].dtype == torch.bool and given[0].dim() > whole:
         return NotImplemented
@@ -217,10 +245,20 @@ def _turned(weight: ExpertWeight, dims: Iterable[int]) -> Any:
     order, same = [dim % number for dim in dims], list(range(number))
     if order == same:
         return weight
-    return ExpertWeight.of(_flip(part)) if order == [*same[:-2], same[-1], same[-2]] else NotImplemented
+    return (
+        ExpertWeight.of(_flip(part))
+        if order == [*same[:-2], same[-1], same[-2]]
+        else NotImplemented
+    )
 
 
-@handles(*(getattr(place, name) for name in ("transpose", "swapaxes", "swapdims") for place in (torch, Tensor)))
+@handles(
+    *(
+        getattr(place, name)
+        for name in ("transpose", "swapaxes", "swapdims")
+        for place in (torch, Tensor)
+    )
+)
 def _transpose(weight: ExpertWeight, first: int, second: int, /) -> Any:
     order = list(range(len(weight._nm.leading) + 2))
     order[first], order[second] = order[second], order[first]

@@ -50,11 +50,15 @@ class ExpertsInUse:
         parameter = layer.param
         self.values = None if layer.method.masks_entries else WholeValues(layer, parameter.detach())
         with torch.enable_grad():  # a block without gradients may read it first
-            self.weight: Tensor = _Routed.apply(layer, self.values, parameter, *layer.parameters.values())
+            self.weight: Tensor = _Routed.apply(
+                layer, self.values, parameter, *layer.parameters.values()
+            )
         self._parts: Sequence[Tensor] = ()
         self._forward_weight: Tensor | None = None
 
-    def product(self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def product(
+        self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """``x W_F[expert]^T + bias`` for ``x [..., in]``, in a dtype or by default the one that torch takes."""
         if not self._parts:
             with torch.enable_grad():
@@ -71,7 +75,9 @@ class ExpertsInUse:
     def grouped(self, x: Tensor, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """The products of ``x [tokens, in]``, sorted by expert; tokens beyond all counts give 0."""
         *pieces, rest = x.split([*counts, len(x) - sum(counts)])
-        found = [self.product(k, piece, dtype=dtype) for k, piece in enumerate(pieces) if len(piece)]
+        found = [
+            self.product(k, piece, dtype=dtype) for k, piece in enumerate(pieces) if len(piece)
+        ]
         found = found or [self.product(0, x[:0], dtype=dtype)]
         if len(rest):
             found.append(found[0].new_zeros(len(rest), found[0].shape[1]))
@@ -107,7 +113,9 @@ class _Routed(torch.autograd.Function):
     """The latent weight, whose gradient the method routes."""
 
     @staticmethod
-    def forward(ctx: Any, layer: NMLayer, values: WholeValues | None, weight: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layer: NMLayer, values: WholeValues | None, weight: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.layer, ctx.values = layer, values
         ctx.save_for_backward(weight)
         return weight.view_as(weight)

@@ -22,7 +22,17 @@ Handler = Callable[..., Any]
 # Attributes and functions that depend on shape, dtype and device alone.
 _VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
 _METADATA = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "storage_offset", "__len__"),
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "is_contiguous",
+        "storage_offset",
+        "__len__",
+    ),
     *("element_size", "data_ptr", "is_floating_point", "is_complex", "get_device", "type"),
     *("new_zeros", "new_empty", "new_ones", "new_full", "new_tensor"),
     *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
@@ -68,9 +78,13 @@ class ExpertWeight(Tensor):
             if part.dtype is None and not isinstance(part.experts, Tensor):
                 seen = weight.detach() if part.experts is None else weight.detach()[part.experts]
             else:
-                nothing = torch.full((), float("nan"), dtype=part.dtype or weight.dtype, device=weight.device)
+                nothing = torch.full(
+                    (), float("nan"), dtype=part.dtype or weight.dtype, device=weight.device
+                )
                 seen = nothing.expand(*leading, *weight.shape[-2:])
-            made = _Unread.apply(weight, seen.mT if part.flipped else seen, part.layer.name).as_subclass(cls)
+            made = _Unread.apply(
+                weight, seen.mT if part.flipped else seen, part.layer.name
+            ).as_subclass(cls)
         made._nm = part
         return made
 
@@ -102,7 +116,9 @@ class _Unread(torch.autograd.Function):
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    attribute = (
+        getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    )
     layers = {part.layer.name: part.layer for part in _parts((args, kwargs))}
     if name == "data_ptr" and args[0].device.type != "cpu":
         raise _unsupported(next(iter(layers.values())), "data_ptr(), as of a kernel of its own")
@@ -136,7 +152,9 @@ def _parts(tree: Any) -> list[Part]:
         return [tree._nm]
     if isinstance(tree, dict):
         tree = list(tree.values())
-    return [part for leaf in tree for part in _parts(leaf)] if isinstance(tree, (list, tuple)) else []
+    return (
+        [part for leaf in tree for part in _parts(leaf)] if isinstance(tree, (list, tuple)) else []
+    )
 
 
 def _values(tree: Any) -> Any:
