@@ -18,23 +18,36 @@ from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import reshard
-from lightning_nm.nn.layer.state import SCHEMA, by_plain_name, check_schema, layer_state
+from lightning_nm.nn.layer.state import layer_state
 from lightning_nm.nn.selection.install import install, uninstall
 from lightning_nm.nn.selection.low_rank import warn_of_adapters
 from lightning_nm.nn.selection.selection import Rule, Selection
+from lightning_nm.training.checkpoint import (
+    SparsifierState,
+    check_scale,
+    check_state,
+    warn_of_changes,
+)
 from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
-from lightning_nm.training.fitting import FittingState
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
-from lightning_nm.training.phases import plan_schedules, warn_of_changes
-from lightning_nm.training.scale import ScaledLearningRates, is_rescaled, rescale_initial
+from lightning_nm.training.phases import plan_schedules
+from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
-from lightning_nm.training.statistics import ModelStatistics
+from lightning_nm.training.statistics import (
+    flops_ratios,
+    joint_statistics,
+    layer_statistics,
+    layers_short_of_tokens,
+    mean_flip_rate,
+    share_of_products,
+    violations,
+)
 from lightning_nm.training.step import TrainingStep
 
 
-class NMSparsifier(ModelStatistics):
+class NMSparsifier:
     """Trains a model's weights under an N:M method, in any training loop.
 
     Args:
@@ -94,11 +107,20 @@ class NMSparsifier(ModelStatistics):
         self.selection = Selection()
         self.attached = False
         self.macs: dict[str, int] = {}
+        """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name.
+
+        Those of all weights of kinds without an adapter are under :data:`~lightning_nm.training.macs.OTHERS`.
+        """
         self.initial_factors: dict[str, float] = {}
         self._counter: MacsCounter | None = None
         self._forgotten = ForgottenCalls()
         self._step = TrainingStep((), forgotten=self._forgotten)
         self._comparison = RankComparison(())
+
+    @property
+    def layers(self) -> dict[str, NMLayer]:
+        """The masked layers by name."""
+        return {layer.name: layer for layer in self.selection.layers}
 
     @property
     def rules(self) -> list[Rule]:
@@ -134,43 +156,55 @@ class NMSparsifier(ModelStatistics):
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.selection.select`, or a schedule
                 does not fit ``planned_steps``.
         """
-        if not self.attached:
-            if state:
-                check_schema(state)
-            self._install(self._select(state or {}, optimizers))
-            if self.config.scale == "supar" and not state and self.clock == 0:
-                self._rescale_initial()
+        if self.attached:
+            return self
+        saved = SparsifierState.from_dict(state) if state else None
+        selection = self._select(saved, optimizers)
+        self._install(selection)
+        is_untrained = saved is None and self.clock == 0
+        if self.config.scale == "supar" and is_untrained:
+            self._rescale_initial()
         return self
 
     def _rescale_initial(self) -> None:
-        masked = [layer for layer in self.selection.layers if layer.masks.has_forward]
-        self.initial_factors = {
-            layer.name: rescale_initial(layer, self.config.base_density) for layer in masked
-        }
+        for layer in self.selection.layers:
+            if layer.masks.has_forward:
+                factor = rescale_initial(layer, self.config.base_density)
+                self.initial_factors[layer.name] = factor
 
     def _select(
-        self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None
+        self, saved: SparsifierState | None, optimizers: Iterable[Optimizer] | None
     ) -> Selection:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
-        saved = by_plain_name(state["layers"]) if state else {}
+        is_trained = None
+        if self.config.frozen != "mask":
+            is_trained = trained_by(optimizers)
+        saved_layers = saved.layers if saved else {}
         selection = self.settings.select(
             self.model,
             seed=self.seed,
-            is_trained=None if self.config.frozen == "mask" else trained_by(optimizers),
-            continued=saved,
-            saved_first_last=state.get("ends"),
+            is_trained=is_trained,
+            continued=saved_layers,
+            saved_first_last=saved.first_last if saved else None,
         )
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
-        plan_schedules(selection.waiting, saved, self.planned_steps, self.clock)
-        self._choose_masks(selection.layers, saved)
+        # Frozen layers get no masks yet, but a schedule that does not fit is an error now.
+        plan_schedules(selection.waiting, saved_layers, self.planned_steps, self.clock)
+        self._choose_masks(selection.layers, saved_layers)
         return selection
 
     def _install(self, selection: Selection) -> None:
         self.selection = selection
-        rates = None if self.config.scale is None else ScaledLearningRates(self.config.base_density)
+        rates = None
+        if self.config.scale is not None:
+            rates = ScaledLearningRates(self.config.base_density)
         self._step = TrainingStep(
-            selection.layers, self.config.grad_snr_every, self.clock, self._forgotten, rates
+            selection.layers,
+            observe_every=self.config.grad_snr_every,
+            clock=self.clock,
+            forgotten=self._forgotten,
+            rates=rates,
         )
         self._step.begin_window()
         install(self.model, selection.layers)
@@ -321,10 +355,114 @@ class NMSparsifier(ModelStatistics):
         self._require_attached("reduce_gradients")
         reduce_gradients(self.selection.layers, group)
 
+    def _require_attached(self, call: str) -> None:
+        if not self.attached:
+            raise RuntimeError(f"the sparsifier is not attached: call attach() before {call}()")
+
     def _close_counter(self) -> None:
         if self._counter is not None:
             self._counter.close()
             self._counter = None
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics of all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio.
+
+        They are ``density`` (share of set bits of the forward mask), ``flip_rate`` (share of its bits that the last
+        update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap`` (share of the forward mask's
+        entries that the backward mask keeps), and those of the layers' methods; where gradient estimates were observed
+        (every ``grad_snr_every`` steps in a few layers, never in compiled ones), also ``grad_snr`` (norm of dW over
+        the norm of its error) and ``grad_density`` (share of nonzeros in E(dY)).
+
+        Raises:
+            ValueError: If a weight holds NaN, naming the layer.
+        """
+        self._require_attached("stats")
+        statistics = joint_statistics(self.selection.layers)
+        statistics["train_flops_ratio"] = self.flops_ratios()["eligible"]
+        return statistics
+
+    def layer_stats(self) -> dict[str, dict[str, float]]:
+        """Return the statistics of :meth:`stats` for every masked layer, without ``train_flops_ratio``."""
+        self._require_attached("layer_stats")
+        return {layer.name: layer_statistics(layer) for layer in self.selection.layers}
+
+    def mean_flip_rate(self) -> float:
+        """Return the ``flip_rate`` of :meth:`stats` averaged over all steps so far."""
+        return mean_flip_rate(self.selection.layers)
+
+    def violations(self) -> int:
+        """Count the blocks of forward weights that hold more than N nonzeros, also where there is no mask now.
+
+        With masks it is 0 unless a method is wrong. Layers whose forward weight is never masked are left out.
+        """
+        return violations(self.selection.layers)
+
+    def flops_ratios(self) -> dict[str, float]:
+        """Return the multiply-adds of a training step over those of a dense step: arithmetic, paper and eligible.
+
+        All weights of the model count, weighted by their multiply-adds in the first batches; before a batch, and in
+        models with compiled parts, by their size.
+        """
+        densities = {name: layer.gemms().densities() for name, layer in self.layers.items()}
+        return flops_ratios(densities, self._costs())
+
+    def mean_flops_ratios(self) -> dict[str, float]:
+        """Return :meth:`flops_ratios` averaged over the steps so far; dense phases count as dense."""
+        densities = {name: layer.mean_densities() for name, layer in self.layers.items()}
+        return flops_ratios(densities, self._costs())
+
+    def _costs(self) -> dict[str, int]:
+        return self.macs if any(self.macs.values()) else self.selection.sizes
+
+    def shares(self, gradients: bool = False) -> dict[str, float]:
+        """Return the share of the parameters and, once a batch ran, of dense multiply-adds in masked layers.
+
+        With ``gradients``, the layers with a gradient estimator count instead.
+        """
+        if gradients:
+            layers = [
+                layer
+                for layer in self.selection.layers
+                if layer.estimator is not None and layer.param.requires_grad
+            ]
+        else:
+            layers = [layer for layer in self.selection.layers if layer.maskable]
+        all_parameters = sum(p.numel() for p in self.model.parameters())
+        shares = {"parameters": sum(layer.param.numel() for layer in layers) / all_parameters}
+        all_macs = sum(self.macs.values())
+        if all_macs:
+            shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / all_macs
+        return shares
+
+    def share_of_products(self) -> float:
+        """Return the share of the parameters in masked layers, without the weights that are looked up alone.
+
+        A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
+        """
+        return share_of_products(self.model, self.selection.layers)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Masked layers whose module was not called in the batches so far, though others were.
+
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
+        modules are left out, since their calls are not seen.
+        """
+        if not self.macs:
+            return []
+        hidden = self._counter.hidden() if self._counter else set()
+        return [
+            layer.name
+            for layer in self.selection.layers
+            if layer.name not in self.macs and layer.module not in hidden
+        ]
+
+    @property
+    def short_of_tokens(self) -> dict[str, str]:
+        """Layers whose first batch had fewer tokens than a block of the estimator, with both numbers."""
+        if self._counter is None:
+            return {}
+        return layers_short_of_tokens(self.selection.layers, self._counter.least)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
@@ -332,45 +470,21 @@ class NMSparsifier(ModelStatistics):
         It holds plain tensors and primitives, so ``torch.load(weights_only=True)`` reads it.
         """
         self._require_attached("state_dict")
-        return {
-            "schema": SCHEMA,
-            "seed": self.seed,
-            "preset": self.config.preset or "",
-            "clock": self.clock,
-            "stepped": self._step.stepped,
-            "layers": {layer.name: layer_state(layer) for layer in self.selection.layers},
-            "macs": dict(self.macs),
-            "waiting": [layer.name for layer in self.selection.waiting],
-            "ends": dict(self.selection.first_last),
-            "skip_first": self.settings.skip_first,
-            "skip_last": self.settings.skip_last,
-            "scale": self.config.scale or "",
-            "base_density": self.config.base_density,
-        }
-
-    def _check_scale(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of another scale, and weights that were rescaled although the state belongs to others."""
-        saved = state.get("scale", ""), state.get("base_density", 1.0)
-        own = self.config.scale or "", self.config.base_density
-        if saved != own:
-            names = [
-                f"scale={scale or None!r}, base_density={density}"
-                for scale, density in (saved, own)
-            ]
-            raise ValueError(
-                f"the state was saved with {names[0]}, and this training has {names[1]}: use the former"
-            )
-        rescaled = [name for name, factor in self.initial_factors.items() if factor != 1]
-        changed = [
-            layer.name
-            for layer in self.selection.layers
-            if layer.name in rescaled and is_rescaled(layer)
-        ]
-        if changed and self.clock == 0 and state["clock"]:
-            raise ValueError(
-                f"attach() has rescaled the weight of layer '{changed[0]}', which the state does not know: give the "
-                "state to attach(state), or load the model's weights after attach()"
-            )
+        state = SparsifierState(
+            layers={layer.name: layer_state(layer) for layer in self.selection.layers},
+            seed=self.seed,
+            clock=self.clock,
+            stepped=self._step.stepped,
+            preset=self.config.preset or "",
+            macs=self.macs,
+            frozen_layers=[layer.name for layer in self.selection.waiting],
+            first_last=self.selection.first_last,
+            skip_first=self.settings.skip_first,
+            skip_last=self.settings.skip_last,
+            scale=self.config.scale or "",
+            base_density=self.config.base_density,
+        )
+        return state.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore masks, latent values and clocks; call it after ``model.load_state_dict``.
@@ -380,18 +494,26 @@ class NMSparsifier(ModelStatistics):
                 belong to the model's weights. Nothing is changed then.
         """
         self._require_attached("load_state_dict")
-        check_schema(state)
-        self._check_scale(state)
-        fitting = FittingState.of(self.selection, state, SHORT_NAMES)
-        warn_of_changes(
-            fitting.layers, fitting.saved, self.planned_steps, self.settings.masked_in(state)
+        saved = SparsifierState.from_dict(state)
+        check_scale(
+            saved,
+            self.selection,
+            scale=self.config.scale,
+            base_density=self.config.base_density,
+            clock=self.clock,
+            initial_factors=self.initial_factors,
         )
-        self._wake(fitting.waiting, fitting.saved)
-        self.seed = state["seed"]
-        fitting.load()
-        self._step.load(state["clock"], state["stepped"])
-        if state["macs"]:
+        checked = check_state(saved, self.selection, SHORT_NAMES)
+        masked_first_last = self.settings.masked_in(state)
+        warn_of_changes(checked.layers, saved.layers, self.planned_steps, masked_first_last)
+
+        self._wake(checked.frozen, saved.layers)
+        self.seed = saved.seed
+        checked.apply()
+        self._step.load(saved.clock, saved.stepped)
+        if saved.macs:
+            # The counts of the first batches, which are not counted again.
             self.macs.clear()
-            self.macs.update(by_plain_name(state["macs"]))
+            self.macs.update(saved.macs)
             if self._counter is not None:
                 self._counter.known = True

@@ -12,8 +12,8 @@ from lightning_nm.callbacks.lifecycle import Lifecycle
 from lightning_nm.callbacks.monitor import MaskMonitor
 from lightning_nm.export.files import check_archive, file_fault
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.state import check_schema
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.checkpoint import check_schema
 
 
 class SavedSparsity(pl.Callback):

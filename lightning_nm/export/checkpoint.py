@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import read_folder
 from lightning_nm.export.shards import read_shards
-from lightning_nm.nn.layer.state import check_schema
+from lightning_nm.training.checkpoint import check_schema
 
 
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_nm.export.files import read_file
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
-from lightning_nm.nn.layer.state import check_schema
+from lightning_nm.training.checkpoint import check_schema
 
 STATE_FILE = "nm_sparsifier.pt"
 """Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""

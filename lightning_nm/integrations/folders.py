@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import STATE_FILE
-from lightning_nm.nn.layer.state import check_schema
+from lightning_nm.training.checkpoint import check_schema
 
 _START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"
 _OTHER_FOLDER = (

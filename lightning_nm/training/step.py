@@ -28,10 +28,11 @@ from lightning_nm.training.optimizers import (
 )
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 
-_OBSERVED_LAYERS = 4  # whose gradient estimates are compared with exact gradients at a time
-_COST_HOOKS = frozenset(
-    {"current_pattern", "gradient_at_pruned"}
-)  # may change a GEMM's cost without moving masks
+_OBSERVED_LAYERS = 4
+"""Layers whose gradient estimates are compared with exact gradients at a time."""
+
+_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})
+"""Hooks of methods that may change what a GEMM costs although the masks stay."""
 
 
 class TrainingStep:
@@ -59,15 +60,18 @@ class TrainingStep:
         self.observe_every = observe_every
         self.clock = clock  # training steps: batches at whose end any optimizer had stepped
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
-        self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones by id
-        self._hooks = {layer.method: layer.method.defined_hooks() for layer in layers}
+        # The keys of these are the ids of optimizers: an optimizer has no hash of its own to rely on.
+        self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones
         self._handles: dict[int, list[RemovableHandle]] = {}
-        self._depth: dict[int, int] = {}
-        self._announced: set[int] = set()  # the ids of optimizers whose gradients were shaped
+        self._depth: dict[int, int] = {}  # of nested calls of step(), see _enter_step()
+        self._announced: set[int] = set()  # those whose gradients before_optimizer() has shaped
+        # Hooks that a method does not define are not called at all: most layers have few.
+        self._hooks = {layer.spec.method: layer.spec.method.defined_hooks() for layer in layers}
 
     def add(self, layers: Sequence[NMLayer]) -> None:
         """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
-        self._hooks.update({layer.method: layer.method.defined_hooks() for layer in layers})
+        for layer in layers:
+            self._hooks[layer.spec.method] = layer.spec.method.defined_hooks()
         for key, known in self.optimizers.items():
             self.optimizers[key] = owned_layers(known.optimizer, self.layers, known)
         for layer in layers:
@@ -78,7 +82,9 @@ class TrainingStep:
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
         for layer in owned:
-            method, hooks = layer.spec.method, self._hooks[layer.spec.method]
+            method = layer.spec.method
+            hooks = self._hooks[method]
+            # Methods see true gradients, whatever a GradScaler has multiplied them by.
             with _unscaled(layer, loss_scale), _full(layer, gradient=True):
                 if "penalty" in hooks:
                     _add_penalty(layer)
@@ -93,7 +99,10 @@ class TrainingStep:
             for layer in self.owned(optimizer)
             if "after_clipping" in self._hooks[layer.spec.method]
         ]
-        if not shaping or (id(optimizer) not in self._announced and changes_nothing(optimizer)):
+        if not shaping:
+            return
+        announced = id(optimizer) in self._announced
+        if not announced and changes_nothing(optimizer):
             return
         loss_scale = _scale_within_step(optimizer)
         for layer in shaping:
@@ -112,7 +121,8 @@ class TrainingStep:
                 with _full(layer, gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
             if layer.spec.estimator is not None:
-                layer.draw_noise()  # a batch may hold several steps
+                # A batch may hold several steps, and each needs random numbers of its own.
+                layer.draw_noise()
 
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
@@ -120,33 +130,41 @@ class TrainingStep:
         Returns:
             Whether any optimizer had stepped.
         """
-        self._depth.clear()  # a step that raised an exception left something
-        self._announced.clear()  # a scaler may have skipped one
+        # What is left here is of a step that raised an exception, or that a GradScaler skipped.
+        self._depth.clear()
+        self._announced.clear()
         self.forgotten.batch_ended()
-        stepped, self.stepped = self.stepped, False
-        self.clock += stepped
+        stepped = self.stepped
+        self.stepped = False
+        if stepped:
+            self.clock += 1
         for layer in self.layers:
-            progress, hooks = layer.progress, self._hooks[layer.spec.method]
-            progress.clock, progress.shaped = (
-                self.clock,
-                False,
-            )  # a scaler may have skipped the step
-            moved = progress.step > progress.updated_at
-            if stepped and not moved:
-                _count_cost(layer, hooks)
-            # Phases begin and end for all layers together, whether or not they made a step.
-            if moved or (stepped and self.clock in progress.schedule):
-                if "update" in hooks:
-                    with _full(layer):
-                        layer.spec.method.update(layer)
-                progress.updated_at = progress.step
-                if layer.replaced_state is not None:
-                    layer.forget_replaced_state()
-            if layer.spec.estimator is not None:
-                layer.draw_noise()
+            self._end_batch(layer, stepped)
         if stepped:
             self.begin_window()
         return stepped
+
+    def _end_batch(self, layer: NMLayer, stepped: bool) -> None:
+        method = layer.spec.method
+        hooks = self._hooks[method]
+        progress = layer.progress
+        progress.clock = self.clock
+        progress.shaped = False
+        has_stepped = progress.step > progress.updated_at
+        if stepped and not has_stepped:
+            # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
+            _count_cost(layer, hooks)
+        # Phases begin and end for all layers together, whether or not they made a step.
+        begins_phase = stepped and self.clock in progress.schedule
+        if has_stepped or begins_phase:
+            if "update" in hooks:
+                with _full(layer):
+                    method.update(layer)
+            progress.updated_at = progress.step
+            if layer.replaced_state is not None:
+                layer.forget_replaced_state()
+        if layer.spec.estimator is not None:
+            layer.draw_noise()
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.
@@ -163,33 +181,39 @@ class TrainingStep:
 
         The latter is so when a training resumes, and when the estimators begin between two turns.
         """
-        able = [
+        estimating = [
             layer
             for layer in self.layers
             if layer.progress.estimating and layer.param.requires_grad
         ]
-        nothing_known = all(layer.observation.sums is None for layer in able)
-        if self.clock % self.observe_every and not nothing_known:
+        is_turn = self.clock % self.observe_every == 0
+        nothing_known = all(layer.observation.sums is None for layer in estimating)
+        if not is_turn and not nothing_known:
             return
+        # Each turn takes the next few layers, so that all of them are seen in time.
         turn = self.clock // self.observe_every
         first = turn * _OBSERVED_LAYERS
-        for k in range(min(_OBSERVED_LAYERS, len(able))):
-            able[(first + k) % len(able)].observation.begin_window(True, True)
+        for k in range(min(_OBSERVED_LAYERS, len(estimating))):
+            layer = estimating[(first + k) % len(estimating)]
+            layer.observation.begin_window(active=True, estimating=True)
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
-        method, progress = layer.spec.method, layer.progress
+        method = layer.spec.method
+        progress = layer.progress
         progress.clock = self.clock
         if not loaded:
-            asks = "needs_dense_gradient" in self._hooks[method]
-            progress.dense_gradient = asks and method.needs_dense_gradient(layer)
+            progress.dense_gradient = False
+            if "needs_dense_gradient" in self._hooks[method]:
+                progress.dense_gradient = method.needs_dense_gradient(layer)
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
             progress.estimating = not schedule or within(schedule, self.clock)
-            layer.observation.begin_window(False, progress.estimating)
+            layer.observation.begin_window(active=False, estimating=progress.estimating)
 
     def load(self, clock: int, stepped: bool) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
-        self.clock, self.stepped = clock, stepped
+        self.clock = clock
+        self.stepped = stepped
         for layer in self.layers:
             layer.observation.forget()
         self.begin_window(loaded=True)
@@ -201,14 +225,13 @@ class TrainingStep:
                 check_optimizer(optimizer, self.layers)
             self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
             enter = optimizer.register_step_pre_hook(self._enter_step)
-            self._handles[id(optimizer)] = [
-                enter,
-                optimizer.register_step_post_hook(self._leave_step),
-            ]
+            leave = optimizer.register_step_post_hook(self._leave_step)
+            self._handles[id(optimizer)] = [enter, leave]
 
     def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the registered optimizers that are not among these: they were replaced."""
-        for key in self.optimizers.keys() - {id(optimizer) for optimizer in optimizers}:
+        in_use = {id(optimizer) for optimizer in optimizers}
+        for key in self.optimizers.keys() - in_use:
             for handle in self._handles.pop(key):
                 handle.remove()
             del self.optimizers[key]
@@ -226,17 +249,17 @@ class TrainingStep:
             raise RuntimeError(
                 "this optimizer is not registered: call sparsifier.register(optimizer) before training"
             )
-        if known.parameters != sum(len(group["params"]) for group in optimizer.param_groups):
-            known = self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers, known)
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if held != known.parameters:
+            known = owned_layers(optimizer, self.layers, known)
+            self.optimizers[id(optimizer)] = known
         return known.layers
 
     def unowned(self) -> list[NMLayer]:
         """The layers that no registered optimizer owns."""
-        owned = {
-            layer
-            for known in list(self.optimizers.values())
-            for layer in self.owned(known.optimizer)
-        }
+        owned: set[NMLayer] = set()
+        for known in list(self.optimizers.values()):
+            owned.update(self.owned(known.optimizer))
         return [layer for layer in self.layers if layer not in owned]
 
     def release(self, *, keep_parameters: bool = False) -> None:
@@ -248,36 +271,45 @@ class TrainingStep:
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
-        for book in (self._handles, self.optimizers, self._depth, self._announced):
-            book.clear()
+        self._handles.clear()
+        self.optimizers.clear()
+        self._depth.clear()
+        self._announced.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
+        depth = self._depth.get(id(optimizer), 0) + 1
+        self._depth[id(optimizer)] = depth
         if depth > 1:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        is_positional = len(args) > 1  # args[0] is the optimizer itself
+        closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
             self.after_clipping(optimizer)
             self._scale_rates(optimizer)
             return None
 
-        def computes_gradients() -> Any:  # and clips them, with Lightning
+        # Under Lightning the closure computes the gradients and clips them: what follows clipping comes after it.
+        def closure_and_hooks() -> Any:
             try:
                 result = closure()
                 self.after_clipping(optimizer)
-            except BaseException:  # the step ends without its post hook
+            except BaseException:
+                # The step ends here, without its post hook.
                 self._depth.pop(id(optimizer), None)
                 raise
-            self._scale_rates(optimizer)  # the closure itself saw the user's rates
+            # Not before the closure, which may log the user's own rates.
+            self._scale_rates(optimizer)
             return result
 
-        if len(args) > 1:
-            return (args[0], computes_gradients, *args[2:]), kwargs
-        return args, {**kwargs, "closure": computes_gradients}
+        if is_positional:
+            return (args[0], closure_and_hooks, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_hooks}
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 1) - 1
-        if depth > 0:  # the step of a subclass that calls its base class's runs the hooks twice
+        depth = self._depth.get(id(optimizer), 1) - 1
+        self._depth[id(optimizer)] = depth
+        if depth > 0:
             return
         try:
             self._after_step(optimizer)
@@ -292,10 +324,9 @@ class TrainingStep:
     def _after_step(self, optimizer: Optimizer) -> None:
         announced = id(optimizer) in self._announced
         self._announced.discard(id(optimizer))
+        # A fused optimizer skips a step with infinite gradients by itself, and still runs its hooks.
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(
-            found_inf
-        ):  # a fused optimizer that skipped the step by itself
+        if found_inf is not None and bool(found_inf):
             return
         if announced or not changes_nothing(optimizer):
             self.forgotten.optimizer_stepped(optimizer, self.owned(optimizer), announced)
@@ -348,8 +379,11 @@ def _add_penalty(layer: NMLayer) -> None:
 
 def _count_cost(layer: NMLayer, hooks: frozenset[str]) -> None:
     """Add a training step to the layer's costs, whether or not it trained this layer."""
-    masks, progress, costs = layer.masks, layer.progress, layer.costs
-    treatment = (
+    masks = layer.masks
+    progress = layer.progress
+    costs = layer.costs
+    # What a step costs is computed anew only if something that it depends on has changed.
+    cost_key = (
         masks.has_forward,
         masks.has_backward,
         masks.backward_density,
@@ -357,9 +391,7 @@ def _count_cost(layer: NMLayer, hooks: frozenset[str]) -> None:
         progress.estimating,
         layer.param.requires_grad,
     )
-    if costs.treatment != treatment or not hooks.isdisjoint(_COST_HOOKS):
-        costs.settle(treatment, layer.gemms())
-    for sums, densities in costs.current:
-        for k, density in enumerate(densities):
-            sums[k] += density
-    costs.counted += 1
+    may_change_unseen = not hooks.isdisjoint(_COST_HOOKS)
+    if costs.cost_key != cost_key or may_change_unseen:
+        costs.set_step_cost(cost_key, layer.gemms())
+    costs.count_step()

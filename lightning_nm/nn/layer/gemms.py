@@ -135,21 +135,31 @@ class LayerCosts:
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         self.counted = 0  # steps that were summed
-        self.treatment: tuple[Any, ...] | None = None  # what current depends on
-        self.current: list[tuple[list[float], list[float]]] = []
-        """For each counting the sums and what a step adds to them."""
+        self.cost_key: tuple[Any, ...] | None = None
+        """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
+        self._step_cost: list[
+            tuple[list[float], list[float]]
+        ] = []  # in each counting: sums, and what a step adds
         self.last_call: int | None = None
         """Multiply-adds of the module's last call, where its products count themselves."""
 
-    def settle(self, treatment: tuple[Any, ...], gemms: Gemms) -> None:
-        """Set what a step adds."""
-        self.treatment = treatment
-        self.current = [
-            (sums, [getattr(gemm, kind) for gemm in gemms]) for kind, sums in self.spent.items()
-        ]
+    def set_step_cost(self, cost_key: tuple[Any, ...], gemms: Gemms) -> None:
+        """Keep what one step costs, until something in ``cost_key`` changes."""
+        self.cost_key = cost_key
+        self._step_cost = []
+        for kind, sums in self.spent.items():
+            densities = [getattr(gemm, kind) for gemm in gemms]
+            self._step_cost.append((sums, densities))
+
+    def count_step(self) -> None:
+        """Add the cost of one step, see :meth:`set_step_cost`."""
+        for sums, densities in self._step_cost:
+            for k, density in enumerate(densities):
+                sums[k] += density
+        self.counted += 1
 
     def charge(self, gemms: Gemms, steps: int) -> None:
-        """Add so many steps in which the GEMMs are these."""
+        """Add ``steps`` steps in which the GEMMs are these."""
         for kind, sums in self.spent.items():
             for k, gemm in enumerate(gemms):
                 sums[k] += steps * getattr(gemm, kind)
@@ -169,11 +179,11 @@ class LayerCosts:
         }
 
     def charge_dense(self, steps: int) -> None:
-        """Start with so many steps in which all GEMMs were dense."""
+        """Start anew with ``steps`` steps in which all GEMMs were dense."""
         self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
 
     def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
         self.spent = {kind: list(sums) for kind, sums in spent.items()}
         self.counted = counted
-        self.treatment = None
+        self.cost_key = None
