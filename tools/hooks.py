@@ -13,11 +13,8 @@ from tools.modules import ROOT, plain
 PAGE = ROOT / "docs" / "extend" / "method.md"
 BEGIN = "<!-- `python -m tools.hooks` writes what follows. -->\n"
 END = "<!-- end of the lists -->\n"
-NOT_HOOKS = {
-    "defined_hooks",
-    "masks_entries",
-    "has_own_backward_weight",
-}  # which the package asks, and nobody defines
+# What the package asks, and no method defines.
+NOT_HOOKS = {"defined_hooks", "has_own_backward_weight"}
 
 
 def members() -> list[ast.stmt]:

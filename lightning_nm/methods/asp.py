@@ -46,7 +46,8 @@ class ASP(MaskMethod):
             raise ValueError(
                 f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}"
             )
-        self.start, self.init = start, init
+        self.start = start
+        self.init = init
 
     @property
     def dense_start(self) -> Moment:  # type: ignore[override]
@@ -60,15 +61,22 @@ class ASP(MaskMethod):
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a start that the training does not reach."""
-        start = sum(self.schedule(planned_steps))
-        if planned_steps is not None and start >= planned_steps:
-            never = f"ASP never prunes: start={self.start} is step {start} of {planned_steps}"
-            warnings.warn(f"{never}, so the model stays dense; use a smaller `start`", stacklevel=2)
+        schedule = self.schedule(planned_steps)
+        if planned_steps is None or not schedule:
+            return
+        start = schedule[0]
+        if start >= planned_steps:
+            warnings.warn(
+                f"ASP never prunes: start={self.start} is step {start} of {planned_steps}, so the model stays dense; "
+                "use a smaller `start`",
+                stacklevel=2,
+            )
 
     def _begun(self, layer: NMLayer) -> bool:
-        # A state of version 0.1.0 has no schedule.
-        start = self.start if isinstance(self.start, int) else 0
-        return layer.clock >= (layer.schedule[0] if layer.schedule else start)
+        if layer.schedule:
+            return layer.clock >= layer.schedule[0]
+        # There is no schedule for start=0, nor in a state of version 0.1.0, which knew steps alone.
+        return not isinstance(self.start, int) or layer.clock >= self.start
 
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the mask if training has begun to prune.
@@ -97,23 +105,27 @@ class ASP(MaskMethod):
         if self.init == "zeros":
             weight = layer.weight.detach()
             if not is_nm(layer.rows(weight), layer.pattern, dim=1):
-                dense = f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask"
-                raise ValueError(f"{dense}: use init='magnitude', or load the sparse weights first")
+                raise ValueError(
+                    f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: "
+                    "use init='magnitude', or load the sparse weights first"
+                )
             mask = weight != 0
         else:
             mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Only before pruning, when there are no pruned entries."""
+        """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
         return layer.masks.bits is None
 
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Pruned entries receive no gradient."""
+        """The gradient at kept entries, 0 at pruned ones."""
         mask = layer.forward_mask_view
-        return (grad if mask is None else mask_(grad, mask),)
+        if mask is None:
+            return (grad,)
+        return (mask_(grad, mask),)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:

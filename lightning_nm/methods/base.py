@@ -32,15 +32,12 @@ _STEP_HOOKS = (
     "current_pattern",
 )
 
-_FLAGS: tuple[tuple[str, frozenset[str], bool | None], ...] = (
-    ("selects_entries", frozenset({"forward_weight", "backward_weight"}), None),
-    ("restores_masks", frozenset({"init_masks"}), False),
-)
-"""Flags, the hooks that they speak of, and their value in a class that overrides one of these hooks."""
-
-
-def _function(hook: Any) -> Any:
-    return getattr(hook, "__func__", hook)
+_PROMISES = {
+    "selects_entries": ("forward_weight", "backward_weight"),
+    "restores_masks": ("init_masks",),
+    "gradient_at_pruned": ("weight_gradient",),
+}
+"""What a class says of some hooks. It need not hold for other hooks that replace them in a subclass."""
 
 
 def check_option(name: str, value: str, *options: str) -> None:
@@ -81,12 +78,12 @@ class Method:
     """Whether the paper counts GEMMs as sparse that are masked, but not N:M along the contraction axis."""
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
-    selects_entries: bool | None = None
+    selects_entries: bool = False
     """Whether W_F and W_B are W under the layer's masks: then kernels mask while they pack, and processes mask their
-    shards. ``None``: if ``forward_weight`` and ``backward_weight`` are those of :class:`MaskMethod`."""
+    shards. A subclass of :class:`MaskMethod` that overrides ``forward_weight`` or ``backward_weight`` must set it."""
     restores_masks: bool = False
     """Whether a saved state replaces all that :meth:`init_masks` does, which is then not called for a layer whose
-    training continues. ``False`` in a class that defines ``init_masks`` and does not set this."""
+    training continues. A class that overrides ``init_masks`` of a method where it is ``True`` must set it."""
     passes_read_buffers: bool = True
     """Whether forward or backward passes read ``layer.buffers``; if not, the buffers may change their number and shapes
     without another compiled graph."""
@@ -102,44 +99,45 @@ class Method:
                 raise TypeError(
                     f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}"
                 )
-        # What a class says of its base's hooks does not hold for hooks that override them.
-        for flag, names, default in _FLAGS:
-            owner = next(
-                base
-                for base in cls.__mro__
-                if flag in vars(base) or not names.isdisjoint(vars(base))
-            )
-            if flag not in vars(owner):
-                setattr(cls, flag, default)
-        used = {"gradient_at_pruned", "weight_gradient"}
-        if "gradient_at_pruned" not in vars(
-            next(base for base in cls.__mro__ if not used.isdisjoint(vars(base)))
-        ):
-            cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
+        for promise, hooks in _PROMISES.items():
+            cls._refuse_inherited(promise, hooks)
+
+    @classmethod
+    def _refuse_inherited(cls, promise: str, hooks: Sequence[str]) -> None:
+        """Refuse a class that overrides one of these hooks and inherits what its base says of them."""
+        # The first class in the order of inheritance decides, as it does when the hooks are called.
+        for base in cls.__mro__:
+            if promise in vars(base):
+                return
+            overridden = [hook for hook in hooks if hook in vars(base)]
+            if overridden:
+                break
+        inherited = getattr(cls, promise)
+        if inherited in (False, Method.gradient_at_pruned):
+            return  # this promises nothing
+        remedy = f"set {promise} = True or False in the class"
+        if callable(inherited):
+            remedy = f"define {promise}(), too: is the gradient at pruned entries needed?"
+        raise TypeError(
+            f"{base.__name__} overrides {overridden[0]}(), so {promise} of its base class may not hold any more: "
+            f"{remedy}"
+        )
 
     def defined_hooks(self) -> frozenset[str]:
         """The hooks of a step that this method overrides; the others are not called."""
-        return frozenset(
-            name
-            for name in _STEP_HOOKS
-            if _function(getattr(self, name)) is not getattr(Method, name)
-        )
-
-    @property
-    def masks_entries(self) -> bool:
-        """:attr:`selects_entries`, decided."""
-        if self.selects_entries is not None:
-            return self.selects_entries
-        used = (_function(self.forward_weight), _function(self.backward_weight))
-        return used == (MaskMethod.forward_weight, MaskMethod.backward_weight)
+        found = set()
+        for name in _STEP_HOOKS:
+            hook = getattr(self, name)
+            # A bound method keeps its function; one that was set on the object may be a plain function.
+            if getattr(hook, "__func__", hook) is not getattr(Method, name):
+                found.add(name)
+        return frozenset(found)
 
     @property
     def has_own_backward_weight(self) -> bool:
         """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
-        return _function(self.backward_weight) not in (
-            Method.backward_weight,
-            MaskMethod.backward_weight,
-        )
+        inherited = (Method.backward_weight, MaskMethod.backward_weight)
+        return type(self).backward_weight not in inherited
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
@@ -211,8 +209,12 @@ class Method:
 
         A noun phrase, for a warning. By default the hooks that are called then and that the class defines.
         """
-        called = [hook for hook in ("penalty", "before_step") if hook in self.defined_hooks()]
-        return " and ".join(f"{type(self).__name__}.{hook}()" for hook in called)
+        defined = self.defined_hooks()
+        lost = []
+        for hook in ("penalty", "before_step"):
+            if hook in defined:
+                lost.append(f"{type(self).__name__}.{hook}()")
+        return " and ".join(lost)
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient when the optimizer's step begins: after clipping, if a loop clips."""
@@ -258,13 +260,18 @@ class MaskMethod(Method):
 
     sparse_forward = True
     uses_masks = True
+    selects_entries = True
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""
-        mask = layer.forward_mask_view
-        return weight if mask is None else masked(weight, mask)
+        mask = layer.masks.forward_view
+        if mask is None:
+            return weight
+        return masked(weight, mask)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
-        mask = layer.backward_mask
-        return self.forward_weight(layer, weight) if mask is None else masked(weight, mask)
+        mask = layer.masks.backward
+        if mask is None:
+            return self.forward_weight(layer, weight)
+        return masked(weight, mask)

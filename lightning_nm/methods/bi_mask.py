@@ -37,16 +37,17 @@ class BiMask(SRSTE):
         criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
         decay: The SR-STE decay of pruned weights.
-        dense_start: As :class:`STE`'s.
-        dense_end: As :class:`STE`'s: the trained model is dense then.
+        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
         first_search: Optimizer steps before the first search, with the rows in their own order until then. The authors'
             code counts forward passes from 1 and searches before the 100th, so its number is 99.
-        decay_scale: As :class:`SRSTE`'s.
-        decay_at: As :class:`SRSTE`'s.
+        decay_scale: A factor of the decay. ``"world-size"`` is the number of processes, as in the authors' code.
+        decay_at: ``"before-clipping"``: the decay is clipped with the gradient. ``"after-clipping"``: it is added when
+            the optimizer's step begins.
 
     Raises:
         ValueError: For an unknown ``search`` or ``criterion``, ``permute_every`` or ``candidates`` below 1, a negative
-            ``first_search``, and as :class:`SRSTE`.
+            ``first_search``, and what :class:`SRSTE` refuses.
     """
 
     short_name = "bi-mask"
@@ -77,11 +78,9 @@ class BiMask(SRSTE):
                 raise ValueError(f"{name}={value} must be at least {least}")
         check_option("search", search, *get_args(Search))
         check_option("criterion", criterion, *get_args(Criterion))
-        self.permute_every, self.candidates, self.first_search = (
-            permute_every,
-            candidates,
-            first_search,
-        )
+        self.permute_every = permute_every
+        self.candidates = candidates
+        self.first_search = first_search
         self.search: Search = search
         self.criterion: Criterion = criterion
 
@@ -94,13 +93,18 @@ class BiMask(SRSTE):
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         rows = layer.rows(layer.weight.detach())
-        forward = None if layer.forward_reason else magnitude_mask(rows, layer.pattern, dim=1)
+        forward = None
+        if not layer.spec.forward_reason:
+            forward = magnitude_mask(rows, layer.pattern, dim=1)
         backward = None
-        if not layer.dgrad_reason:
+        if not layer.spec.dgrad_reason:
             due = layer.crossed(self.permute_every, self.first_search)
             backward = self.select_backward(layer, rows, forward, search=due)
-        forward = None if forward is None else layer.unrows(forward)
-        layer.set_masks(forward, None if backward is None else layer.unrows(backward))
+            backward = layer.unrows(backward)
+        # After the backward mask, which is selected from the rows of the forward mask.
+        if forward is not None:
+            forward = layer.unrows(forward)
+        layer.set_masks(forward, backward)
 
     def select_backward(
         self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool
@@ -109,12 +113,14 @@ class BiMask(SRSTE):
 
         A search replaces the layer's permutation in place. A first selection searches, too, unless it is too early.
         """
-        if layer.permutation is None and layer.step < self.first_search:
-            layer.masks.set_permutation(torch.arange(len(rows), device=rows.device))
-            due = False
-        else:
-            due = layer.permutation is None or search
-        if due:
+        masks = layer.masks
+        is_first = masks.permutation is None
+        if is_first and layer.step < self.first_search:
+            masks.set_permutation(torch.arange(len(rows), device=rows.device))
+            search = False
+        elif is_first:
+            search = True
+        if search:
             found = search_permutation(
                 rows,
                 forward,
@@ -122,12 +128,13 @@ class BiMask(SRSTE):
                 search=self.search,
                 candidates=self.candidates,
                 criterion=self.criterion,
-                initial=layer.permutation,
-                groups=layer.groups,
+                initial=masks.permutation,
+                groups=layer.spec.groups,
                 generator=layer.generator(),
             )
-            layer.masks.set_permutation(found)
-        backward = backward_mask(rows, forward, layer.pattern, layer.permutation, layer.groups)
-        if due:  # reading it waits for the device; it hardly changes in between
-            layer.masks.measure_backward(backward)
+            masks.set_permutation(found)
+        backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)
+        if search:
+            # Measuring waits for the device, and the density hardly changes between two searches.
+            masks.measure_backward(backward)
         return backward

@@ -55,9 +55,11 @@ class STE(MaskMethod):
     def update(self, layer: NMLayer) -> None:
         """Select the masks anew when it is time; none in a dense phase."""
         progress = layer.progress
-        if progress.schedule and not within(progress.schedule, progress.clock):
+        if not within(progress.schedule, progress.clock):
             layer.set_masks(None)
-        elif layer.masks.bits is None or self.due(layer):
+            return
+        begins = layer.masks.bits is None
+        if begins or self.due(layer):
             self.select(layer)
 
     def due(self, layer: NMLayer) -> bool:
@@ -67,8 +69,10 @@ class STE(MaskMethod):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
-        if not layer.forward_reason:
-            layer.set_masks(layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1)))
+        if layer.forward_reason:
+            return
+        mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        layer.set_masks(mask)
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
@@ -84,16 +88,16 @@ class SRSTE(STE):
         decay: :math:`\lambda`, the paper's 2e-4 by default. Values in use begin at 6e-5 (FST under AdamW, arXiv
             2404.01847). The authors' runs on G GPUs add up G decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs;
             see ``decay_scale``.
-        dense_start: As :class:`STE`'s.
-        dense_end: As :class:`STE`'s: the trained model is dense then.
+        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
         decay_scale: :math:`s`, a factor of the decay. ``"world-size"`` is the number of processes, as in the authors'
             code: every process adds the decay to its own gradient, and the all-reduce takes the sum.
         decay_at: ``"before-clipping"``: the decay is clipped with the gradient. ``"after-clipping"``: it is added when
             the optimizer's step begins, as FST does; the gradient's norm does not count it.
 
     Raises:
-        ValueError: If ``decay`` or ``decay_scale`` is negative, for an unknown ``decay_scale`` or ``decay_at``, and as
-            :class:`STE`.
+        ValueError: If ``decay`` or ``decay_scale`` is negative, for an unknown ``decay_scale`` or ``decay_at``, and
+            what :class:`STE` refuses.
     """
 
     short_name = "sr-ste"
@@ -111,9 +115,8 @@ class SRSTE(STE):
             raise ValueError(
                 f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'"
             )
-        if decay_scale != "world-size" and (
-            not isinstance(decay_scale, (int, float)) or not decay_scale >= 0
-        ):
+        is_factor = isinstance(decay_scale, (int, float)) and decay_scale >= 0
+        if decay_scale != "world-size" and not is_factor:
             raise ValueError(
                 f"decay_scale={decay_scale!r} must be a factor of the decay, 0 or more, or 'world-size'"
             )
@@ -124,9 +127,13 @@ class SRSTE(STE):
 
     def defined_hooks(self) -> frozenset[str]:
         """The hooks of a step, without that of the other place of the decay."""
+        hooks = super().defined_hooks()
         unused = "before_step" if self.decay_at == "after-clipping" else "after_clipping"
-        is_own = getattr(type(self), unused) is vars(SRSTE)[unused] and unused not in vars(self)
-        return super().defined_hooks() - ({unused} if is_own else set())
+        # A subclass, or a function set on the object, may use the hook for something else.
+        is_of_this_class = getattr(type(self), unused) is vars(SRSTE)[unused]
+        if is_of_this_class and unused not in vars(self):
+            return hooks - {unused}
+        return hooks
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Add the decay of the pruned entries to the gradient, if it is to be clipped, too."""
@@ -135,30 +142,32 @@ class SRSTE(STE):
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """The decay, where there are pruned entries and a gradient, and it is not added after clipping."""
-        is_own = (
-            type(self).before_step is SRSTE.before_step and "penalty" not in self.defined_hooks()
-        )
-        if not is_own:  # a subclass does more
+        does_more = type(self).before_step is not SRSTE.before_step
+        if does_more or "penalty" in self.defined_hooks():
             return super().lost_without_before_step(layer)
         decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
-        if not decays or not layer.masks.has_forward or layer.local_grad is None:
-            return ""
-        return "the decay of pruned weights"
+        if decays and layer.masks.has_forward and layer.local_grad is not None:
+            return "the decay of pruned weights"
+        return ""
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Add it here if not."""
+        """Add the decay of the pruned entries to the gradient, if it is not to be clipped."""
         if self.decay_at == "after-clipping":
             self._add_decay(layer)
 
     @torch.no_grad()
     def _add_decay(self, layer: NMLayer) -> None:
-        mask, grad = layer.forward_mask_view, layer.local_grad
-        if self.decay and mask is not None and grad is not None:
-            scale = _world_size() if self.decay_scale == "world-size" else float(self.decay_scale)
-            grad.add_(
-                masked(layer.local_weight, ~layer.local_shard(mask)), alpha=self.decay * scale
-            )
+        mask = layer.forward_mask_view
+        grad = layer.local_grad
+        if not self.decay or mask is None or grad is None:
+            return
+        pruned_weights = masked(layer.local_weight, ~layer.local_shard(mask))
+        grad.add_(pruned_weights, alpha=self.decay * self._scale())
 
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    def _scale(self) -> float:
+        if self.decay_scale != "world-size":
+            return float(self.decay_scale)
+        # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
+        if dist.is_available() and dist.is_initialized():
+            return float(dist.get_world_size())
+        return 1.0

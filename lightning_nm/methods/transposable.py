@@ -25,15 +25,16 @@ class TransposableMask(SRSTE):
         update_every: Optimizer steps between two selections of the mask (the paper's 40).
         decay: The SR-STE decay of pruned weights. The paper has none, which is 0. The default is this project's:
             without a decay every selection exchanges entries that the other weights do not fit (docs/recipes.md).
-        dense_start: As :class:`STE`'s.
-        dense_end: As :class:`STE`'s: the trained model is dense then.
+        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
         first_update: Optimizer steps before the mask that was selected at the start is first replaced; ``None`` for
             ``update_every``. The authors' code counts forward passes from 1, so its number is 39.
-        decay_scale: As :class:`SRSTE`'s.
-        decay_at: As :class:`SRSTE`'s.
+        decay_scale: A factor of the decay. ``"world-size"`` is the number of processes, as in the authors' code.
+        decay_at: ``"before-clipping"``: the decay is clipped with the gradient. ``"after-clipping"``: it is added when
+            the optimizer's step begins.
 
     Raises:
-        ValueError: If ``update_every`` or ``first_update`` is below 1, and as :class:`SRSTE`.
+        ValueError: If ``update_every`` or ``first_update`` is below 1, and what :class:`SRSTE` refuses.
     """
 
     short_name = "transposable"
@@ -53,7 +54,8 @@ class TransposableMask(SRSTE):
         for name, value in (("update_every", update_every), ("first_update", first_update)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        self.update_every, self.first_update = update_every, first_update
+        self.update_every = update_every
+        self.first_update = first_update
 
     def due(self, layer: NMLayer) -> bool:
         """Every ``update_every`` steps."""
@@ -62,8 +64,9 @@ class TransposableMask(SRSTE):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the mask from the weight as it is now: row-wise where it cannot be transposable."""
-        if layer.dgrad_reason or layer.forward_reason:
+        if layer.spec.dgrad_reason or layer.spec.forward_reason:
             super().select(layer)
-        else:
-            rows = layer.rows(layer.weight.detach())
-            layer.set_masks(layer.unrows(transposable_mask(rows, layer.pattern, layer.groups)))
+            return
+        rows = layer.rows(layer.weight.detach())
+        mask = transposable_mask(rows, layer.pattern, layer.spec.groups)
+        layer.set_masks(layer.unrows(mask))

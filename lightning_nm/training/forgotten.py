@@ -92,7 +92,7 @@ class ForgottenCalls:
 @torch.no_grad()
 def _holds_more(layer: NMLayer) -> bool:
     """Whether the parameter has values that W_F does not have. A shard is compared by its own process."""
-    if layer.sharded and not layer.method.masks_entries:
+    if layer.sharded and not layer.spec.method.selects_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
     return not torch.equal(
         layer.local_weight.nan_to_num(), layer.local_forward_weight().nan_to_num()

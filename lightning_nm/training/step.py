@@ -202,9 +202,9 @@ class TrainingStep:
         progress = layer.progress
         progress.clock = self.clock
         if not loaded:
-            progress.dense_gradient = False
-            if "needs_dense_gradient" in self._hooks[method]:
-                progress.dense_gradient = method.needs_dense_gradient(layer)
+            # The method may look at what the last window was asked for: it stays until the answer is there.
+            asks = "needs_dense_gradient" in self._hooks[method]
+            progress.dense_gradient = asks and method.needs_dense_gradient(layer)
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
             progress.estimating = not schedule or within(schedule, self.clock)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import BAME, SRSTE, STE, GradientEstimator, Method, NMSparsifier
+from lightning_nm import ASP, BAME, SRSTE, STE, GradientEstimator, Method, NMSparsifier
 from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
 
@@ -53,7 +53,11 @@ def twice(self, layer, weight):
     return 2 * MaskMethod.forward_weight(self, layer, weight)
 
 
+OWN = {"forward_weight": twice, "selects_entries": False}
+
+
 class Doubles:
+    selects_entries = False
     forward_weight = twice
 
 
@@ -68,26 +72,19 @@ class MasksForAPenalty(Method):
     sparse_forward = True
 
 
-def patched_instance():
-    method = STE()
-    method.forward_weight = lambda layer, weight: twice(method, layer, weight)
-    return method
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: type("Own", (STE,), {"forward_weight": twice})(),
+        lambda: type("Own", (STE,), OWN)(),
         lambda: type("Mixed", (Doubles, STE), {})(),
-        lambda: type("Below", (type("Own", (STE,), {"forward_weight": twice}),), {})(),
-        patched_instance,
+        lambda: type("Below", (type("Own", (STE,), OWN),), {})(),
         MasksForAPenalty,
     ],
 )
 def test_the_state_dict_is_the_function_of_a_method_that_computes_its_weights(make):
     torch.manual_seed(0)
     method = make()
-    assert not method.masks_entries
+    assert not method.selects_entries
     model, fresh = nn.Linear(8, 4), nn.Linear(8, 4)
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     fresh.load_state_dict(model.state_dict())
@@ -97,7 +94,7 @@ def test_the_state_dict_is_the_function_of_a_method_that_computes_its_weights(ma
         assert sparsifier.flops_ratios() == {"arithmetic": 1.0, "paper": 1.0, "eligible": 1.0}
 
 
-def test_a_class_may_say_that_its_override_selects_entries():
+def test_a_class_says_whether_its_override_selects_entries():
     class Selects(STE):
         selects_entries = True
 
@@ -105,11 +102,38 @@ def test_a_class_may_say_that_its_override_selects_entries():
             return super().backward_weight(layer, weight)
 
     class Below(Selects):
+        selects_entries = False
         forward_weight = twice
 
-    assert STE().masks_entries
-    assert Selects().masks_entries
-    assert not Below().masks_entries
+    assert STE().selects_entries
+    assert Selects().selects_entries
+    assert not Below().selects_entries
+
+
+@pytest.mark.parametrize(
+    ("base", "hook", "promise"),
+    [
+        (STE, "forward_weight", "selects_entries"),
+        (SRSTE, "backward_weight", "selects_entries"),
+        (STE, "init_masks", "restores_masks"),
+        (ASP, "weight_gradient", "gradient_at_pruned"),
+    ],
+)
+def test_a_class_that_overrides_a_hook_does_not_inherit_what_its_base_says_of_it(
+    base, hook, promise
+):
+    with pytest.raises(TypeError, match=rf"Own overrides {hook}\(\), so {promise} of its base"):
+        type("Own", (base,), {hook: getattr(base, hook)})
+    own = {hook: getattr(base, hook), promise: getattr(base, promise)}
+    below = type("Below", (type("Own", (base,), own),), {})
+    assert getattr(below, promise) is getattr(base, promise)
+    # A hook that a mixin overrides counts as the class's own.
+    with pytest.raises(TypeError, match=f"Mixin overrides {hook}"):
+        type("Mixed", (type("Mixin", (), {hook: getattr(base, hook)}), base), {})
+
+
+def test_a_class_whose_base_promises_nothing_sets_no_flag():
+    type("Own", (Method,), {"forward_weight": twice, "init_masks": Method.init_masks})
 
 
 def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
@@ -200,6 +224,8 @@ def test_an_adaptation_that_found_no_gradient_is_made_up_for():
 
 def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
     class Counts(STE):
+        restores_masks = False
+
         def __init__(self):
             super().__init__()
             self.prepared = []

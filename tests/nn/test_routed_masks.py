@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 
 class DenseBackward(STE):
+    selects_entries = False
+
     def backward_weight(self, layer, weight):
         return weight
 
@@ -29,6 +31,9 @@ class Clip(GradientEstimator):
 
 
 class Watching(ASP):
+    def gradient_at_pruned(self, layer):
+        return True
+
     def weight_gradient(self, layer, weight, grad):
         mask = layer.forward_mask_view
         self.seen = 0.0 if mask is None else float(grad[~mask].abs().sum())

@@ -30,6 +30,8 @@ class SoftThreshold(Method):
 class ScaledMask(MaskMethod):
     """Owns a parameter: W_F = scale * W under the mask, with a penalty that pulls the scale towards 1."""
 
+    selects_entries = False
+
     def __init__(self, strength=0.1):
         self.strength = strength
 

@@ -19,8 +19,13 @@ EPSILON = 1e-12
 SCALE = 2.0**64
 """U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
 would take U for momentum."""
-_PLAUSIBLE = 1024  # times the size of kept weights; above, the state holds momentum, of other masks than the present
-COUNT, VALUE, SQUARE = "evidence_count", "evidence", "evidence_square"  # names of buffers
+_PLAUSIBLE = 1024
+"""Times the size of kept weights. What is larger is no evidence: the state holds momentum, of other masks."""
+
+# Names of the layer's buffers.
+COUNT = "evidence_count"
+VALUE = "evidence"
+SQUARE = "evidence_square"
 
 
 @dataclass
@@ -58,8 +63,10 @@ class Evidence:
         grad = grad.to(self.square.dtype)
         self.count = self.count + 1
         self.square.mul_(DECAY).addcmul_(grad, grad, value=1 - DECAY)
+        # r G / (sqrt(V / (1 - beta^t)) + epsilon), in the memory of one temporary.
         step = self.mean_square().sqrt_().add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
-        mask_(self.value.sub_(step), ~mask)
+        self.value.sub_(step)
+        mask_(self.value, ~mask)
 
     def mean_square(self) -> Tensor:
         """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
@@ -73,7 +80,8 @@ def _correction(count: Tensor) -> Tensor:
 
 def _size_of_kept(weight: Tensor, mask: Tensor) -> Tensor:
     """The root mean square of kept weights."""
-    return masked(weight.detach().float(), mask).norm() / mask.sum().clamp(min=1).sqrt()
+    norm = masked(weight.detach().float(), mask).norm()
+    return norm / mask.sum().clamp(min=1).sqrt()
 
 
 def step_size(
@@ -86,8 +94,11 @@ def step_size(
     """
     group = group_of(optimizer, parameter)
     now = float(group["lr"])
-    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
-    return rate * (now / largest if largest else 0.0) * _size_of_kept(weight, mask)
+    # A group may have these keys with the value None.
+    known = [now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0)]
+    largest = max(known)
+    share = now / largest if largest else 0.0
+    return rate * share * _size_of_kept(weight, mask)
 
 
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
@@ -106,24 +117,28 @@ def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | 
 
 def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> Tensor | None:
     """The full tensor that is kept under a key of the optimizer's state, or under a name of a buffer."""
-    kept = layer.buffers.get(name) if key is None else optimizer.state.get(layer.param, {}).get(key)
+    if key is None:
+        kept = layer.buffers.get(name)
+    else:
+        kept = optimizer.state.get(layer.param, {}).get(key)
     return None if kept is None else gather(kept)
 
 
 def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidence:
     """The evidence that :func:`write_evidence` kept; none where a part of it is not there any more."""
-    places = _places(optimizer, layer.param)
-    value, square = (
-        _kept(layer, optimizer, *place) for place in zip(places, (VALUE, SQUARE), strict=True)
-    )
+    value_key, square_key = _places(optimizer, layer.param)
+    value = _kept(layer, optimizer, value_key, VALUE)
+    square = _kept(layer, optimizer, square_key, SQUARE)
     count = layer.buffers.get(COUNT)
     if count is None or value is None or square is None:
         return Evidence.none(layer.weight)
-    if places[1] is None:
+    if square_key is None:
         square = square.clone()
-    else:  # of kept entries it is the optimizer's own, which counts from the optimizer's first step
-        own = square * (_correction(count) / moment_correction(optimizer, layer.param))
-        square = merged(mask, own, square)
+    else:
+        # Of kept entries it is the optimizer's own second moment, which counts from the optimizer's first step.
+        own_square = square * (_correction(count) / moment_correction(optimizer, layer.param))
+        square = merged(mask, own_square, square)
+    # Of kept entries it is the optimizer's momentum.
     value = masked(value, ~mask).mul_(SCALE)
     implausible = value.abs() > _PLAUSIBLE * _size_of_kept(layer.weight, mask)
     return Evidence(mask_(value, ~implausible), square, count)
@@ -133,18 +148,19 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
     """Keep the evidence until the next step; ``mask`` is the forward mask that it is for."""
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
-    places = _places(optimizer, layer.param)
-    for key, name, tensor in zip(
-        places, (VALUE, SQUARE), (evidence.value / SCALE, evidence.square), strict=True
+    value_key, square_key = _places(optimizer, layer.param)
+    for key, name, tensor in (
+        (value_key, VALUE, evidence.value / SCALE),
+        (square_key, SQUARE, evidence.square),
     ):
         layer.buffers.pop(name, None)
         if key is None:
             layer.buffers[name] = tensor
         elif key in state:  # else the optimizer has not stepped this weight yet
-            local = local_values(state[key])
-            local.copy_(
-                merged(local_shard(mask, state[key]), local, local_shard(tensor, state[key]))
-            )
+            local_state = local_values(state[key])
+            local_mask = local_shard(mask, state[key])
+            local_evidence = local_shard(tensor, state[key])
+            local_state.copy_(merged(local_mask, local_state, local_evidence))
 
 
 def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:

@@ -31,7 +31,8 @@ from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, loca
 
 Index = tuple[Tensor, ...]
 
-_CHUNK = 1 << 20  # weights that an adaptation handles at a time: it bounds the temporaries
+_CHUNK = 1 << 20
+"""Weights that an adaptation handles at a time, which bounds the memory for temporaries."""
 
 
 @dataclass
@@ -77,8 +78,10 @@ def exchange_by_gradient(
     assert layer.weight.grad is not None
     size = step_size(optimizer, layer.param)
 
+    # All are blocks [B, M].
     def best(weight: Tensor, grad: Tensor, keep: Tensor, *moments: Tensor) -> tuple[Swaps, Tensor]:
-        grad = -grad if size.maximize else grad
+        if size.maximize:
+            grad = -grad
         step = size.of_blocks(grad, keep, *moments)
         swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
         return swaps, expected_loss_change(weight, grad, keep, step, swaps)
@@ -93,8 +96,10 @@ def exchange_by_evidence(
 ) -> Exchange:
     """Find the exchanges that the accumulated evidence speaks for, after the optimizer's step."""
 
+    # All are blocks [B, M].
     def best(weight: Tensor, value: Tensor, keep: Tensor) -> tuple[Swaps, None]:
-        return best_swaps(evidence_scores(weight, value, keep), keep), None
+        swaps = best_swaps(evidence_scores(weight, value, keep), keep)
+        return swaps, None
 
     return _find(layer, best, [layer.weight.detach(), evidence.value, mask], budget)
 
@@ -107,28 +112,40 @@ def _find(
 ) -> Exchange:
     """Choose the exchanges, a few rows of the weight at a time; ``best`` gets blocks of the tensors."""
     m = layer.pattern.m
-    rows = [layer.rows(tensor) for tensor in tensors]
-    per_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
-    parts, changes = [], []
-    for chunk in zip(*(tensor.split(per_chunk) for tensor in rows), strict=True):
-        # Half precision would make ties of scores that differ.
-        swaps, change = best(
-            *(x if x.dtype == torch.bool else _single(x) for x in (as_blocks(x, m) for x in chunk))
-        )
-        parts.append(swaps)
-        changes.append(change)
-    swaps = Swaps(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    rows = [
+        layer.rows(tensor) for tensor in tensors
+    ]  # [out, in] each, convolutions with their taps
+    shape = rows[0].shape
+    rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
+    found: list[Swaps] = []
+    loss_changes: list[Tensor] = []
+    for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
+        blocks = [_in_single_precision(as_blocks(tensor, m)) for tensor in chunk]
+        swaps, loss_change = best(*blocks)
+        found.append(swaps)
+        if loss_change is not None:
+            loss_changes.append(loss_change)
+    swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
+
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget(len(swaps.gain)))
-    loss = [change for change in changes if change is not None]
-    pruned, regrown = (
-        layer.locate(block_index(rows[0].shape, m, chosen, entry[chosen].long()))
-        for entry in swaps[:2]
+
+    def index_of(entry: Tensor) -> Index:
+        """Where an entry of each chosen block lies in the weight."""
+        return layer.locate(block_index(shape, m, chosen, entry[chosen].long()))
+
+    return Exchange(
+        blocks=chosen,
+        pruned=index_of(swaps.pruned),
+        regrown=index_of(swaps.regrown),
+        held=(swaps.gain > 0).sum() - len(chosen),
+        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else None,
     )
-    held = (swaps.gain > 0).sum() - len(chosen)
-    return Exchange(chosen, pruned, regrown, held, torch.cat(loss)[chosen].sum() if loss else None)
 
 
-def _single(tensor: Tensor) -> Tensor:
+def _in_single_precision(tensor: Tensor) -> Tensor:
+    """At least float32: half precision would make ties of scores that differ. Masks stay bool."""
+    if tensor.dtype == torch.bool:
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -153,10 +170,9 @@ def exchange_state(
             scale = moment_correction(optimizer, layer.param)
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
-            kept = as_blocks(layer.rows(mask), m)[exchange.blocks]
-            start = torch.where(kept, as_blocks(layer.rows(state), m)[exchange.blocks], 0).sum(
-                1
-            ) / kept.sum(1)
+            kept = as_blocks(layer.rows(mask), m)[exchange.blocks]  # [K, M]
+            state_of_blocks = as_blocks(layer.rows(state), m)[exchange.blocks]
+            start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start
         if is_sharded(kept_state):

@@ -114,7 +114,8 @@ class BAME(MaskMethod):
             raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
         check_option("evidence", evidence, "accumulated", "batch")
         check_option("dgrad", dgrad, "masked", "bi-mask")
-        every = (1 if evidence == "accumulated" else 100) if every is None else every
+        if every is None:
+            every = 1 if evidence == "accumulated" else 100
         for name, number in (("every", every), ("gradient_every", gradient_every)):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number} must be an integer of at least 1")
@@ -129,13 +130,15 @@ class BAME(MaskMethod):
             )
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
-        self.start, self.stop, self.every = start, stop, every
-        self.evidence, self.gradient_every, self.evidence_rate = (
-            evidence,
-            gradient_every,
-            evidence_rate,
-        )
-        self.budget, self.dgrad = budget, dgrad
+        self.start = start
+        self.stop = stop
+        self.every = every
+        self.evidence = evidence
+        self.gradient_every = gradient_every
+        self.evidence_rate = evidence_rate
+        self.budget = budget
+        self.dgrad = dgrad
+        # It selects the masks for dgrad; its own hooks are not called.
         self._bi_mask = BiMask() if dgrad == "bi-mask" else None
         self._totals = PhaseTotals()
 
@@ -146,10 +149,9 @@ class BAME(MaskMethod):
 
     def schedule(self, planned_steps: int | None) -> tuple[int, int]:
         """The first training step at which an adaptation may happen, and the one from which on none may."""
-        return (
-            resolve_moment(self, "start", self.start, planned_steps),
-            resolve_moment(self, "stop", self.stop, planned_steps),
-        )
+        start = resolve_moment(self, "start", self.start, planned_steps)
+        stop = resolve_moment(self, "stop", self.stop, planned_steps)
+        return start, stop
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
@@ -158,47 +160,52 @@ class BAME(MaskMethod):
             raise ValueError(
                 f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
             )
-        last = (
-            max(stop - 1, start)
-            if planned_steps is None
-            else min(max(stop - 1, start), planned_steps - 1)
-        )
+        last = max(stop - 1, start)
+        if planned_steps is not None:
+            last = min(last, planned_steps - 1)
         if last < start:
             warnings.warn(
                 f"BAME never adapts: it starts at step {start} of {planned_steps}", stacklevel=2
             )
         elif start < last < start + self.every:
-            room = f"every={self.every} steps do not fit between step {start} and step {last}"
             warnings.warn(
-                f"BAME adapts once and never again: {room}; use a smaller `every`", stacklevel=2
+                f"BAME adapts once and never again: every={self.every} steps do not fit between step {start} and "
+                f"step {last}; use a smaller `every`",
+                stacklevel=2,
             )
 
     def _adapting(self, layer: NMLayer) -> bool:
         """Whether the coming window lies in the adaptation phase."""
-        start, stop = layer.schedule
-        return layer.forward_mask is not None and (
-            start <= layer.clock < stop or layer.clock == start == stop
-        )
+        if not layer.masks.has_forward:
+            return False
+        start, stop = layer.progress.schedule
+        clock = layer.progress.clock
+        # An empty phase, start == stop, has one adaptation.
+        return start <= clock < stop or clock == start == stop
 
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
         if not self._adapting(layer):
             return False
+        if layer.progress.dense_gradient:
+            return True  # the gradient that the last window was asked for has not been used
         if self.evidence == "accumulated":
-            return layer.dense_gradient or self._turn(layer, self.gradient_every)
-        return layer.dense_gradient or (layer.clock - layer.schedule[0]) % self.every == 0
+            return self._turn(layer, self.gradient_every)
+        start, _ = layer.progress.schedule
+        return (layer.progress.clock - start) % self.every == 0
 
     @staticmethod
     def _turn(layer: NMLayer, every: int) -> bool:
-        """Whether the coming step is one of every so many, from ``start`` on.
+        """Whether the coming step is a multiple of `every` after ``start``.
 
         It counts the layer's own steps, so that layers whose optimizers alternate all have their turns.
         """
-        return (layer.step - layer.schedule[0]) % every == 0
+        start, _ = layer.progress.schedule
+        return (layer.progress.step - start) % every == 0
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Only in a window whose gradient is dense."""
-        return layer.dense_gradient
+        """Whether the masks need the dense gradient of this window."""
+        return layer.progress.dense_gradient
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
@@ -211,46 +218,34 @@ class BAME(MaskMethod):
         layer.pending = PendingStep(fresh=True)
         layer.buffers.clear()
         forward = None
-        if not layer.forward_reason:
+        if not layer.spec.forward_reason:
             forward = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
-            size, device = layer.param.numel(), layer.param.device
-            layer.buffers.update(
-                {
-                    # Entries that were exchanged at least once, one bit each; oscillations of each block, up to 255.
-                    "exchanged": torch.zeros((size + 7) // 8, dtype=torch.uint8, device=device),
-                    "oscillation": torch.zeros(
-                        size // layer.pattern.m, dtype=torch.uint8, device=device
-                    ),
-                    # Of the last adaptation: blocks adapted, blocks held back, predicted change of the loss.
-                    "adaptation": torch.zeros(3, device=device),
-                    # Exchanges so far.
-                    "exchanges": torch.zeros((), dtype=torch.int64, device=device),
-                }
-            )
+            layer.buffers.update(_new_buffers(layer))
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-        if (
-            layer.step and forward is not None
-        ):  # weights that replace trained ones, which had no latent values either
+        if forward is not None and layer.progress.step:
+            # These weights replace trained ones, which had no latent values either. Before the first step a weight
+            # keeps its pruned entries: a fit that fails then has changed nothing.
             mask_(layer.local_weight, layer.local_shard(forward))
 
     def _select_backward(
         self, layer: NMLayer, forward: Tensor | None, *, search: bool
     ) -> Tensor | None:
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
-        if self._bi_mask is None or layer.dgrad_reason:
+        if self._bi_mask is None or layer.spec.dgrad_reason:
             return None
-        weight, mask = (
-            layer.rows(layer.weight.detach()),
-            None if forward is None else layer.rows(forward),
-        )
-        return layer.unrows(self._bi_mask.select_backward(layer, weight, mask, search=search))
+        weight_rows = layer.rows(layer.weight.detach())
+        mask_rows = None if forward is None else layer.rows(forward)
+        backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
+        return layer.unrows(backward)
 
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Pruned entries receive no gradient, except in a window whose gradient is dense."""
-        mask = None if layer.dense_gradient else layer.forward_mask_view
-        return (grad if mask is None else mask_(grad, mask),)
+        """The gradient at kept entries; all of it in a window whose gradient is dense."""
+        mask = layer.forward_mask_view
+        if layer.progress.dense_gradient or mask is None:
+            return (grad,)
+        return (mask_(grad, mask),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -259,24 +254,22 @@ class BAME(MaskMethod):
         if mask is None or self._was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
-        grad = layer.local_grad if layer.dense_gradient else None
-        if self.evidence == "accumulated":
-            if self._adapting(layer):
-                pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
-                trains = layer.weight.grad is not None and bool(
-                    group_of(optimizer, layer.param)["lr"]
-                )
-                pending.due = trains and self._turn(layer, self.every)
-        elif grad is not None:
+        dense_grad = layer.local_grad if layer.progress.dense_gradient else None
+        if self.evidence == "accumulated" and self._adapting(layer):
+            pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
+            has_rate = bool(group_of(optimizer, layer.param)["lr"])
+            trains = layer.weight.grad is not None and has_rate
+            pending.due = trains and self._turn(layer, self.every)
+        elif self.evidence == "batch" and dense_grad is not None:
             pending.exchange = exchange_by_gradient(
                 layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
             )
-        if grad is not None:
-            mask_(grad, layer.local_shard(mask))
+        if dense_grad is not None:
+            mask_(dense_grad, layer.local_shard(mask))
         layer.pending = pending
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
-        """Nothing: where a mask cannot adapt without it, :meth:`after_step` raises an error."""
+        """An empty text: where a mask cannot adapt without that call, :meth:`after_step` raises an error."""
         return ""
 
     @staticmethod
@@ -285,25 +278,23 @@ class BAME(MaskMethod):
 
         An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
         """
+        progress = layer.progress
+        if not progress.shaped or not progress.dense_gradient:
+            return False
         grad = layer.weight.grad
-        return (
-            layer.progress.shaped
-            and layer.dense_gradient
-            and grad is not None
-            and not masked(grad, ~mask).any()
-        )
+        return grad is not None and not masked(grad, ~mask).any()
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
-        mask, pending = layer.forward_mask_view, self._pending(layer)
+        mask = layer.forward_mask_view
         if mask is None:
             return
+        pending = self._pending(layer)
         mask_(layer.local_weight, layer.local_shard(mask))
-        holds_evidence = (
-            self.evidence == "accumulated" and COUNT in layer.buffers and self._adapting(layer)
-        )
-        if layer.param.grad is not None and (layer.dense_gradient or holds_evidence):
+        has_evidence = COUNT in layer.buffers
+        holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
+        if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
             if not pending.ready:
                 raise RuntimeError(
                     f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
@@ -311,11 +302,11 @@ class BAME(MaskMethod):
                     "self.optimizers()"
                 )
             layer.progress.release_dense_gradient()
-        if (
-            pending.fresh
-        ):  # not earlier: a fit that fails before its first step has cost the user no weight
+        if pending.fresh:
+            # Not earlier: a fit that fails before its first step has cost the user no weight.
             clear_entries(optimizer, layer.param, ~mask, layer.name)
-        evidence, exchange = pending.evidence, pending.exchange if pending.ready else None
+        evidence = pending.evidence
+        exchange = pending.exchange if pending.ready else None
         if evidence is not None and pending.due:
             exchange = exchange_by_evidence(
                 layer, mask, evidence, lambda blocks: self._budget(layer, blocks)
@@ -326,7 +317,8 @@ class BAME(MaskMethod):
             forward = layer.forward_mask_view
             assert forward is not None
             write_evidence(layer, optimizer, forward, evidence)
-        elif COUNT in layer.buffers and not holds_evidence:
+        elif has_evidence and not holds_evidence:
+            # The phase has ended.
             drop_evidence(layer, optimizer, mask)
         if (
             self._totals.blocks and layer.clock >= layer.schedule[1]
@@ -347,16 +339,16 @@ class BAME(MaskMethod):
 
     def _warn_of_idleness(self) -> None:
         """Warn if masks hardly moved in a phase that was long enough, and forget the phase."""
-        totals, self._totals = self._totals, PhaseTotals()
-        accumulated = self.evidence == "accumulated"
-        long = (
-            totals.adaptations * self.every * self.evidence_rate >= 1
-            if accumulated
-            else totals.adaptations >= 5
-        )
-        if totals.idle() and long:
-            batch = "use evidence='accumulated' with every=1"
-            advice = f"raise evidence_rate={self.evidence_rate}" if accumulated else batch
+        totals = self._totals
+        self._totals = PhaseTotals()
+        if self.evidence == "accumulated":
+            # By then a virtual weight with steady gradients is as large as the kept ones.
+            was_long_enough = totals.adaptations * self.every * self.evidence_rate >= 1
+            advice = f"raise evidence_rate={self.evidence_rate}"
+        else:
+            was_long_enough = totals.adaptations >= 5
+            advice = "use evidence='accumulated' with every=1"
+        if totals.idle() and was_long_enough:
             warnings.warn(
                 f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals}; {advice}",
                 stacklevel=2,
@@ -366,27 +358,29 @@ class BAME(MaskMethod):
     def _pending(layer: NMLayer) -> PendingStep:
         """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
         pending = layer.pending or PendingStep(fresh=True)
-        return (
-            replace(pending, fresh=False) if COUNT in layer.buffers else pending
-        )  # a saved state was loaded
+        if COUNT in layer.buffers:
+            # A saved state was loaded: the optimizer's state at pruned entries is evidence, which must stay.
+            return replace(pending, fresh=False)
+        return pending
 
     def _budget(self, layer: NMLayer, blocks: int) -> int:
-        """How many of so many blocks may change."""
-        start, stop = layer.schedule
-        return swap_budget(
-            blocks, self.budget, (layer.clock - start) / (stop - start) if stop > start else 0.0
-        )
+        """How many of `blocks` blocks may change at this point of the phase."""
+        start, stop = layer.progress.schedule
+        share_done = 0.0
+        if stop > start:
+            share_done = (layer.progress.clock - start) / (stop - start)
+        return swap_budget(blocks, self.budget, share_done)
 
     def _gather(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, fresh: bool) -> Evidence:
         """The evidence so far, with the gradient of the coming step if that is dense."""
         weight = layer.weight
         evidence = Evidence.none(weight) if fresh else read_evidence(layer, optimizer, mask)
-        if layer.dense_gradient and weight.grad is not None:
+        if layer.progress.dense_gradient and weight.grad is not None:
             rate = self.evidence_rate * self.gradient_every**0.5
-            sign = -1 if group_of(optimizer, layer.param).get("maximize") else 1
-            evidence.add(
-                weight.grad, mask, sign * step_size(weight, mask, rate, optimizer, layer.param)
-            )
+            size = step_size(weight, mask, rate, optimizer, layer.param)
+            if group_of(optimizer, layer.param).get("maximize"):
+                size = -size
+            evidence.add(weight.grad, mask, size)
         return evidence
 
     def _exchange(
@@ -398,13 +392,16 @@ class BAME(MaskMethod):
         evidence: Evidence | None,
     ) -> None:
         """Make the exchanges: weights, evidence, optimizer state, masks, and the count of oscillations."""
-        weight, pruned, regrown = layer.weight.detach(), exchange.pruned, exchange.regrown
+        weight = layer.weight.detach()
+        pruned = exchange.pruned
+        regrown = exchange.regrown
         exchange_state(optimizer, layer, mask, exchange, evidence)
         weight[pruned] = 0
         if evidence is not None:
             weight[regrown] = evidence.value[regrown].to(weight.dtype)
             evidence.value[regrown] = 0
-        if layer.weight.grad is not None:  # gradients that are not zeroed before the next window
+        if layer.weight.grad is not None:
+            # A loop may go on adding to gradients that it does not zero.
             layer.weight.grad[pruned] = 0
         forward = mask.clone()
         forward[pruned] = False
@@ -420,11 +417,12 @@ class BAME(MaskMethod):
         buffers["exchanged"].copy_(pack_mask(exchanged))
         if "exchanges" in buffers:  # states of versions before 0.2 do not count them
             buffers["exchanges"] += len(exchange.blocks)
-        loss = 0.0 if exchange.loss_change is None else exchange.loss_change
-        last = (len(exchange.blocks), exchange.held, loss)
-        buffers["adaptation"].copy_(
-            torch.stack([torch.as_tensor(x).to(weight.device, torch.float32) for x in last])
-        )
+        loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
+        last = [
+            torch.as_tensor(number).to(weight.device, torch.float32)
+            for number in (len(exchange.blocks), exchange.held, loss_change)
+        ]
+        buffers["adaptation"].copy_(torch.stack(last))
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
@@ -435,3 +433,20 @@ class BAME(MaskMethod):
         of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
         return evolution_statistics(layers, expected_loss=self.evidence == "batch")
+
+
+def _new_buffers(layer: NMLayer) -> dict[str, Tensor]:
+    """The counts of exchanges of a layer that begins to train."""
+    entries = layer.param.numel()
+    blocks = entries // layer.pattern.m
+    device = layer.param.device
+    return {
+        # Whether each entry was exchanged at least once, one bit each.
+        "exchanged": torch.zeros((entries + 7) // 8, dtype=torch.uint8, device=device),
+        # How often each block oscillated, up to 255.
+        "oscillation": torch.zeros(blocks, dtype=torch.uint8, device=device),
+        # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
+        "adaptation": torch.zeros(3, device=device),
+        # All exchanges so far.
+        "exchanges": torch.zeros((), dtype=torch.int64, device=device),
+    }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
 
-_FEW = 1e-3  # share of blocks: an adaptation phase that exchanged in fewer of them did nothing
+_FEW = 1e-3
+"""Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
 
 
 def evolution_statistics(layers: Sequence[NMLayer], *, expected_loss: bool) -> dict[str, float]:
@@ -23,13 +24,17 @@ def evolution_statistics(layers: Sequence[NMLayer], *, expected_loss: bool) -> d
         mask = layer.forward_mask_view
         if mask is not None and "exchanges" in layer.buffers:
             # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
-            alive += int((unpack_mask(layer.buffers["exchanged"], mask.shape) & mask).sum())
+            exchanged = unpack_mask(layer.buffers["exchanged"], mask.shape)
+            alive += int((exchanged & mask).sum())
             exchanges += int(layer.buffers["exchanges"])
-        if layer.clock > max(layer.schedule[1], layer.schedule[0] + 1):
-            held += len(counts)
+        start, stop = layer.progress.schedule
+        if layer.progress.clock > max(stop, start + 1):
+            held += len(counts)  # all blocks are frozen
         else:
-            last = layer.buffers["adaptation"].tolist()
-            adapted, held, loss = adapted + last[0], held + last[1], loss + last[2]
+            last_adapted, last_held, last_loss = layer.buffers["adaptation"].tolist()
+            adapted += last_adapted
+            held += last_held
+            loss += last_loss
     blocks = max(blocks, 1)
     found = {
         "oscillation": oscillations / blocks,
@@ -37,7 +42,9 @@ def evolution_statistics(layers: Sequence[NMLayer], *, expected_loss: bool) -> d
         "frozen_blocks": held / blocks,
         "regrown_alive": alive / max(exchanges, 1),
     }
-    return {**found, "predicted_loss_change": loss} if expected_loss else found
+    if expected_loss:
+        found["predicted_loss_change"] = loss
+    return found
 
 
 @dataclass

@@ -258,7 +258,7 @@ class NMLayer(HasHandle):
     @torch.no_grad()
     def local_forward_weight(self) -> Tensor:
         """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
-        if self.shards is None or not self.method.masks_entries:
+        if self.shards is None or not self.spec.method.selects_entries:
             return self.local_shard(self.forward_weight())
         mask = self.forward_mask_view
         return (

@@ -19,7 +19,7 @@ from lightning_nm.nn.layer.memory import memory_state
 def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
     method, masks = layer.spec.method, layer.masks
-    bits = masks.bits if masks.has_forward and method.masks_entries else None
+    bits = masks.bits if masks.has_forward and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
         return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
     return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
@@ -30,7 +30,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     method, masks = layer.spec.method, layer.masks
     own = masks.has_backward
     order = masks.permutation if own else None
-    bits = masks.bits if (masks.has_forward or own) and method.masks_entries else None
+    bits = masks.bits if (masks.has_forward or own) and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
         return _transposed(layer.matrix(method.backward_weight(layer, weight)).to(dtype), order)
     return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
@@ -39,7 +39,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
 def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """W_F ``[out, in]`` for kernels."""
     method, bits = layer.spec.method, layer.masks.bits
-    if method.masks_entries:
+    if method.selects_entries:
         return _operand(
             layer,
             weight,
@@ -56,11 +56,11 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
 def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
     method, masks = layer.spec.method, layer.masks
-    values = weight if method.masks_entries else method.backward_weight(layer, weight)
+    values = weight if method.selects_entries else method.backward_weight(layer, weight)
     bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
 
     def dense() -> Tensor:
-        if method.masks_entries:
+        if method.selects_entries:
             return packable_backward(layer, weight, key.dtype)
         return _transposed(layer.matrix(values).to(key.dtype), order)
 

@@ -316,7 +316,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(tokens, weight, *tensors)
         ctx.layer, ctx.padding, ctx.by_frequency = layer, padding, by_frequency
         method = layer.spec.method
-        if not method.masks_entries:
+        if not method.selects_entries:
             return F.embedding(tokens, method.forward_weight(layer, weight))
         rows, mask = F.embedding(tokens, weight), layer.forward_mask_view
         return rows if mask is None else masked(rows, mask[tokens])

@@ -228,7 +228,7 @@ def _dgrad(
         return conv_input_gradient(grad, x, matrix, conv.arguments)
 
     def sparse() -> Tensor:
-        if layer.masks.has_backward or not layer.spec.method.masks_entries:
+        if layer.masks.has_backward or not layer.spec.method.selects_entries:
             packed = pack_of(
                 layer, router, kernel, product, weight, conv_backward_operand, side="conv dgrad"
             )

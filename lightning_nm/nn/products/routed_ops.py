@@ -60,7 +60,7 @@ def product_now(
     how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
     size = _size(gemm, len(x) if tokens is None else tokens, out, width)
     sparsity = _SPARSITY.get(how.kind)
-    if sparsity == "masked" and not spec.method.masks_entries:
+    if sparsity == "masked" and not spec.method.selects_entries:
         sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):

@@ -76,7 +76,7 @@ class WholeValues:
     It stands in for the method of an expert's layer within one forward pass and its backward pass.
     """
 
-    masks_entries = False
+    selects_entries = False
 
     def __init__(self, layer: NMLayer, weight: Tensor) -> None:
         self._layer, self._weight = layer, weight

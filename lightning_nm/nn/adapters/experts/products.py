@@ -48,7 +48,9 @@ class ExpertsInUse:
         self.macs = 0
         """Multiply-adds of the products so far."""
         parameter = layer.param
-        self.values = None if layer.method.masks_entries else WholeValues(layer, parameter.detach())
+        self.values = (
+            None if layer.spec.method.selects_entries else WholeValues(layer, parameter.detach())
+        )
         with torch.enable_grad():  # a block without gradients may read it first
             self.weight: Tensor = _Routed.apply(
                 layer, self.values, parameter, *layer.parameters.values()
