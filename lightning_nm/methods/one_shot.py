@@ -101,29 +101,22 @@ def prune(
         ['0', '2']
     """
     if score not in get_args(Score):
-        raise ValueError(f"score={score!r} is unknown: use {', '.join(map(repr, get_args(Score)))}")
+        known = ", ".join(map(repr, get_args(Score)))
+        raise ValueError(f"score={score!r} is unknown: use {known}")
     if data is None and score != "magnitude":
         raise ValueError(f"score={score!r} needs calibration batches: data=loader")
     if data is not None and iter(data) is data:
         raise TypeError(
             "`data` can be read only once, but every layer reads it: pass a DataLoader or a list"
         )
+    # Any method that keeps N of M will do: it is only asked which layers it can mask.
     rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
     first, last = parse_skip_first_last(skip_first_last)
     selection = select(
         model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last
     )
     for layer in selection.layers:
-        if layer.sharded:
-            raise ValueError(
-                f"the weight of layer '{layer.name}' is sharded: prune before sharding"
-            )
-        if data is not None and isinstance(layer.module, nn.Embedding):
-            fault = f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it"
-            raise ValueError(f"{fault}. Prune it by magnitude, in a call of its own without data")
-        if data is not None and not _has_inputs(layer):
-            fault = f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs()"
-            raise ValueError(f"{fault}. Name it in `exclude`, or prune by magnitude without data")
+        _refuse(layer, calibrated=data is not None)
     result = Pruned(skipped=dict(selection.skipped))
     with _evaluation(model):
         if data is None:
@@ -133,29 +126,65 @@ def prune(
             return result
         calibration = _Calibration(model, data, call or _call)
         for layer, calls in calibration.order(selection.layers):
-            weight = _matrices(layer)
-            new, whole, lost = torch.empty_like(weight), 0.0, 0.0
-            for groups, moments in calibration.moments(layer, calls):
-                for group, moment in zip(groups, moments, strict=True):
-                    part = weight[group]
-                    if not bool(moment.any()):  # nothing is known of its inputs
-                        result.uncalibrated.setdefault(layer.name, []).append(group)
-                        new[group] = masked(part, magnitude_mask(part, layer.pattern, dim=1))
-                        continue
-                    try:
-                        new[group] = _prune(part, moment, layer.pattern, score, damping)
-                    except ValueError as error:
-                        raise ValueError(f"layer '{layer.name}': {error}") from error
-                    whole, lost = (
-                        whole + _square(part, moment),
-                        lost + _square(part - new[group], moment),
-                    )
-            if len(result.uncalibrated.get(layer.name, ())) < layer.groups:
-                result.errors[layer.name] = (lost / whole) ** 0.5 if whole else 0.0
-            _set(layer, new)
+            _prune_layer(layer, calibration.moments(layer, calls), score, damping, result)
             result.layers.append(layer.name)
     _warn(result)
     return result
+
+
+def _refuse(layer: NMLayer, *, calibrated: bool) -> None:
+    """Refuse a layer that cannot be pruned so, before any layer is."""
+    if layer.sharded:
+        raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
+    if not calibrated:
+        return
+    if isinstance(layer.spec.module, nn.Embedding):
+        raise ValueError(
+            f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it. Prune it by "
+            "magnitude, in a call of its own without data"
+        )
+    if not _has_inputs(layer):
+        raise ValueError(
+            f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs(). Name it in `exclude`, or "
+            "prune by magnitude without data"
+        )
+
+
+def _prune_layer(
+    layer: NMLayer,
+    moments: Iterable[tuple[range, Tensor]],
+    score: Score,
+    damping: float,
+    result: Pruned,
+) -> None:
+    """Prune one layer, group by group, and add to the result what is known of it.
+
+    ``moments`` are those of :meth:`_Calibration.moments`.
+    """
+    weight = _matrices(layer)  # [groups, out / groups, in]
+    pruned = torch.empty_like(weight)
+    output_square = 0.0
+    error_square = 0.0
+    uncalibrated = []
+    for groups, moments_of_groups in moments:
+        for group, moment in zip(groups, moments_of_groups, strict=True):
+            matrix = weight[group]
+            if not bool(moment.any()):  # nothing is known of its inputs
+                uncalibrated.append(group)
+                pruned[group] = masked(matrix, magnitude_mask(matrix, layer.pattern, dim=1))
+                continue
+            try:
+                pruned[group] = _prune(matrix, moment, layer.pattern, score, damping)
+            except ValueError as error:
+                raise ValueError(f"layer '{layer.name}': {error}") from error
+            output_square += _square(matrix, moment)
+            error_square += _square(matrix - pruned[group], moment)
+    if uncalibrated:
+        result.uncalibrated[layer.name] = uncalibrated
+    if len(uncalibrated) < layer.spec.groups:
+        relative = error_square / output_square if output_square else 0.0
+        result.errors[layer.name] = relative**0.5
+    _set(layer, pruned)
 
 
 def _warn(result: Pruned) -> None:
@@ -195,14 +224,12 @@ def _prune(
         return sparsegpt(weight, moment, pattern, damping)
     if not bool(moment.isfinite().all()):
         raise ValueError("its inputs hold values that are not finite")
-    norms = (
-        moment.diagonal().sqrt()
-    )  # float64: they overflow float16, and bfloat16 makes ties of scores that differ
-    mask = (
-        wanda_mask(weight, norms, pattern)
-        if score == "wanda"
-        else magnitude_mask(weight, pattern, dim=1)
-    )
+    if score == "wanda":
+        # In float64: norms overflow float16, and bfloat16 makes ties of scores that differ.
+        norms = moment.diagonal().sqrt()
+        mask = wanda_mask(weight, norms, pattern)
+    else:
+        mask = magnitude_mask(weight, pattern, dim=1)
     return masked(weight, mask)
 
 
@@ -221,7 +248,9 @@ def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
     row = layer.rows(layer.param)[0]
     places = torch.arange(row.numel(), device=row.device).view(row.shape)
-    return places.movedim(0, -1).flatten() if row.dim() > 1 else places
+    if row.dim() == 1:
+        return places
+    return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside
 
 
 def _matrices(layer: NMLayer) -> Tensor:
@@ -245,26 +274,28 @@ class _Calibration:
     def __init__(
         self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]
     ) -> None:
-        self.model, self.data, self.call = model, data, call
-        self.number: int | None = None  # of batches
-        self.device = next(
-            (parameter.device for parameter in model.parameters()), torch.device("cpu")
-        )
+        self.model = model
+        self.data = data
+        self.call = call
+        self.number: int | None = None  # of batches, once they were read
+        devices = [parameter.device for parameter in model.parameters()]
+        self.device = devices[0] if devices else torch.device("cpu")
 
     def batches(self) -> Iterator[Any]:
         """The batches, on the model's device; as many as the first time."""
+
+        def moved(leaf: Any) -> Any:
+            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+
         number = 0
         for batch in self.data:
             number += 1
-            yield tree_map(
-                lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch
-            )
+            yield tree_map(moved, batch)
         if self.number not in (None, number):
-            fault = (
-                f"`data` gave {self.number} batches when it was read first and {number} now, "
-                "but every layer reads it"
+            raise TypeError(
+                f"`data` gave {self.number} batches when it was read first and {number} now, but every layer reads it: "
+                "pass a DataLoader or a list"
             )
-            raise TypeError(f"{fault}: pass a DataLoader or a list")
         self.number = number
 
     def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int | None]]:
@@ -272,54 +303,59 @@ class _Calibration:
 
         A layer that the first batches do not call, as some experts, stands before the one that follows it in its batch.
         """
-        modules = list({id(layer.module): layer.module for layer in layers}.values())
-        called: list[nn.Module] = []
-        handles = [
-            module.register_forward_pre_hook(lambda module, _: called.append(module))
-            for module in modules
-        ]
-        places: list[nn.Module] = []
+        modules = list(dict.fromkeys(layer.spec.module for layer in layers))
+        called: list[nn.Module] = []  # in the present batch
+
+        def note(module: nn.Module, _: Any) -> None:
+            called.append(module)
+
+        handles = [module.register_forward_pre_hook(note) for module in modules]
+        order: list[nn.Module] = []
         counts: dict[nn.Module, set[int]] = {module: set() for module in modules}
         try:
             for batch in self.batches():
                 called.clear()
                 self.call(self.model, batch)
-                place = len(places)
+                # From the last module to the first: one that is new goes right before the one that it precedes.
+                place = len(order)
                 for module in reversed(list(dict.fromkeys(called))):
-                    if module not in places:
-                        places.insert(place, module)
-                    place = places.index(module)
+                    if module not in order:
+                        order.insert(place, module)
+                    place = order.index(module)
                 times = Counter(called)
-                for module, seen in counts.items():
-                    seen.add(times[module])
+                for module in modules:
+                    counts[module].add(times[module])
         finally:
             for handle in handles:
                 handle.remove()
         if not all(counts.values()):
             raise ValueError("`data` holds no batch")
-        never = [layer.name for layer in layers if layer.module not in places]
+        never = [layer.name for layer in layers if layer.spec.module not in order]
         if never:
             raise ValueError(
                 f"the calibration data do not call the layers {never}: name them in `exclude`"
             )
-        found = sorted(layers, key=lambda layer: places.index(layer.module))
-        return [
-            (layer, next(iter(seen)) if len(seen := counts[layer.module]) == 1 else None)
-            for layer in found
-        ]
+        found: list[tuple[NMLayer, int | None]] = []
+        for layer in sorted(layers, key=lambda layer: order.index(layer.spec.module)):
+            seen = counts[layer.spec.module]
+            always = next(iter(seen)) if len(seen) == 1 else None
+            found.append((layer, always))
+        return found
 
     def moments(self, layer: NMLayer, calls: int | None) -> Iterator[tuple[range, Tensor]]:
         """``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts.
 
         The matrices of as many experts as take no more memory than the weight, at least one, are summed at a time.
         """
-        order = _columns(layer)
-        size = len(order)
-        number = layer.groups
+        columns = _columns(layer)
+        size = len(columns)
+        all_groups = layer.spec.groups
+        at_a_time = all_groups
         if _has_experts(layer):
-            number = min(max(layer.param.nbytes // (8 * size**2), 1), layer.groups)
-        for first in range(0, layer.groups, number):
-            groups = range(first, min(first + number, layer.groups))
+            bytes_of_moment = 8 * size**2
+            at_a_time = min(max(layer.param.nbytes // bytes_of_moment, 1), all_groups)
+        for first in range(0, all_groups, at_a_time):
+            groups = range(first, min(first + at_a_time, all_groups))
             total = torch.zeros(
                 len(groups), size, size, dtype=torch.float64, device=layer.param.device
             )
@@ -327,12 +363,13 @@ class _Calibration:
             def add(
                 group: int, matrix: Tensor, groups: range = groups, total: Tensor = total
             ) -> None:
-                if group in groups:
-                    matrix = matrix.reshape(-1, matrix.shape[-1])[:, order]
-                    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-                    # The model may run under autocast, which would make this product in half precision, too.
-                    with torch.autocast(matrix.device.type, enabled=False):
-                        total[group - groups.start] += matrix.t() @ matrix
+                if group not in groups:
+                    return
+                matrix = matrix.reshape(-1, matrix.shape[-1])[:, columns]
+                matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+                # The model may run under autocast, which would make this product in half precision, too.
+                with torch.autocast(matrix.device.type, enabled=False):
+                    total[group - groups.start] += matrix.t() @ matrix
 
             self._run(layer, calls, add)
             yield groups, total
