@@ -42,7 +42,11 @@ class Gemm(NamedTuple):
         """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
         density = pattern.n / pattern.m
         return cls(
-            "n:m", pattern, "", density if arithmetic is None else arithmetic, density, density
+            kind="n:m",
+            pattern=pattern,
+            arithmetic=density if arithmetic is None else arithmetic,
+            paper=density,
+            eligible=density,
         )
 
     @property
@@ -88,8 +92,10 @@ def _forward(layer: NMLayer) -> Gemm:
 
 
 def _dgrad(layer: NMLayer) -> Gemm:
-    spec, masks = layer.spec, layer.masks
-    method, pattern = spec.method, spec.method.current_pattern(layer)
+    spec = layer.spec
+    masks = layer.masks
+    method = spec.method
+    pattern = method.current_pattern(layer)
     if not method.uses_masks:
         return Gemm()
     if masks.has_backward:
@@ -98,26 +104,40 @@ def _dgrad(layer: NMLayer) -> Gemm:
         return Gemm(reason=spec.dgrad_reason)
     if method.transposable and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
-    paper = pattern.density if method.paper_counts_masked else 1.0
-    return Gemm("masked", None, spec.dgrad_reason or "not N:M along out", pattern.density, paper)
+    return Gemm(
+        kind="masked",
+        reason=spec.dgrad_reason or "not N:M along out",
+        arithmetic=pattern.density,
+        paper=pattern.density if method.paper_counts_masked else 1.0,
+    )
 
 
 def _wgrad(layer: NMLayer) -> Gemm:
     if not layer.param.requires_grad:
         return Gemm("none", reason="frozen, so no weight gradient")
-    method, estimator, dense = layer.spec.method, layer.spec.estimator, Gemm()
-    if method.uses_masks and layer.masks.has_forward and not method.gradient_at_pruned(layer):
+    method = layer.spec.method
+    estimator = layer.spec.estimator
+    # What the product is with dY itself.
+    exact = Gemm()
+    is_masked = method.uses_masks and layer.masks.has_forward
+    if is_masked and not method.gradient_at_pruned(layer):
         density = method.current_pattern(layer).density
-        paper = density if method.paper_counts_masked else 1.0
-        dense = Gemm("outputs", reason="dW at kept entries alone", arithmetic=density, paper=paper)
+        exact = Gemm(
+            kind="outputs",
+            reason="dW at kept entries alone",
+            arithmetic=density,
+            paper=density if method.paper_counts_masked else 1.0,
+        )
     if estimator is None:
-        return dense
+        return exact
     if not layer.progress.estimating:
-        return dense._replace(reason="; ".join(filter(None, ("dense phase", dense.reason))))
+        reason = f"dense phase; {exact.reason}" if exact.reason else "dense phase"
+        return exact._replace(reason=reason)
     pattern = estimator.pattern_of(layer)
-    gemm = Gemm() if pattern is None else Gemm.sparse(pattern)
-    return gemm._replace(
-        arithmetic=gemm.arithmetic * dense.arithmetic, paper=min(gemm.paper, dense.paper)
+    estimated = Gemm() if pattern is None else Gemm.sparse(pattern)
+    return estimated._replace(
+        arithmetic=estimated.arithmetic * exact.arithmetic,
+        paper=min(estimated.paper, exact.paper),
     )
 
 

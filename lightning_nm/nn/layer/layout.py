@@ -19,53 +19,70 @@ ConvLayout = Literal["channels", "flat"]
 """How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
 
 
+# Every function below has one case for each layout, in the order of `Layout`.
+
+
 def rows_of(tensor: Tensor, layout: Layout) -> Tensor:
     """The tensor with dimension 0 as `out` and forward blocks along dimension 1; the rows of experts one after another.
 
     A view where memory allows one: that of ``"experts-transposed"`` is a copy.
     """
+    if layout == "plain":
+        return tensor
     if layout == "flat":
         return tensor.flatten(1)
+    if layout == "transposed":
+        return tensor.t()
     if layout == "experts":
         return tensor.flatten(0, 1)
-    if layout == "experts-transposed":
-        return tensor.transpose(1, 2).flatten(0, 1)
-    return tensor.t() if layout == "transposed" else tensor
+    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def row_sizes(shape: Sequence[int], layout: Layout) -> tuple[int, int]:
     """The first two sizes of :func:`rows_of` a tensor of this shape."""
+    if layout == "plain":
+        return shape[0], shape[1]
     if layout == "flat":
         return shape[0], math.prod(shape[1:])
+    if layout == "transposed":
+        return shape[1], shape[0]
+    experts, second, third = shape
     if layout == "experts":
-        return shape[0] * shape[1], shape[2]
-    if layout == "experts-transposed":
-        return shape[0] * shape[2], shape[1]
-    return (shape[1], shape[0]) if layout == "transposed" else (shape[0], shape[1])
+        return experts * second, third
+    return experts * third, second
 
 
 def from_rows(rows: Tensor, layout: Layout, shape: Sequence[int]) -> Tensor:
     """Undo :func:`rows_of` for a tensor of this shape, whose dimension 0 may be cut."""
+    if layout == "plain":
+        return rows
     if layout == "flat":
         return rows.unflatten(1, shape[1:])
+    if layout == "transposed":
+        return rows.t()
     if layout == "experts":
         return rows.unflatten(0, (-1, shape[1]))
-    if layout == "experts-transposed":
-        return rows.unflatten(0, (-1, shape[2])).transpose(1, 2)
-    return rows.t() if layout == "transposed" else rows
+    return rows.unflatten(0, (-1, shape[2])).transpose(1, 2)
 
 
 def locate(index: tuple[Tensor, ...], layout: Layout, shape: Sequence[int]) -> tuple[Tensor, ...]:
     """Turn an index into :func:`rows_of` a tensor of this shape into one of the tensor itself."""
+    if layout == "plain":
+        return index  # with further dimensions for the taps of a convolution
+    row, column = index
     if layout == "flat":
-        return index[0], *torch.unravel_index(index[1], tuple(shape[1:]))
+        return row, *torch.unravel_index(column, tuple(shape[1:]))
+    if layout == "transposed":
+        return column, row
     if layout == "experts":
-        return index[0] // shape[1], index[0] % shape[1], index[1]
-    if layout == "experts-transposed":
-        return index[0] // shape[2], index[1], index[0] % shape[2]
-    return index[::-1] if layout == "transposed" else index
+        rows_of_expert = shape[1]
+        return row // rows_of_expert, row % rows_of_expert, column
+    rows_of_expert = shape[2]
+    return row // rows_of_expert, column, row % rows_of_expert
 
 
 def of_one_expert(layout: Layout) -> Layout:
     """The layout of one expert's matrix."""
-    return "transposed" if layout == "experts-transposed" else "plain"
+    if layout == "experts-transposed":
+        return "transposed"
+    return "plain"

@@ -12,9 +12,8 @@ from torch import Tensor
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.nn.layer.memory import memory_state
 
-_generations = count(
-    1
-)  # of all masks of the process: masks that replace others never have their number
+# Numbers for all masks of the process: masks that replace others never have their number.
+_generations = count(1)
 
 _MASK_PARTS = frozenset({"bits", "has_forward", "has_backward", "permutation"})
 
@@ -65,27 +64,26 @@ class LayerMasks:
     @property
     def forward(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
-        return (
-            _as_bool(self.bits & FORWARD_BIT)
-            if self.bits is not None and self.has_forward
-            else None
-        )
+        if self.bits is None or not self.has_forward:
+            return None
+        return _as_bool(self.bits & FORWARD_BIT)
 
     @property
     def forward_view(self) -> Tensor | None:
         """:attr:`forward` for use at once: it may share memory with ``bits``, which change when the masks move."""
         if self.bits is None or not self.has_forward:
             return None
-        return _as_bool(self.bits & FORWARD_BIT if self.has_backward else self.bits)
+        if self.has_backward:
+            return _as_bool(self.bits & FORWARD_BIT)
+        # The forward bit is the only one, so that the bytes are 0 and 1.
+        return _as_bool(self.bits)
 
     @property
     def backward(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
-        return (
-            (self.bits & BACKWARD_BIT).ne(0)
-            if self.bits is not None and self.has_backward
-            else None
-        )
+        if self.bits is None or not self.has_backward:
+            return None
+        return (self.bits & BACKWARD_BIT).ne(0)
 
     def set(
         self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
@@ -97,9 +95,11 @@ class LayerMasks:
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
             like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
-        self.has_forward, self.has_backward = forward is not None, backward is not None
+        self.has_forward = forward is not None
+        self.has_backward = backward is not None
         if forward is None and backward is None:
-            self.bits = self.flips = None
+            self.bits = None
+            self.flips = None
             return
         if forward is None:
             assert backward is not None
@@ -108,17 +108,15 @@ class LayerMasks:
         if backward is not None:
             bits += backward.to(torch.uint8) * BACKWARD_BIT
         if self.bits is None:
-            self.bits = torch.empty_like(
-                bits.contiguous() if like is None else like, dtype=torch.uint8
-            ).copy_(bits)
+            memory_order = bits.contiguous() if like is None else like
+            self.bits = torch.empty_like(memory_order, dtype=torch.uint8).copy_(bits)
             self.flips = torch.zeros((), dtype=torch.int64, device=bits.device)
-            self.total_flips = self.flips.clone() if self.total_flips is None else self.total_flips
         else:
             self.flips = torch.count_nonzero((self.bits ^ bits) & FORWARD_BIT)
-            self.total_flips = (
-                self.flips if self.total_flips is None else self.total_flips + self.flips
-            )
             self.bits.copy_(bits)
+        # A new tensor, because `flips` may be read on its own.
+        before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
+        self.total_flips = before + self.flips
 
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
@@ -149,7 +147,9 @@ class LayerMasks:
     def with_bits(self, bits: Tensor | None) -> LayerMasks:
         """Other masks with the bits of a part of the weight; nothing else is shared."""
         part = LayerMasks()
-        part.bits, part.has_forward, part.has_backward = bits, self.has_forward, self.has_backward
+        part.bits = bits
+        part.has_forward = self.has_forward
+        part.has_backward = self.has_backward
         part.permutation = self.permutation
         return part
 
@@ -157,7 +157,9 @@ class LayerMasks:
         """The masks of one group of `size` output rows, where dimension 0 of the weight counts groups; views."""
         part = self.with_bits(None if self.bits is None else self.bits[group])
         if self.permutation is not None:
-            part.permutation = self.permutation[group * size : (group + 1) * size] - group * size
+            # No permutation crosses groups: the rows of one are counted from its own first row.
+            first = group * size
+            part.permutation = self.permutation[first : first + size] - first
         return part
 
     def to(self, device: torch.device) -> None:

@@ -26,5 +26,7 @@ def memory_state(tensor: Tensor) -> Hashable:
     """
     version = -1 if tensor.is_inference() else tensor._version
     storage = StorageWeakRef(tensor.untyped_storage())
-    # The address, too: FSDP gives the memory of a storage back, and takes other memory for it.
-    return storage, tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    # FSDP gives the memory of a storage back, and takes other memory for it.
+    address = tensor.data_ptr()
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return storage, address, version, view

@@ -10,19 +10,28 @@ def plain_name(name: str) -> str:
 
     A wrapped layer then draws the same random numbers, and globs and saved states match it.
     """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def layer_name(module: str, parameter: str) -> str:
     """The public name of a weight: its module's, with the parameter's appended when that is not ``weight``."""
-    return module if parameter == "weight" and module else parameter_key(module, parameter)
+    # A weight of the model itself has no module to be called after.
+    if module and parameter == "weight":
+        return module
+    return parameter_key(module, parameter)
 
 
 def parameter_key(module: str, parameter: str) -> str:
     """The parameter's key in the state dict."""
-    return f"{module}.{parameter}" if module else parameter
+    if not module:
+        return parameter
+    return f"{module}.{parameter}"
 
 
 def key_of_layer(name: str, parameter: str) -> str:
     """The state-dict key of a weight from its public name."""
-    return name if name.rpartition(".")[2] == parameter else f"{name}.{parameter}"
+    last = name.rpartition(".")[2]
+    if last == parameter:
+        return name
+    return f"{name}.{parameter}"

@@ -32,7 +32,9 @@ class LayerNoise:
         self.draws = 0  # number of the last draw; the only state that is saved
         # Int64 [4], for the estimator's random numbers; None without an estimator.
         self.words: Tensor | None = None
-        self._calls: dict[int, int] = {}
+        self._calls: dict[
+            int, int
+        ] = {}  # by first output row, the backward passes since the last draw
 
     def reseed(self, seed: int) -> None:
         """Take the seed of a saved training."""
@@ -44,17 +46,27 @@ class LayerNoise:
 
     def generator(self, step: int) -> torch.Generator:
         """A generator that depends on the seed, the name and the step alone: equal on all ranks and after a resume."""
-        key = hashlib.sha256(f"{self.seed}/{self.name}/{step}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        text = f"{self.seed}/{self.name}/{step}"
+        digest = hashlib.sha256(text.encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+        return torch.Generator().manual_seed(seed >> 1)  # a generator takes 63 bits
 
     def draw(self, device: torch.device, number: int | None = None) -> None:
         """Make the words of a draw, the next one by default, in a new tensor: graphs made with the old one keep it."""
-        rank = self.data_rank
-        if rank is None or self.by_process:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self.draws = self.draws + 1 if number is None else number
+        if number is None:
+            number = self.draws + 1
+        self.draws = number
         self._calls.clear()
-        self.words = fold_seed(self.seed, self.name, self.draws, rank).to(device, non_blocking=True)
+        words = fold_seed(self.seed, self.name, self.draws, self._rank())
+        self.words = words.to(device, non_blocking=True)
+
+    def _rank(self) -> int:
+        """Which part of the data, or of a weight that is cut, this process has."""
+        if self.data_rank is not None and not self.by_process:
+            return self.data_rank
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        return 0
 
     def for_call(self, words: Tensor, row: int) -> Tensor:
         """The words of one backward pass, which differ for each part of a joint projection, by its first output row.
@@ -63,9 +75,12 @@ class LayerNoise:
         """
         if torch.compiler.is_compiling():
             return words + row
-        count = self._calls[row] = self._calls.get(row, 0) + 1
-        return words + (row + (count - 1) * 0x9E3779B1)
+        calls_before = self._calls.get(row, 0)
+        self._calls[row] = calls_before + 1
+        # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
+        return words + (row + calls_before * 0x9E3779B1)
 
     def to(self, device: torch.device) -> None:
         """Move the words to a device."""
-        self.words = None if self.words is None else self.words.to(device)
+        if self.words is not None:
+            self.words = self.words.to(device)

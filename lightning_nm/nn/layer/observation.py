@@ -13,12 +13,13 @@ class GradientObservation:
 
     def __init__(self) -> None:
         self.active = False  # whether the coming backward passes are compared
+        # It is None until a pass was compared.
         self.sums: Tensor | None = None
         """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
         self._clock = 0
 
     def begin_window(self, active: bool, estimating: bool) -> None:
-        """Settle whether the passes of the coming window are compared; without an estimator nothing is known."""
+        """Set whether the passes of the coming window are compared; without an estimator nothing is known."""
         self.active = active
         if not estimating:
             self.sums = None
@@ -31,10 +32,14 @@ class GradientObservation:
         """
         nonzeros = torch.count_nonzero(estimate).double()
         size = torch.full_like(nonzeros, estimate.numel())
-        sums = torch.stack([*gradient_energies(exact, found), nonzeros, size])
-        sums = torch.where(sums.isfinite().all(), sums, 0)  # a GradScaler skips such a step
-        before = self.sums if self._clock == clock else None
-        self.sums = sums if before is None else before + sums
+        exact_energy, error_energy = gradient_energies(exact, found)
+        sums = torch.stack([exact_energy, error_energy, nonzeros, size])
+        # A GradScaler skips a step with infinite gradients.
+        sums = torch.where(sums.isfinite().all(), sums, 0)
+        is_same_window = self._clock == clock
+        if self.sums is not None and is_same_window:
+            sums = self.sums + sums
+        self.sums = sums
         self._clock = clock
 
     def forget(self) -> None:
@@ -43,4 +48,5 @@ class GradientObservation:
 
     def to(self, device: torch.device) -> None:
         """Move the sums to a device."""
-        self.sums = None if self.sums is None else self.sums.to(device)
+        if self.sums is not None:
+            self.sums = self.sums.to(device)

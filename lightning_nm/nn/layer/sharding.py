@@ -17,8 +17,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def sharded_dimensions(tensor: Tensor) -> set[int]:
     """The dimensions of a tensor that are cut."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    return {dim for dim in map(_dimension, placements) if dim is not None}
+    if not isinstance(tensor, DTensor):
+        return set()
+    dimensions = {_dimension(placement) for placement in tensor.placements}
+    return {dim for dim in dimensions if dim is not None}
 
 
 def _dimension(placement: Placement) -> int | None:
@@ -44,14 +46,14 @@ def cuts_in_forward(tensor: Tensor, *, fsdp: bool) -> dict[int, int]:
     """
     if not isinstance(tensor, DTensor):
         return {}
-    placements = list(enumerate(tensor.placements))
-    if (
-        fsdp
-    ):  # its dimensions of the mesh come first: one that is cut, perhaps after one that replicates
-        placements = placements[1 + placements[0][1].is_replicate() :]
+    placements = tensor.placements
+    first = 0
+    if fsdp:
+        # Its dimensions of the mesh come first: one that is cut, perhaps after one that replicates.
+        first = 2 if placements[0].is_replicate() else 1
     cuts: dict[int, int] = {}
-    for k, placement in placements:
-        dim = _dimension(placement)
+    for k in range(first, len(placements)):
+        dim = _dimension(placements[k])
         if dim is not None:
             cuts[dim] = cuts.get(dim, 1) * tensor.device_mesh.size(k)
     return cuts
@@ -64,12 +66,16 @@ def local_shard(full: Tensor, sharded: Tensor) -> Tensor:
     coordinate = sharded.device_mesh.get_coordinate()
     assert coordinate is not None
     # Where two dimensions of the mesh cut one of the tensor, FSDP cuts what tensor parallelism has cut before.
-    strided = [hasattr(placement, "split_factor") for placement in sharded.placements]
-    for k in sorted(range(len(strided)), key=lambda k: strided[k]):
+    order = list(range(len(sharded.placements)))
+    order.sort(key=lambda k: hasattr(sharded.placements[k], "split_factor"))
+    for k in order:
         dim = _dimension(sharded.placements[k])
-        if dim is not None:
-            chunks, here = full.chunk(sharded.device_mesh.size(k), dim), coordinate[k]
-            full = chunks[here] if here < len(chunks) else full.narrow(dim, 0, 0)
+        if dim is None:
+            continue
+        chunks = full.chunk(sharded.device_mesh.size(k), dim)
+        here = coordinate[k]
+        # The last processes may hold nothing.
+        full = chunks[here] if here < len(chunks) else full.narrow(dim, 0, 0)
     return full
 
 
@@ -108,6 +114,7 @@ class GatheredParameter:
     def __init__(self, parameter: nn.Parameter, gradient: bool) -> None:
         self._parameter = parameter
         self._gradient = gradient
+        # The full weight, its gradient and the versions of both, as they were gathered.
         self._read: tuple[nn.Parameter, Tensor | None, list[int]] | None = None
 
     @property
@@ -126,19 +133,25 @@ class GatheredParameter:
         """Write changes into the local shard."""
         if self._read is None:
             return
-        (weight, grad, before), self._read = self._read, None
-        now = _versions(weight, weight.grad)
-        if now[0] != before[0]:
-            local_values(self._parameter).copy_(local_shard(weight.detach(), self._parameter))
-        if not self._gradient or (weight.grad is grad and now[1:] == before[1:]):
+        parameter = self._parameter
+        weight, grad, versions_before = self._read
+        self._read = None
+        versions = _versions(weight, weight.grad)
+        if versions[0] != versions_before[0]:
+            local_values(parameter).copy_(local_shard(weight.detach(), parameter))
+        if not self._gradient:
             return
-        if weight.grad is not None and self._parameter.grad is not None:  # which others may hold
-            local_values(self._parameter.grad).copy_(local_shard(weight.grad, self._parameter))
+        is_same_gradient = weight.grad is grad and versions[1:] == versions_before[1:]
+        if is_same_gradient:
+            return
+        if weight.grad is None:
+            parameter.grad = None
+        elif parameter.grad is None:
+            local_grad = local_shard(weight.grad, parameter).clone()
+            parameter.grad = as_sharded(local_grad, parameter)
         else:
-            here = (
-                None if weight.grad is None else local_shard(weight.grad, self._parameter).clone()
-            )
-            self._parameter.grad = None if here is None else as_sharded(here, self._parameter)
+            # In place: others, as an optimizer, may hold this tensor.
+            local_values(parameter.grad).copy_(local_shard(weight.grad, parameter))
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
