@@ -48,18 +48,22 @@ class MacsCounter:
         self._seen: set[nn.Module] = set()
         self._over = False
         known: dict[int, Callable[[], str]] = {}
-        for name, module in model.named_modules():
-            if (found := adapter_of(plain_name(name), module)) is not None:
-                by_operators = found[0].wraps_forward or _has_own_forward(module, found[1])
-                if found[0].wraps_forward or not by_operators:
-                    leave = _Leave(self, plain_name(name), found[0])
-                    self._handles[module] = module.register_forward_hook(leave, with_kwargs=True)
-                if found[0].role == "embedding":  # what is made of its rows are activations
-                    continue
-                for spec in found[0].specs(module, "channels"):
-                    key = layer_name(plain_name(name), spec.parameter)
-                    counts = partial(_counted_by, module, spec.parameter, by_operators, key)
-                    known[id(getattr(module, spec.parameter))] = counts
+        for wrapped_name, module in model.named_modules():
+            name = plain_name(wrapped_name)
+            found = adapter_of(name, module)
+            if found is None:
+                continue
+            adapter, handled = found
+            by_operators = adapter.wraps_forward or _has_own_forward(module, handled)
+            if adapter.wraps_forward or not by_operators:
+                leave = _Leave(self, name, adapter)
+                self._handles[module] = module.register_forward_hook(leave, with_kwargs=True)
+            if adapter.role == "embedding":
+                continue  # what is made of its rows are activations
+            for spec in adapter.specs(module, "channels"):
+                key = layer_name(name, spec.parameter)
+                counts = partial(_counted_by, module, spec.parameter, by_operators, key)
+                known[id(getattr(module, spec.parameter))] = counts
         self._calls = OutermostCalls(model, _OtherProducts(self, known))
 
     def hidden(self) -> set[nn.Module]:
@@ -71,14 +75,14 @@ class MacsCounter:
 
     def settle(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
-        hidden, self._over = self.hidden(), True
+        hidden = self.hidden()
+        self._over = True
         self._calls.close()
         if hidden:
             self.macs.clear()
             self.least.clear()
-        for module in (
-            self._handles.keys() - hidden
-        ):  # removing a hook that was traced would recompile its graph
+        # Hooks of hidden modules stay: removing one that was traced would recompile its graph.
+        for module in self._handles.keys() - hidden:
             self._handles.pop(module).remove()
 
     def close(self) -> None:
@@ -108,7 +112,9 @@ def _counted_by(module: nn.Module, parameter: str, by_operators: bool, key: str)
 
 class _Leave(WatchingHook):
     def __init__(self, counter: MacsCounter, name: str, adapter: type[Adapter]) -> None:
-        self.counter, self.name, self.adapter = counter, name, adapter
+        self.counter = counter
+        self.name = name
+        self.adapter = adapter
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -120,22 +126,19 @@ class _Leave(WatchingHook):
         for spec in self.adapter.specs(module, "channels"):
             key = layer_name(self.name, spec.parameter)
             cost = self.adapter.macs(module, spec.parameter, args, kwargs, output)
-            if (
-                cost is None
-            ):  # its operators are counted, where they are watched; it was called in any case
+            if cost is None:
+                # Its operators are counted, where they are watched. That it was called is known in any case.
                 self.counter.add(key, 0)
                 continue
             self.counter.add(key, cost)
             if module.training:
-                self.counter.least[key] = min(cost, self.counter.least.get(key, cost))
-        if not isinstance(
-            module, Adapter
-        ):  # an adapted module calls its children, whose own hooks count
-            for child in self.adapter.reads_children:
-                self.counter.add(
-                    f"{self.name}.{child}".lstrip("."),
-                    self.adapter.macs_of_child(module, child, output),
-                )
+                least = self.counter.least
+                least[key] = min(cost, least.get(key, cost))
+        if isinstance(module, Adapter):
+            return  # it calls its children, whose own hooks count
+        for child in self.adapter.reads_children:
+            key = f"{self.name}.{child}".lstrip(".")
+            self.counter.add(key, self.adapter.macs_of_child(module, child, output))
 
 
 class _OtherProducts(WatchingMode):
@@ -148,7 +151,8 @@ class _OtherProducts(WatchingMode):
 
     def __init__(self, counter: MacsCounter, known: Mapping[int, Callable[[], str]]) -> None:
         super().__init__()
-        self.counter, self.known = counter, known
+        self.counter = counter
+        self.known = known
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,34 +160,39 @@ class _OtherProducts(WatchingMode):
         output = func(*args, **kwargs)
         if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
-        if (
-            func._overloadpacket is torch.ops.aten.embedding
-        ):  # rows that tokens chose are activations
+        if func._overloadpacket is torch.ops.aten.embedding:
+            return output  # rows that tokens chose are activations
+        kinds = [self._kind(leaf) for leaf in _tensors((args, kwargs))]
+        kinds_of_weights = [kind for kind in kinds if kind]
+        if not kinds_of_weights:
             return output
-        given = [
-            self._kind(tensor)
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, Tensor)
-        ]
-        if not any(given):
+        cost = _cost(func._overloadpacket, args, kwargs, output)
+        if cost:
+            if "known" not in kinds:
+                self.counter.add(kinds_of_weights[0], cost)
             return output
-        if cost := _cost(func._overloadpacket, args, kwargs, output):
-            if "known" not in given:
-                self.counter.add(next(filter(None, given)), cost)
-            return output
-        # W_F is made of a known weight and its mask.
-        kind = "known" if "known" in given else next(iter(given)) if all(given) else ""
-        if kind:
-            self._made.update(
-                (made, kind) for made in tree_leaves(output) if isinstance(made, Tensor)
-            )
+        # What is made of weights alone is one of them, too, and so is W_F: it is made of a known weight and its mask.
+        made_kind = ""
+        if "known" in kinds:
+            made_kind = "known"
+        elif len(kinds_of_weights) == len(kinds):
+            made_kind = kinds[0]
+        if made_kind:
+            for made in _tensors(output):
+                self._made[made] = made_kind
         return output
 
     def _kind(self, tensor: Tensor) -> str:
         """``"known"``, or the key of the counts, for weights and what was made of them; empty for activations."""
-        if isinstance(tensor, nn.Parameter) and tensor.dim() > 1:
-            return self.known[id(tensor)]() if id(tensor) in self.known else OTHERS
-        return self._made.get(tensor, "")
+        if not isinstance(tensor, nn.Parameter) or tensor.dim() < 2:
+            return self._made.get(tensor, "")
+        if id(tensor) in self.known:
+            return self.known[id(tensor)]()
+        return OTHERS
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:

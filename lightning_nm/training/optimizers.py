@@ -32,24 +32,17 @@ def owned_layers(
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     owned = check_owned(optimizer, layers, () if known is None else known.layers)
-    new = [
-        (layer, *item)
-        for layer in owned
-        for item in layer.parameters.items()
-        if id(item[1]) not in groups
-    ]
-    for (
-        layer,
-        name,
-        parameter,
-    ) in new:  # in the group of the weight, whose schedule and decay then apply
-        group = groups[id(layer.optimizer_param)]
-        group["params"].append(parameter)
-        if "param_names" in group:
-            group["param_names"].append(f"{layer.name}.{name}")
-    return OwnedLayers(
-        optimizer, owned, sum(len(group["params"]) for group in optimizer.param_groups)
-    )
+    for layer in owned:
+        for name, parameter in layer.parameters.items():
+            if id(parameter) in groups:
+                continue
+            # In the group of the weight, whose schedule and decay then apply.
+            group = groups[id(layer.optimizer_param)]
+            group["params"].append(parameter)
+            if "param_names" in group:
+                group["param_names"].append(f"{layer.name}.{name}")
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    return OwnedLayers(optimizer, owned, held)
 
 
 def check_owned(
@@ -85,30 +78,36 @@ def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer that steps within wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer):
         optimizer = inner
+        inner = getattr(optimizer, "optimizer", None)
     return optimizer
 
 
 def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
-    held = {
-        id(p)
-        for optimizer in optimizers or ()
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    return lambda parameter: parameter.requires_grad and (not held or id(parameter) in held)
+    held: set[int] = set()
+    for optimizer in optimizers or ():
+        for group in optimizer.param_groups:
+            held.update(id(parameter) for parameter in group["params"])
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and (not held or id(parameter) in held)
+
+    return is_trained
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
-    rates = [group.get("lr", 1) for group in optimizer.param_groups]
-    if any(
-        (isinstance(rate, Tensor) and rate.device.type != "cpu") or float(rate) for rate in rates
-    ):
-        return False  # theirs is on the CPU, and waiting for a GPU in each step is too dear
-    grads = (
-        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    )
-    return not any(bool(local_values(grad).any()) for grad in grads)
+    for group in optimizer.param_groups:
+        rate = group.get("lr", 1)
+        # Theirs is on the CPU, and waiting for a GPU in each step would take too long.
+        on_gpu = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        if on_gpu or float(rate):
+            return False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and bool(local_values(parameter.grad).any()):
+                return False
+    return True

@@ -29,13 +29,13 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
     """
     turns: dict[tuple[object, ...], int] = {}
     for layer in layers:
-        progress, steps = layer.progress, planned_steps or _UNPLANNED
-        moments = {
-            moment
-            for moment in (*progress.schedule, *progress.estimator_schedule)
-            if 0 < moment < steps
-        }
-        for start, stop in pairwise((0, *sorted(moments), steps)):
+        progress = layer.progress
+        steps = planned_steps or _UNPLANNED
+        moments = {0, steps}
+        for moment in (*progress.schedule, *progress.estimator_schedule):
+            if 0 < moment < steps:
+                moments.add(moment)
+        for start, stop in pairwise(sorted(moments)):
             progress.go_to(start)
             if start in progress.schedule and start:
                 with layer.full():
@@ -59,9 +59,10 @@ def _dense_gradients(
         layer.progress.go_to(step)
         return method.needs_dense_gradient(layer)
 
-    begin = tuple(map(asks, range(start, min(stop, start + _TOLD_APART))))
-    key = (id(method), layer.schedule, start, stop, begin)
+    first_answers = tuple(asks(step) for step in range(start, min(stop, start + _TOLD_APART)))
+    key = (id(method), layer.progress.schedule, start, stop, first_answers)
     if key not in turns:
         asked = range(start, min(stop, start + COUNTED))
-        turns[key] = round(sum(map(asks, asked)) * (stop - start) / len(asked))
+        dense = sum(asks(step) for step in asked)
+        turns[key] = round(dense * (stop - start) / len(asked))
     return turns[key]

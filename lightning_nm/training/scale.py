@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,11 @@ Scale = Literal["supar", "supar-lr"]
 
 _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 _KNOWN_NAMES = ("adam", "lion")  # parts of the names of optimizers outside of torch, in lower case
-_RATES = (
-    "lr",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-)  # of a group; schedulers keep the latter three there
-_rescaled = (
-    WeakTensorKeyDictionary()
-)  # by parameter: the factor, and the state of its memory after it
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Learning rates in a group; schedulers keep the latter three there."""
+
+# By parameter: the factor of its initial values, and the state of its memory after it.
+_rescaled = WeakTensorKeyDictionary()
 
 
 def check_scale(scale: str | None, base_density: float) -> None:
@@ -70,9 +66,11 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
     if is_rescaled(layer):
         return float(_rescaled[layer.optimizer_param][0])
     with layer.full():
-        every = _square(layer.weight)
-        kept = _square(layer.forward_weight())
-        factor = math.sqrt(base_density * every / kept) if kept else 1.0
+        square = _square(layer.weight)
+        kept_square = _square(layer.forward_weight())
+        factor = 1.0
+        if kept_square:
+            factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
     _rescaled[layer.optimizer_param] = factor, memory_state(layer.local_weight)
     return factor
@@ -80,8 +78,10 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
 
 def is_rescaled(layer: NMLayer) -> bool:
     """Whether the weight still has the values that :func:`rescale_initial` gave it."""
-    done = _rescaled.get(layer.optimizer_param)
-    return done is not None and done[1] == memory_state(layer.local_weight)
+    if layer.optimizer_param not in _rescaled:
+        return False
+    _, state_after = _rescaled[layer.optimizer_param]
+    return bool(state_after == memory_state(layer.local_weight))
 
 
 def _square(tensor: Tensor) -> float:
@@ -95,12 +95,22 @@ def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
         ValueError: With the optimizer's and a layer's name.
     """
     name = type(optimizer).__name__
-    known = isinstance(optimizer, _KNOWN) or any(part in name.lower() for part in _KNOWN_NAMES)
+    known = isinstance(optimizer, _KNOWN)
+    for part in _KNOWN_NAMES:
+        known = known or part in name.lower()
     if layers and not known:
         raise ValueError(
             f"scale='supar' multiplies the learning rate of layer '{layers[0].name}' and others by a rule that holds "
             f"for SGD and optimizers like Adam, but not for {name}: use one of them, or scale=None"
         )
+
+
+class _SplitGroups(NamedTuple):
+    """The groups of an optimizer while it steps."""
+
+    optimizer: Optimizer
+    groups: list[dict[str, Any]]  # the user's
+    origins: list[tuple[int, float]]  # of each part: the index of its group, and its factor
 
 
 class ScaledLearningRates:
@@ -116,7 +126,7 @@ class ScaledLearningRates:
 
     def __init__(self, base_density: float = 1.0) -> None:
         self.base_density = base_density
-        self._split: dict[int, tuple[Optimizer, list[dict[str, Any]], list[tuple[int, float]]]] = {}
+        self._split: dict[int, _SplitGroups] = {}  # by the id of an optimizer that is within a step
 
     def factor(self, layer: NMLayer) -> float:
         """The factor of a layer's learning rate now."""
@@ -135,7 +145,8 @@ class ScaledLearningRates:
                 origins.append((index, factor))
         if all(factor == 1 for _, factor in origins):
             return
-        self._split[id(optimizer)] = optimizer, groups, origins
+        self._split[id(optimizer)] = _SplitGroups(optimizer, groups, origins)
+        # In place: the optimizer and its wrappers share the list.
         optimizer.param_groups[:] = parts
 
     def leave_step(self, optimizer: Optimizer) -> None:
@@ -143,18 +154,18 @@ class ScaledLearningRates:
         split = self._split.pop(id(optimizer), None)
         if split is None:
             return
-        _, groups, origins = split
         written = set()
-        for part, (index, factor) in zip(optimizer.param_groups, origins, strict=True):
+        for part, (index, factor) in zip(optimizer.param_groups, split.origins, strict=True):
+            # A counter has advanced alike in all parts of a group.
             if index not in written:
                 written.add(index)
-                _write_back(part, groups[index], factor)
-        optimizer.param_groups[:] = groups
+                _write_back(part, split.groups[index], factor)
+        optimizer.param_groups[:] = split.groups
 
     def release(self) -> None:
         """Restore the groups of all optimizers."""
-        for optimizer, _, _ in list(self._split.values()):
-            self.leave_step(optimizer)
+        for split in list(self._split.values()):
+            self.leave_step(split.optimizer)
 
 
 def _members_by_factor(
@@ -184,7 +195,9 @@ def _write_back(part: dict[str, Any], group: dict[str, Any], factor: float) -> N
     for key, value in part.items():
         if key in ("params", "param_names"):
             continue
-        if key not in _RATES or not isinstance(group.get(key), (int, float, Tensor)):
+        is_rate = key in _RATES and isinstance(group.get(key), (int, float, Tensor))
+        if not is_rate:
             group[key] = value
         elif isinstance(value, (int, float)) and value != group[key] * factor:
-            group[key] = value / factor  # the optimizer changed its learning rate
+            # The optimizer changed its learning rate itself.
+            group[key] = value / factor

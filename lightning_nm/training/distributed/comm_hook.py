@@ -49,12 +49,10 @@ class CommHookState:
     def remove(self, layers: Iterable[NMLayer]) -> None:
         """Send full gradients of these layers again."""
         removed = {id(layer) for layer in layers}
-        self._layers = {
-            key: layer for key, layer in self._layers.items() if id(layer) not in removed
-        }
-        self._entries = {
-            key: entries for key, entries in self._entries.items() if key in self._layers
-        }
+        for key, layer in list(self._layers.items()):
+            if id(layer) in removed:
+                del self._layers[key]
+                self._entries.pop(key, None)
 
     def settle(self) -> float | None:
         """End a step: reset the bytes and return their :attr:`ratio`."""
@@ -123,10 +121,11 @@ def kept_entries_hook(
     message = buffer
     if not full:
         grads = list(map(_as_stored, bucket.gradients(), parameters))
-        message = torch.cat(
-            [_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)]
-        )
-    message = message.div_(dist.get_world_size(state.group)).to(state.dtype or message.dtype)
+        parts = [_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)]
+        message = torch.cat(parts)
+    # Divided before they are sent: half precision would overflow by the sum.
+    message = message.div_(dist.get_world_size(state.group))
+    message = message.to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += buffer.numel() * buffer.element_size()
     # On a GPU `unpack` runs on another stream: it may only use tensors that outlive it, as those of state and bucket.
@@ -135,7 +134,9 @@ def kept_entries_hook(
     def unpack(future: torch.futures.Future[Any]) -> Tensor:
         mean: Tensor = future.value()[0]
         if full:
-            return buffer if mean is buffer else buffer.copy_(mean)
+            if mean is buffer:
+                return buffer
+            return buffer.copy_(mean)
         start = 0
         for grad, layer, positions in zip(grads, layers, entries, strict=True):
             sent = grad if positions is None else positions
@@ -153,8 +154,11 @@ def kept_entries_hook(
 
 def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
     """View a bucket's gradient, which claims to be row-major, in the memory order of its parameter."""
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return grad.as_strided(parameter.shape, parameter.stride()) if dense else grad
+    # empty_like() keeps the strides of a parameter without gaps alone.
+    has_no_gaps = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    if not has_no_gaps:
+        return grad
+    return grad.as_strided(parameter.shape, parameter.stride())
 
 
 def _pack(grad: Tensor, layer: NMLayer | None, state: CommHookState) -> Tensor:

@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_nm.nn.layer import NMLayer
 
-_CHUNK = 1 << 20  # words that are mixed at a time, which limits the memory for temporaries
+_CHUNK = 1 << 20
+"""Words that are mixed at a time, which limits the memory for temporaries."""
+
+_SHOWN_DIFFERENCES = 8
+
+# Odd 64-bit constants. A product with one is one-to-one, and its high bits depend on all bits of the factor.
+_PLACE_FACTOR = -0x61C8864680B583EB
+_FIRST_FACTOR = -0x40A7B892E31B1A47
+_SECOND_FACTOR = -0x6B2FB644ECCEEE15
+_LENGTH_FACTOR = 0x100000001B3
 
 
 def _fingerprint(layer: NMLayer) -> dict[str, Any]:
@@ -74,20 +83,30 @@ def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
-        total = total * 0x100000001B3 + len(data)
+        padding = -len(data) % 8
+        words = torch.nn.functional.pad(data, (0, padding)).view(torch.int64)
+        # The order and the lengths of the tensors count, too.
+        total = total * _LENGTH_FACTOR + len(data)
         for start in range(0, len(words), _CHUNK):
-            total = total + mix(words[start : start + _CHUNK], start).sum()
+            chunk = words[start : start + _CHUNK]
+            total = total + mix(chunk, start).sum()
     return total
 
 
 def mix(words: Tensor, start: int = 0) -> Tensor:
     """Hash int64 words ``[n]``, each depending on its place from ``start`` on; one-to-one for a given place."""
     place = torch.arange(start, start + len(words), device=words.device)
-    mixed = (words ^ place.mul_(-0x61C8864680B583EB)) * -0x40A7B892E31B1A47
-    mixed ^= (mixed >> 29) & ((1 << 35) - 1)  # a logical shift, which keeps it one-to-one
-    mixed *= -0x6B2FB644ECCEEE15
-    return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
+    mixed = words ^ place.mul_(_PLACE_FACTOR)
+    mixed *= _FIRST_FACTOR
+    mixed ^= _shifted(mixed, 29)
+    mixed *= _SECOND_FACTOR
+    return mixed ^ _shifted(mixed, 32)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: torch's own keeps the sign of int64, and would not be one-to-one here."""
+    kept_bits = (1 << (64 - bits)) - 1
+    return (words >> bits) & kept_bits
 
 
 class RankComparison:
@@ -142,28 +161,37 @@ class RankComparison:
             own[layer.name] = _fingerprint(layer) | words
         everyone: list[Any] = [None] * processes(group)
         dist.all_gather_object(everyone, own, group)
-        differences = []
-        for name in dict.fromkeys(name for one in everyone for name in one):
-            missing = [rank for rank, one in enumerate(everyone) if name not in one]
-            if missing:
-                differences.append(f"layer '{name}' is not masked on ranks {missing}")
-                continue
-            first = everyone[0][name]
-            for key in first:
-                others = [rank for rank, one in enumerate(everyone) if one[name][key] != first[key]]
-                if others:
-                    differences.append(
-                        f"layer '{name}': ranks {others} differ from rank 0 in {key}"
-                    )
-        differences = differences or ["their layers come in another order"]
-        shown = "; ".join(differences[:8])
-        if len(differences) > 8:
-            shown += f"; and {len(differences) - 8} more"
+        differences = _differences(everyone)
+        if not differences:
+            differences = ["their layers come in another order"]
+        shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
+        more = len(differences) - _SHOWN_DIFFERENCES
+        if more > 0:
+            shown += f"; and {more} more"
         raise RuntimeError(
             f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
             "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
             "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
         )
+
+
+def _differences(everyone: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
+    """What differs between the layers of processes, as sentences; by rank and layer name, what each has."""
+    names: dict[str, None] = {}  # in the order in which they occur
+    for layers in everyone:
+        names.update(dict.fromkeys(layers))
+    found = []
+    for name in names:
+        missing = [rank for rank, layers in enumerate(everyone) if name not in layers]
+        if missing:
+            found.append(f"layer '{name}' is not masked on ranks {missing}")
+            continue
+        of_layer = [layers[name] for layers in everyone]
+        for key, value in of_layer[0].items():
+            others = [rank for rank, values in enumerate(of_layer) if values[key] != value]
+            if others:
+                found.append(f"layer '{name}': ranks {others} differ from rank 0 in {key}")
+    return found
 
 
 @torch.no_grad()
@@ -178,21 +206,28 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     if world == 1 or not owned:
         return
     for dtype in dict.fromkeys(p.dtype for p in owned):
-        same = [p for p in owned if p.dtype == dtype]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        # One flag a parameter travels with the gradients: whether any process has a gradient for it.
-        flags = [float(p.grad is not None) for p in same]
-        present = torch.tensor(flags, dtype=dtype).to(same[0].device)
-        flat = torch.cat([*map(torch.flatten, grads), present])
-        flat.div_(world)
-        dist.all_reduce(flat, group=group)
-        sizes = [p.numel() for p in same]
-        *means, present = flat.split([*sizes, len(same)])
-        for p, mean, anywhere in zip(same, means, present, strict=True):
-            if p.grad is not None:
-                p.grad.copy_(mean.view_as(p))
-            elif bool(anywhere):
-                p.grad = mean.view_as(p).clone()
+        same_dtype = [p for p in owned if p.dtype == dtype]
+        _reduce(same_dtype, world, group)
+
+
+def _reduce(
+    parameters: Sequence[nn.Parameter], world: int, group: dist.ProcessGroup | None
+) -> None:
+    """Average the gradients of parameters of one dtype."""
+    # One flag a parameter travels with the gradients: whether any process has a gradient for it.
+    flags = [float(p.grad is not None) for p in parameters]
+    present = torch.tensor(flags, dtype=parameters[0].dtype).to(parameters[0].device)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    message = torch.cat([*map(torch.flatten, grads), present])
+    message.div_(world)
+    dist.all_reduce(message, group=group)
+    sizes = [p.numel() for p in parameters]
+    *means, present_anywhere = message.split([*sizes, len(parameters)])
+    for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
+        if p.grad is not None:
+            p.grad.copy_(mean.view_as(p))
+        elif bool(is_present):
+            p.grad = mean.view_as(p).clone()
 
 
 def processes(group: dist.ProcessGroup | None = None) -> int:
