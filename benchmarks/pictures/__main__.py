@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.pictures import evidence, gemms, inference, permutation, speed, speed_up
+from benchmarks.pictures import evidence, gemms, inference, permutation, scale, speed, speed_up
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables.markdown import ROOT
 
@@ -19,6 +19,7 @@ PICTURES: dict[str, Picture] = {
     "bi-mask-permutation": permutation.PICTURE,
     "bame-evidence": evidence.PICTURE,
     "speed": speed.PICTURE,
+    "scale": scale.PICTURE,
     **inference.pictures(),
 }
 

@@ -19,7 +19,7 @@ LEFT_OUT = ("fit, s", "missing")
 def study(name: str) -> tuple[Spec, list[Section]]:
     """A study and the sections of its report."""
     spec = read(ROOT / "studies" / f"{name}.yaml")
-    return spec, sections(spec, read_csv(f"study-{name}.csv"))
+    return spec, sections(spec, read_csv(f"study-{name.replace('/', '-')}.csv"))
 
 
 def means(name: str) -> str:

@@ -1,8 +1,9 @@
 """Train a small GPT on Python's help texts, N:M sparse and dense side by side on this CPU.
 
 Each side is a Trainer in a process of its own. They make steps in turn, never at once, so that other work on the
-machine slows both. They have the same initial weights, text and learning rate, which stays at its peak after a warm-up:
-losses are comparable at equal steps and at equal seconds. The dense side is Lightning's Trainer alone, in float32 or
+machine slows both. They have the same initial weights, text and learning rate, which stays at its peak after a warm-up;
+on the sparse side both are scaled to its density (docs/scale.md). Losses are comparable at equal steps and at equal
+seconds. The dense side is Lightning's Trainer alone, in float32 or
 bf16-mixed, whichever is measured to be faster first; the sparse side takes the same precision, NMSparsityCallback and
 the precision plugin, which measures for each product whether a sparse kernel is faster. Ctrl-C ends it early, with
 the results so far.
@@ -27,7 +28,7 @@ from lightning_nm.functional.pattern import NMPattern
 from studies.speed.curves import Curve
 from studies.speed.race import SideError, Watch, pilot, race, sides
 from studies.speed.report import draw, machine, print_table, write_json, write_tensorboard
-from studies.speed.side import METHODS, PRECISIONS, Precision, Setting
+from studies.speed.side import METHODS, PRECISIONS, SCALES, Precision, Setting
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -51,6 +52,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pattern", default=default.pattern, help="N:M of the sparse side")
     parser.add_argument(
         "--method", choices=METHODS, default=default.method, help="of the sparse side"
+    )
+    parser.add_argument(
+        "--scale",
+        choices=SCALES,
+        default=default.scale,
+        help="of the sparse side's initial weights and learning rates; none: as the dense side's",
     )
     parser.add_argument(
         "--precision",

@@ -18,6 +18,7 @@ from lightning_nm.kernels import Router
 
 Precision = Literal["32-true", "bf16-mixed"]
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
+SCALES = ("supar", "none")
 METHODS = ("asp", "bame", "bame-half", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
 """Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one; ``bame-frozen``
 is BAME after that phase."""
@@ -33,6 +34,8 @@ class Setting(NamedTuple):
         context: Tokens of a window.
         pattern: The sparse side's pattern.
         method: The sparse side's method.
+        scale: Whether the sparse side's initial weights and learning rates are those of the dense side, scaled to its
+            density (``"supar"``), or the same numbers (``"none"``).
         lr: Peak learning rate.
         threads: Threads of each side, only one of which runs at a time; 0 for torch's choice.
         seed: Seed of the weights, the order of the text, and the masks.
@@ -46,6 +49,7 @@ class Setting(NamedTuple):
     context: int = 256
     pattern: str = "1:16"
     method: str = "asp"
+    scale: str = "supar"
     lr: float = 1e-3
     threads: int = 0
     seed: int = 0
@@ -149,7 +153,12 @@ def make_trainer(
         }
         method: Any = bame.get(setting.method, setting.method)
         masks = NMSparsityCallback(
-            setting.pattern, method, seed=setting.seed, show_tables=False, monitor=False
+            setting.pattern,
+            method,
+            scale="supar" if setting.scale == "supar" else None,
+            seed=setting.seed,
+            show_tables=False,
+            monitor=False,
         )
         callbacks, options, router = [masks], {"plugins": [plugin]}, plugin.router
     return pl.Trainer(

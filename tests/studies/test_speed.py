@@ -304,6 +304,7 @@ def test_the_config_trains_the_model_of_the_comparison():
     assert hparams.lr == setting.lr
     masks = found["trainer"]["callbacks"][0]["init_args"]
     assert masks["method"] == setting.method
+    assert masks["scale"] == setting.scale
 
 
 @pytest.mark.slow
