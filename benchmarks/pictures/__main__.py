@@ -9,7 +9,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.pictures import evidence, gemms, inference, permutation, scale, speed, speed_up
+from benchmarks.pictures import (
+    coordinates,
+    evidence,
+    gemms,
+    inference,
+    permutation,
+    scale,
+    speed,
+    speed_up,
+)
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables.markdown import ROOT
 
@@ -20,6 +29,7 @@ PICTURES: dict[str, Picture] = {
     "bame-evidence": evidence.PICTURE,
     "speed": speed.PICTURE,
     "scale": scale.PICTURE,
+    "coordinate-check": coordinates.PICTURE,
     **inference.pictures(),
 }
 
