@@ -31,8 +31,6 @@ from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
 
-_COST_HOOKS = frozenset({"current_pattern", "gradient_at_pruned"})
-"""Hooks of methods that may change what a GEMM costs although the masks stay."""
 
 
 class TrainingStep:
@@ -114,7 +112,7 @@ class TrainingStep:
         self.stepped = True
         for layer in self.owned(optimizer):
             hooks = self._hooks[layer.spec.method]
-            _count_cost(layer, hooks)
+            _count_cost(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
             if "after_step" in hooks:
@@ -153,7 +151,7 @@ class TrainingStep:
         has_stepped = progress.step > progress.updated_at
         if stepped and not has_stepped:
             # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
-            _count_cost(layer, hooks)
+            _count_cost(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
         if has_stepped or begins_phase:
@@ -377,8 +375,9 @@ def _add_penalty(layer: NMLayer) -> None:
             owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
 
 
-def _count_cost(layer: NMLayer, hooks: frozenset[str]) -> None:
+def _count_cost(layer: NMLayer) -> None:
     """Add a training step to the layer's costs, whether or not it trained this layer."""
+    method = layer.spec.method
     masks = layer.masks
     progress = layer.progress
     costs = layer.costs
@@ -390,8 +389,9 @@ def _count_cost(layer: NMLayer, hooks: frozenset[str]) -> None:
         progress.dense_gradient,
         progress.estimating,
         layer.param.requires_grad,
+        method.current_pattern(layer),
+        method.gradient_at_pruned(layer),
     )
-    may_change_unseen = not hooks.isdisjoint(_COST_HOOKS)
-    if costs.cost_key != cost_key or may_change_unseen:
+    if costs.cost_key != cost_key:
         costs.set_step_cost(cost_key, layer.gemms())
     costs.count_step()
