@@ -15,7 +15,6 @@ from benchmarks.pictures import (
     gemms,
     inference,
     permutation,
-    scale,
     speed,
     speed_up,
 )
@@ -28,7 +27,6 @@ PICTURES: dict[str, Picture] = {
     "bi-mask-permutation": permutation.PICTURE,
     "bame-evidence": evidence.PICTURE,
     "speed": speed.PICTURE,
-    "scale": scale.PICTURE,
     "coordinate-check": coordinates.PICTURE,
     **inference.pictures(),
 }

@@ -11,13 +11,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.tables import accuracy, cpu, inference, matrices, overhead, peers, recipes, studies
+from benchmarks.tables import (
+    accuracy,
+    cpu,
+    inference,
+    matrices,
+    overhead,
+    peers,
+    recipes,
+    scale,
+    studies,
+)
 from benchmarks.tables.markdown import ROOT, Tables
 from benchmarks.tables.regions import filled, pages
 
 TABLES: Tables = {
     name: make
-    for module in (cpu, studies, accuracy, overhead, inference, recipes, peers, matrices)
+    for module in (cpu, studies, scale, accuracy, overhead, inference, recipes, peers, matrices)
     for name, make in module.TABLES.items()
 }
 
