@@ -40,8 +40,8 @@ class Classifier(LightningModule):
     ) -> None:
         images, labels = batch
         logits = self(images)
+        loss = F.cross_entropy(logits, labels)
         accuracy.update(logits, labels)
-        self.log(
-            f"{stage}_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True
-        )
+        self.log(f"{stage}_loss", loss, batch_size=len(labels), sync_dist=True)
+        # Lightning computes and resets a metric object at the end of the epoch, over all processes.
         self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))

@@ -34,9 +34,15 @@ class Digits(ResumableDataModule):
         """Load and split the images."""
         from sklearn.datasets import load_digits
 
-        pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
-        images = pixels.to(torch.uint8).reshape(-1, 1, 8, 8)
-        order = torch.randperm(len(images), generator=keyed_generator(0, "digits split"))
-        val, train = order.tensor_split([max(1, round(len(images) * self.val_fraction))])
-        self.train_set = ImageArrays(images[train], labels[train], scale=16)
-        self.val_set = self.test_set = ImageArrays(images[val], labels[val], scale=16)
+        pixels, classes = load_digits(return_X_y=True)
+        images = torch.from_numpy(pixels).to(torch.uint8).reshape(-1, 1, 8, 8)
+        labels = torch.from_numpy(classes)
+
+        # Not from `seed`: runs that differ in their seeds are tested on the same images.
+        generator = keyed_generator(0, "digits split")
+        order = torch.randperm(len(images), generator=generator)
+        val_size = max(1, round(len(images) * self.val_fraction))
+        val, train = order.tensor_split([val_size])
+        self.train_set = ImageArrays(images[train], labels[train], scale=16)  # pixels are 0 to 16
+        self.val_set = ImageArrays(images[val], labels[val], scale=16)
+        self.test_set = self.val_set

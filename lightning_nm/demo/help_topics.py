@@ -13,6 +13,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, text: Tensor, context: int) -> None:
         if len(text) <= context:
             raise ValueError(f"{len(text)} bytes of text are too short for a context of {context}")
+        # Each window has one byte more than the context, the last target, which is the next window's first input.
         self.windows = text.unfold(0, context + 1, context)
 
     def __len__(self) -> int:
@@ -75,7 +76,8 @@ class HelpTopics(ResumableDataModule):
         text = torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
         cut = round(len(text) * (1 - self.val_fraction))
         if self.tuning:
-            text, cut = text[:cut], round(cut * (1 - self.val_fraction))
+            text = text[:cut]
+            cut = round(len(text) * (1 - self.val_fraction))
         train = Windows(text[:cut], self.context)
         if self.train_size is not None and self.train_size > len(train):
             raise ValueError(
@@ -83,4 +85,5 @@ class HelpTopics(ResumableDataModule):
             )
         train.windows = train.windows[: self.train_size]
         self.train_set = train
-        self.val_set = self.test_set = Windows(text[cut:], self.context)
+        self.val_set = Windows(text[cut:], self.context)
+        self.test_set = self.val_set

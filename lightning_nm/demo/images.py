@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from lightning_nm.demo.seeding import keyed_generator
 
 SHIFT = 2
+"""The largest shift of an augmented image, in pixels."""
 
 
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
@@ -31,17 +32,21 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
             raise ValueError(f"{len(images)} images but {len(labels)} labels")
         self.images = images
         self.labels = labels.long()
-        self.scale, self.mean, self.std = scale, mean, std
+        self.scale = scale
+        self.mean = mean
+        self.std = std
         self.augment = augment
         self.seed = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the shifts and flips of this epoch."""
-        if self.augment:
-            generator = keyed_generator(self.seed, "augment", epoch)
-            self.shifts = torch.randint(0, 2 * SHIFT + 1, (len(self), 2), generator=generator)
-            self.flips = torch.rand(len(self), generator=generator) < 0.5
+        if not self.augment:
+            return
+        # For all images at once: which of them a process or a worker reads changes no draw.
+        generator = keyed_generator(self.seed, "augment", epoch)
+        self.shifts = torch.randint(0, 2 * SHIFT + 1, (len(self), 2), generator=generator)
+        self.flips = torch.rand(len(self), generator=generator) < 0.5
 
     def __len__(self) -> int:
         return len(self.images)
@@ -56,7 +61,8 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         images = self.images[chosen]
         if self.augment:
             images = shift_and_flip(images, self.shifts[chosen], self.flips[chosen])
-        return (images.float() / self.scale - self.mean) / self.std, self.labels[chosen]
+        images = (images.float() / self.scale - self.mean) / self.std
+        return images, self.labels[chosen]
 
 
 def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
@@ -68,9 +74,17 @@ def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
         flips: Images to flip left to right, bool `[B]`.
     """
     batch, channels, height, width = images.shape
-    columns = torch.arange(width).expand(batch, width)
-    columns = torch.where(flips[:, None], width - 1 - columns, columns) + shifts[:, 1:]
+    padded = pad(images, (SHIFT, SHIFT, SHIFT, SHIFT))
+
+    # The row and the column of the padded image that each pixel of the result is read from: [B, H] and [B, W].
     rows = torch.arange(height) + shifts[:, :1]
-    b = torch.arange(batch)[:, None, None, None]
-    c = torch.arange(channels)[None, :, None, None]
-    return pad(images, (SHIFT,) * 4)[b, c, rows[:, None, :, None], columns[:, None, None, :]]
+    columns = torch.arange(width).expand(batch, width)
+    columns = torch.where(flips[:, None], width - 1 - columns, columns)
+    columns = columns + shifts[:, 1:]
+
+    # One gather for the whole batch; the four indices broadcast to [B, C, H, W].
+    index_b = torch.arange(batch)[:, None, None, None]
+    index_c = torch.arange(channels)[None, :, None, None]
+    index_h = rows[:, None, :, None]
+    index_w = columns[:, None, None, :]
+    return padded[index_b, index_c, index_h, index_w]

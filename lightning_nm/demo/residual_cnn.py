@@ -28,8 +28,10 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, inputs, H, W]` to `[B, outputs, H/stride, W/stride]`."""
+        shortcut = cast("Tensor", self.shortcut(x))
         y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + cast("Tensor", self.shortcut(x)))
+        y = self.norm2(self.conv2(y))
+        return F.relu(y + shortcut)
 
 
 class ResidualCNN(Classifier):
@@ -76,7 +78,9 @@ class ResidualCNN(Classifier):
         check_warmup(warmup)
         self.save_hyperparameters()
         self.warmup = warmup
-        self.lr, self.weight_decay, self.momentum = lr, weight_decay, momentum
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.momentum = momentum
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
@@ -85,21 +89,21 @@ class ResidualCNN(Classifier):
         self.stages = nn.Sequential()
         inputs = width
         for outputs in (width, 2 * width, 4 * width):
-            first = ResidualBlock(inputs, outputs, stride=1 if outputs == width else 2)
-            self.stages.append(
-                nn.Sequential(
-                    first, *(ResidualBlock(outputs, outputs, 1) for _ in range(depth - 1))
-                )
-            )
+            halves = outputs != width
+            stage = nn.Sequential(ResidualBlock(inputs, outputs, stride=2 if halves else 1))
+            for _ in range(depth - 1):
+                stage.append(ResidualBlock(outputs, outputs, stride=1))
+            self.stages.append(stage)
             inputs = outputs
         self.head = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images `[B, in_channels, H, W]` to logits `[B, num_classes]`."""
-        x = self.stem(x).contiguous(
-            memory_format=torch.channels_last
-        )  # measured: 10 to 15 % faster steps on a CPU
-        return self.head(self.stages(x).mean(dim=(2, 3)))
+        x = self.stem(x)
+        # Steps on a CPU were measured to be 10 to 15 % faster in this memory order.
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = self.stages(x)
+        return self.head(x.mean(dim=(2, 3)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD with momentum under a warm-up and a half cosine."""

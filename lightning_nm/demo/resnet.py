@@ -14,6 +14,7 @@ from lightning_nm.demo.classifier import Classifier
 from lightning_nm.demo.schedule import warmup_cosine
 
 BLOCKS = (3, 4, 6, 3)
+"""Bottlenecks of the four stages."""
 
 
 class Bottleneck(nn.Module):
@@ -41,7 +42,10 @@ class Bottleneck(nn.Module):
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
-        return F.relu(y + (x if self.downsample is None else cast("Tensor", self.downsample(x))))
+        shortcut = x
+        if self.downsample is not None:
+            shortcut = cast("Tensor", self.downsample(x))
+        return F.relu(y + shortcut)
 
 
 class ResNet50(Classifier):
@@ -92,8 +96,11 @@ class ResNet50(Classifier):
                 f"warmup_epochs must be a number of epochs, 0 or more, got {warmup_epochs}"
             )
         self.save_hyperparameters()
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.no_decay, self.warmup_epochs = no_decay or [], warmup_epochs
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.no_decay = no_decay or []
+        self.warmup_epochs = warmup_epochs
         self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -103,7 +110,9 @@ class ResNet50(Classifier):
             width = 64 * 2**number
             stage = nn.Sequential()
             for block in range(blocks):
-                stage.append(Bottleneck(inputs, width, 2 if number and not block else 1))
+                # The first block of a stage halves the image, but for the first stage, after the pooling.
+                halves = number > 0 and block == 0
+                stage.append(Bottleneck(inputs, width, stride=2 if halves else 1))
                 inputs = width * Bottleneck.expansion
             setattr(self, f"layer{number + 1}", stage)
         self.fc = nn.Linear(inputs, num_classes)
@@ -114,16 +123,23 @@ class ResNet50(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images `[B, 3, H, W]` to logits `[B, num_classes]`."""
-        y = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.maxpool(y)
         for number in range(len(BLOCKS)):
-            y = getattr(self, f"layer{number + 1}")(y)
+            stage = getattr(self, f"layer{number + 1}")
+            y = stage(y)
         return self.fc(y.mean(dim=(2, 3)))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD in two groups, with and without weight decay, under a warm-up and a half cosine."""
-        without = self._without_decay()
-        decayed = [p for name, p in self.named_parameters() if name not in without]
-        others = [p for name, p in self.named_parameters() if name in without]
+        without_decay = self._without_decay()
+        decayed = []
+        others = []
+        for name, parameter in self.named_parameters():
+            if name in without_decay:
+                others.append(parameter)
+            else:
+                decayed.append(parameter)
         groups: list[dict[str, Any]] = [{"params": decayed}]
         if others:
             groups.append({"params": others, "weight_decay": 0.0})
@@ -133,24 +149,26 @@ class ResNet50(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _warmup_steps(self) -> int:
+        if not self.warmup_epochs:
+            return 0
         batches = self.trainer.num_training_batches
-        if self.warmup_epochs and not math.isfinite(batches):
+        if not math.isfinite(batches):
             raise ValueError(
                 f"warmup_epochs={self.warmup_epochs} needs training data with a length: set it to 0"
             )
-        if not self.warmup_epochs:
-            return 0
-        return round(self.warmup_epochs * math.ceil(batches / self.trainer.accumulate_grad_batches))
+        steps_per_epoch = math.ceil(batches / self.trainer.accumulate_grad_batches)
+        return round(self.warmup_epochs * steps_per_epoch)
 
     def _without_decay(self) -> set[str]:
+        """The names of the parameters that the globs of `no_decay` match."""
         names = [name for name, _ in self.named_parameters()]
-        found = {
-            glob: {name for name in names if fnmatchcase(name, glob)} for glob in self.no_decay
-        }
-        for glob, matches in found.items():
+        found: set[str] = set()
+        for glob in self.no_decay:
+            matches = {name for name in names if fnmatchcase(name, glob)}
             if not matches:
                 close = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
                 raise ValueError(
                     f"no_decay: '{glob}' matches no parameter; they are named like {', '.join(close)}"
                 )
-        return set().union(*found.values())
+            found |= matches
+        return found

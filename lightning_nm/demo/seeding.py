@@ -16,5 +16,7 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
         >>> bool(torch.equal(a, b))
         True
     """
-    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    text = repr((seed, *key))
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    hashed_seed = int.from_bytes(digest, "little")
+    return torch.Generator().manual_seed(hashed_seed)

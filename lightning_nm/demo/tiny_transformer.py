@@ -27,15 +27,16 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, dim]` to `[B, T, dim]`."""
+        x = x + self.dropout(self._attend(self.norm1(x)))
+        hidden = F.gelu(self.fc1(self.norm2(x)))
+        return x + self.dropout(self.fc2(hidden))
+
+    def _attend(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
-        q, k, v = (
-            self.qkv(self.norm1(x))
-            .view(batch, length, 3, self.heads, dim // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, dim / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.proj(attended.transpose(1, 2).reshape(batch, length, dim)))
-        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+        return self.proj(attended.transpose(1, 2).reshape(batch, length, dim))
 
 
 class TinyTransformer(LightningModule):
@@ -84,14 +85,17 @@ class TinyTransformer(LightningModule):
         check_warmup(warmup)
         self.save_hyperparameters()
         self.warmup = warmup
-        self.lr, self.weight_decay, self.context = lr, weight_decay, context
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.context = context
         self.embed = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(context, dim)
         self.blocks = nn.ModuleList(DecoderBlock(dim, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab_size)
-        for embedding in (self.embed, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
+        # torch's own 1.0 is far larger than what the blocks add to it at first.
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens, int64 `[B, T]` with T at most `context`, to logits `[B, T, vocab_size]`."""
@@ -119,18 +123,15 @@ class TinyTransformer(LightningModule):
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        logits = self(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
-        loss, size = self._loss(batch), len(batch[0])
+        loss = self._loss(batch)
+        bits = loss / math.log(2)
+        size = len(batch[0])
         self.log(f"{stage}_loss", loss, batch_size=size, sync_dist=True)
-        self.log(
-            f"{stage}_bits_per_byte",
-            loss / math.log(2),
-            prog_bar=True,
-            batch_size=size,
-            sync_dist=True,
-        )
+        self.log(f"{stage}_bits_per_byte", bits, prog_bar=True, batch_size=size, sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW under a warm-up and a half cosine."""
