@@ -32,7 +32,6 @@ _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
 
 
-
 class TrainingStep:
     """Advances the counters of layers with the real steps of the optimizers that own their weights.
 

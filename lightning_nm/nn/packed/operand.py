@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,9 +28,11 @@ from lightning_nm.nn.packed.kernel_choice import (
 )
 from lightning_nm.nn.products.routed_ops import plain
 
-_CHUNK = 1 << 20  # entries that are unpacked at a time
+_CHUNK = 1 << 20
+"""Entries that are unpacked at a time."""
 
-_MOST_SIZES = 1 << 12  # of products whose choice is remembered
+_MOST_SIZES = 1 << 12
+"""Sizes of products whose choice is remembered."""
 
 LARGEST = 0.75
 """A kernel's layout that takes more than this share of the dense weight's memory is not made."""
@@ -63,11 +64,14 @@ class Operand(HasHandle):
         kernels: Kernels,
         budget: Budget,
     ) -> None:
-        self._held: tuple[PermuteLayout | CsrLayout, Tensor] | None = layout, values
-        self.rows, self.depth = layout.rows, layout.depth
+        self._held: tuple[PermuteLayout | CsrLayout, Tensor] | None = (layout, values)
+        self.rows = layout.rows
+        self.depth = layout.depth
         self.kernel = "cpu-permute" if isinstance(layout, PermuteLayout) else "cpu-csr"
         """The kernel that takes the layout."""
-        self.pattern, self.dtype, self.kernels = pattern, dtype, kernels
+        self.pattern = pattern
+        self.dtype = dtype
+        self.kernels = kernels
         self.budget = budget
         self.handle_tensor = torch.empty(self.handle, 0)
         """An empty tensor whose size is the handle, as graphs take it."""
@@ -79,19 +83,26 @@ class Operand(HasHandle):
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the layout."""
-        return [] if self._held is None else _tensors(*self._held)
+        held = self._held
+        if held is None:
+            return []
+        layout, values = held
+        return _tensors(layout, values)
 
     def dense(self) -> Tensor:
         """The matrix ``[rows, depth]``."""
-        held = self._held  # once: another thread may let it become dense
+        # Read once: another thread may let this operand become dense at any time.
+        held = self._held
         if held is None:
             assert self.matrix is not None
             return self.matrix
-        return dense_matrix(_tensors(*held), self.rows, self.depth, self.dtype)
+        layout, values = held
+        return dense_matrix(_tensors(layout, values), self.rows, self.depth, self.dtype)
 
     def become_dense(self, matrix: Tensor) -> None:
         """Keep the dense matrix instead of the layout, and use it for all products from now on."""
-        self.matrix = matrix  # first: a part that another thread adds after the copy finds it
+        # Set first: a part that another thread adds after the copy below finds it.
+        self.matrix = matrix
         for (first, end), part in self._parts.copy().items():
             part.become_dense(matrix[first:end])
         self._held = None
@@ -101,20 +112,26 @@ class Operand(HasHandle):
         held = self._held
         if (first, end) == (0, self.rows):
             return self
-        if (first, end) not in self._parts:
-            layout, values = held or (None, None)
-            tile = 2 * layout.lanes if isinstance(layout, PermuteLayout) else 0
-            whole = tile and first % tile == 0 and (end % tile == 0 or end == self.rows)
-            if not isinstance(layout, PermuteLayout) or values is None or not whole:
-                return None
-            tiles = slice(first // tile, -(-end // tile))
-            own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
-            part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels, self.budget)
-            part.hold = self.hold
-            part = self._parts.setdefault((first, end), part)
-            if self.matrix is not None:  # another thread let this operand become dense meanwhile
-                part.become_dense(self.matrix[first:end])
-        return self._parts[first, end]
+        if (first, end) in self._parts:
+            return self._parts[first, end]
+        if held is None:
+            return None
+        layout, values = held
+        if not isinstance(layout, PermuteLayout):
+            return None
+        tile = 2 * layout.lanes  # rows that lie together
+        ends_with_tile = end % tile == 0 or end == self.rows
+        if first % tile or not ends_with_tile:
+            return None
+        tiles = slice(first // tile, math.ceil(end / tile))
+        own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
+        part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels, self.budget)
+        part.hold = self.hold
+        # Another thread may have added it meanwhile, or let this operand become dense.
+        part = self._parts.setdefault((first, end), part)
+        if self.matrix is not None:
+            part.become_dense(self.matrix[first:end])
+        return part
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x A^T + bias`` for ``x [tokens, depth]``."""
@@ -123,7 +140,8 @@ class Operand(HasHandle):
             return F.linear(x, self._matrix_for(x), bias)
 
         def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
-            return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
+            plain_bias = None if bias is None else plain(bias)
+            return kernel.linear(packed, plain(x), plain_bias)
 
         return self._product(x, self._key(len(x)), sparse, dense)
 
@@ -131,16 +149,20 @@ class Operand(HasHandle):
         """The convolution of ``x [images, in, height, width]``, in its memory format."""
 
         def dense() -> Tensor:
-            return F.conv2d(x, self._matrix_for(x).view(conv.weight_shape), bias, *conv.arguments)
+            weight = self._matrix_for(x).view(conv.weight_shape)
+            return F.conv2d(x, weight, bias, *conv.arguments)
 
         def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
-            return kernel.conv(packed, plain(x), conv, None if bias is None else plain(bias))
+            plain_bias = None if bias is None else plain(bias)
+            return kernel.conv(packed, plain(x), conv, plain_bias)
 
-        found = self._product(x, self._key(len(x) * math.prod(conv.positions), conv), sparse, dense)
-        last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        return found.contiguous(
-            memory_format=torch.channels_last if last else torch.contiguous_format
-        )
+        output_positions = len(x) * math.prod(conv.positions)
+        found = self._product(x, self._key(output_positions, conv), sparse, dense)
+        memory_format = torch.contiguous_format
+        # A tensor of one channel is contiguous in both orders.
+        if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+            memory_format = torch.channels_last
+        return found.contiguous(memory_format=memory_format)
 
     def _product(
         self,
@@ -149,12 +171,13 @@ class Operand(HasHandle):
         sparse: Callable[[CpuPermuteKernel | CpuCsrKernel, Packed], Tensor],
         dense: Callable[[], Tensor],
     ) -> Tensor:
-        held, kernel = self._held, kernel_of(self.kernel)
+        held = self._held
         if held is None or not x.numel() or not self._takes_it(key, held):
             return dense()
-        return registry_of(kernel.name).attempt(
-            kernel, key, lambda: sparse(kernel, Packed(*held)), dense
-        )
+        kernel = kernel_of(self.kernel)
+        packed = Packed(*held)
+        # If the kernel fails, the product is made dense, now and in the future.
+        return registry_of(kernel.name).attempt(kernel, key, lambda: sparse(kernel, packed), dense)
 
     def _matrix_for(self, x: Tensor) -> Tensor:
         """The dense matrix for a product that the kernel does not make; in ``"auto"`` it is held from now on."""
@@ -169,11 +192,10 @@ class Operand(HasHandle):
 
     def _takes_it(self, key: GemmKey, held: tuple[PermuteLayout | CsrLayout, Tensor]) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
-        threads, deterministic = (
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        name = coarse(key).columns, key.conv, threads, deterministic
+        # What the choice depends on. Requests of nearly the same size share one.
+        threads = torch.get_num_threads()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        name = (coarse(key).columns, key.conv, threads, deterministic)
         found = self._takes.get(name)
         if found is not None:
             return found
@@ -190,7 +212,7 @@ class Operand(HasHandle):
         return choice.kernel
 
     def takes(self, tokens: int) -> bool:
-        """Whether the kernel makes products of so many tokens; asked anew, also if the budget was used up before."""
+        """Whether the kernel makes products of `tokens` tokens; asked anew, also if the budget was used up before."""
         self.forget()
         held = self._held
         return held is not None and self._takes_it(self._key(tokens), held)
@@ -203,36 +225,46 @@ class Operand(HasHandle):
 
 
 def _tensors(layout: PermuteLayout | CsrLayout, values: Tensor) -> list[Tensor]:
-    index = [layout.inputs] if isinstance(layout, PermuteLayout) else [layout.start, layout.offset]
-    return [values, *index]
+    if isinstance(layout, PermuteLayout):
+        return [values, layout.inputs]
+    return [values, layout.start, layout.offset]
 
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
     """The matrix of :attr:`Operand.tensors`; graphs that are traced or exported can hold it."""
-    values, index, *rest = tensors
-    if rest:
-        return _dense_of_csr(values, index, rest[0], rows, depth, dtype)
-    tiles, tile = len(index), index.shape[3]
-    step = max(_CHUNK // (tile * depth), 1)
-    if tiles <= step or torch.compiler.is_compiling() or type(values) is not Tensor:
+    if len(tensors) == 3:
+        values, start, offset = tensors
+        return _dense_of_csr(values, start, offset, rows, depth, dtype)
+    values, index = tensors
+    tiles = len(index)
+    rows_of_tile = index.shape[3]
+    tiles_at_a_time = max(_CHUNK // (rows_of_tile * depth), 1)
+    # Graphs hold no loop over sizes; fake tensors are no plain tensors.
+    in_graph = torch.compiler.is_compiling() or type(values) is not Tensor
+    if tiles <= tiles_at_a_time or in_graph:
         return _dense_of_tiles(values, index, depth, dtype)[:rows]
     found = values.new_empty(rows, depth, dtype=dtype)
-    for first in range(0, tiles, step):
-        part = _dense_of_tiles(
-            values[first : first + step], index[first : first + step], depth, dtype
-        )
-        found[first * tile : (first + step) * tile] = part[: rows - first * tile]
+    for first in range(0, tiles, tiles_at_a_time):
+        end = first + tiles_at_a_time
+        part = _dense_of_tiles(values[first:end], index[first:end], depth, dtype)
+        first_row = first * rows_of_tile
+        # The last tile may be filled up with rows that the matrix does not have.
+        found[first_row : end * rows_of_tile] = part[: rows - first_row]
     return found
 
 
 def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
     """The rows of whole tiles of a permute layout, those that only fill the last tile included."""
-    tiles, blocks, tile, paired = index.shape[0], index.shape[1], index.shape[3], index.dim() == 5
-    block = tile if paired else tile // 2
-    if paired:  # [tiles, blocks, slots / 2, tile, 2] as [tiles, tile, blocks, slots]
-        index, values = (each.permute(0, 3, 1, 2, 4).flatten(3) for each in (index, values))
+    tiles, blocks, _, tile = index.shape[:4]
+    is_paired = index.dim() == 5
+    block = tile if is_paired else tile // 2
+    # As [tiles, tile, blocks, slots], from [tiles, blocks, slots, tile] or [tiles, blocks, slots / 2, tile, 2].
+    if is_paired:
+        index = index.permute(0, 3, 1, 2, 4).flatten(3)
+        values = values.permute(0, 3, 1, 2, 4).flatten(3)
     else:
-        index, values = (each.permute(0, 3, 1, 2) for each in (index, values))
+        index = index.permute(0, 3, 1, 2)
+        values = values.permute(0, 3, 1, 2)
     slots = index.shape[3]
     # Empty slots go to one more column, which is cut off.
     places = torch.where(index == EMPTY, block, index).reshape(-1, slots).long()
@@ -247,7 +279,9 @@ def _dense_of_csr(
     first = torch.arange(rows, device=values.device) * depth
     row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
     found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
-    return found.scatter_(0, row + offset // PANEL, values.to(dtype)).view(rows, depth)
+    # The layout keeps offsets into the input, whose rows are panels.
+    column = offset // PANEL
+    return found.scatter_(0, row + column, values.to(dtype)).view(rows, depth)
 
 
 def lay_out(
@@ -280,17 +314,21 @@ def lay_out(
     given = NMPattern(1, 2) if pattern is None else pattern
     masked = MaskedMatrix(matrix, bits, FORWARD_BIT, given, matrix.dtype, None, lambda: matrix)
     key = GemmKey("forward", *masked.shape, 1, matrix.dtype, given, "cpu")
-    for name in ("cpu-csr",) if convolution or pattern is None else ("cpu-permute", "cpu-csr"):
+    names = ["cpu-csr"]
+    if pattern is not None and not convolution:
+        names = ["cpu-permute", "cpu-csr"]  # the faster one first
+    for name in names:
         kernel = kernel_of(name)
         if registry_of(name).reason(kernel, key):
             continue
-        with suppress(ValueError):  # it is too large for the kernel
+        try:
             layout = kernel.layout(masked)
-            if _bytes(layout) <= LARGEST * matrix.nbytes:
-                values = layout.values(masked)
-                return Operand(
-                    _small(layout), values, given, matrix.dtype, kernels, budget or Budget()
-                )
+        except ValueError:
+            continue  # the matrix is too large for the kernel
+        if _bytes(layout) > LARGEST * matrix.nbytes:
+            continue
+        values = layout.values(masked)
+        return Operand(_small(layout), values, given, matrix.dtype, kernels, budget or Budget())
     return None
 
 
@@ -298,7 +336,8 @@ def _bytes(layout: PermuteLayout | CsrLayout) -> int:
     """Bytes of a layout and its values that are kept."""
     if isinstance(layout, CsrLayout):
         return layout.start.nbytes + 2 * layout.offset.nbytes
-    return layout.inputs.numel() * (3 if layout.paired else 5)
+    bytes_of_entry = 3 if layout.paired else 5  # one of the position, two or four of the value
+    return layout.inputs.numel() * bytes_of_entry
 
 
 def _small(layout: PermuteLayout | CsrLayout) -> PermuteLayout | CsrLayout:
