@@ -39,7 +39,8 @@ def main(args: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if args is None else args)
     subcommand = words[0] if words else ""
     if subcommand in _LIGHTNING or subcommand in _BUILD_TRAININGS:
-        find_modules_here()  # for the `class_path`s of a config
+        # A `class_path` of a config may name a module of the working folder, which an installed script does not search.
+        find_modules_here()
     if subcommand in _OWN:
         run, _ = _OWN[subcommand]
         return run(words[1:])

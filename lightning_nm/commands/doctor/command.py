@@ -24,7 +24,7 @@ from lightning_nm.commands.doctor.training import (
 )
 from lightning_nm.kernels.api import check_mode
 
-SCHEMA = 3
+SCHEMA = 3  # the version of the JSON document
 
 
 def main(args: Sequence[str]) -> int:
@@ -121,6 +121,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.kernels is not None:
         check_mode(options.kernels)
+    # Without a config the machine alone is reported, and these would be ignored.
     for name in ("tokens", "kernels", "model", "data"):
         if getattr(options, name) and not options.config:
             raise ValueError(f"--{name} is about a training: give its --config")

@@ -69,6 +69,7 @@ def _why(kernel: KernelState) -> str:
 
 def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
     """What is shown of a CPU, and of how the kernels use it."""
+    # Without the compiled library there are no instructions to name.
     instructions = cpu.instructions or "none, the kernels do not work"
     if cpu.asked:
         instructions += f" (LIGHTNING_NM_ISA={cpu.asked})"
@@ -104,6 +105,7 @@ def print_report(report: Report, console: Console) -> None:
     if report.on_gpu is not None:
         could = f"{report.on_gpu} of {len(report.rows)} products could run sparse in a 16-bit dtype"
         lines.append(f"on a GPU with sparse tensor cores, not measured here: {could}")
+    # Without markup: rich would take square brackets in a layer's name for a style.
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"{report.verdict}.", style="bold", markup=False, soft_wrap=True)
@@ -120,6 +122,7 @@ def _step_table(report: Report) -> Table:
         "under masks with dense products, measured": report.step_ms,
         "under masks with the chosen products, predicted": report.predicted_step_ms,
     }
+    # Speeds are relative to the first row, the training that masks are to beat.
     for name, milliseconds in steps.items():
         time = "unknown" if milliseconds is None else f"{milliseconds:.4g} ms"
         table.add_row(name, time, _factor(report.against_plain(milliseconds)))
@@ -140,7 +143,7 @@ def _sparse_table(report: Report) -> Table:
         table.add_column("could run on", overflow="fold", min_width=11)
 
     shown = [row for row in report.rows if _can_run_sparse(row)]
-    above = None
+    above = None  # the row above, whose layer is not repeated
     for row in shown:
         cells = _measured_cells(row) if measured else [", ".join(row.could)]
         style = "green" if row.sparse else None
@@ -180,6 +183,7 @@ def _dense_table(report: Report) -> Table:
         if not _can_run_sparse(row):
             table.add_row(*_product_cells(row, above), row.why)
             above = row
+    # Layers that are not masked: none of their products was observed, so there are no sizes.
     for name, reason in report.skipped.items():
         table.add_row(name, "all", "-", reason, style="dim")
     return table
@@ -206,6 +210,7 @@ def _product_cells(row: Row, above: Row | None) -> tuple[str, str, str]:
     layer, key, _ = row.product
     is_repeated = above is not None and layer == above.product.layer
     gemm: str = key.gemm
+    # More than one in a step: micro-batches, or a layer that is called several times.
     if row.calls != 1:
         gemm += f" x{row.calls:g}"
     if key.permuted:

@@ -105,6 +105,7 @@ def _export_graph(source: Source, options: argparse.Namespace) -> str:
 
 def _table(written: Sequence[Written]) -> Table:
     table = Table(title="packed", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Names fold in a narrow terminal; numbers that fold could not be read.
     table.add_column("weight", overflow="fold", min_width=20)
     for column in ("pattern", "layout", "bytes"):
         table.add_column(column, no_wrap=True)
@@ -123,7 +124,7 @@ def _table(written: Sequence[Written]) -> Table:
 
 
 def _summary(written: Sequence[Written], output: str) -> str:
-    packed = [each for each in written if each.pattern]
+    packed = [each for each in written if each.pattern]  # others have a reason instead
     size = sum(each.bytes for each in written)
     return (
         f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {_share(packed):.3f} of their dense size; "

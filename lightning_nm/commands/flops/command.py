@@ -27,7 +27,7 @@ from lightning_nm.training.planned import charge_plan
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
-SCHEMA = 1
+SCHEMA = 1  # the version of the JSON document
 
 
 def main(args: Sequence[str]) -> int:
@@ -94,6 +94,7 @@ def _observe(
 
     forward = forward_of(cli.model, example)
     needs_steps = any(_is_scheduled(callback) for callback in callbacks)
+    # Loading the data, to count its batches, may take long or be impossible here.
     if options.steps is not None or not needs_steps:
         return forward, Plan(options.steps, ())
     try:
@@ -127,6 +128,7 @@ def _report(
             if pattern is not None:
                 config = replace(config, pattern=pattern)
             sparsifier = NMSparsifier(cli.model, config=config, planned_steps=plan.steps)
+            # With optimizers, weights that none of them trains stay dense, as in the training.
             sparsifier.attach(optimizers=plan.optimizers or None)
             sparsifiers.append(sparsifier)
             charge_plan(list(sparsifier.layers.values()), plan.steps)

@@ -58,7 +58,7 @@ def forward_of(model: nn.Module, inputs: Any) -> Forward:
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
 
     Raises:
-        ValueError: If the model does not take the inputs, with its own words.
+        ValueError: If the model does not take the inputs; the message quotes the model's error.
     """
     try:
         return _run(_on_meta(model), _moved(inputs, torch.device("meta")))
@@ -122,6 +122,7 @@ def _fit(
 ) -> _Watch:
     """Train until the watcher ends it; callbacks that mask are left out meanwhile."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    # A dense forward pass is counted; what masks save is known without running it.
     masking = (NMSparsityCallback, MaskMonitor)
     others = [callback for callback in callbacks if not isinstance(callback, masking)]
     trainer.callbacks = [*others, watcher]  # type: ignore[attr-defined]  # missing in its annotations
@@ -130,7 +131,7 @@ def _fit(
     except _Enough:
         pass
     finally:
-        watcher.close()
+        watcher.close()  # an error may have ended the fit with hooks in the model
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
     if watcher.plan is None:
         raise ValueError(
@@ -163,6 +164,7 @@ class _Watch(pl.Callback):
         """End the training: the forward pass is complete."""
         raise _Enough
 
+    # Under manual optimization a training step need not call `manual_backward`.
     def on_train_batch_end(self, *_: Any) -> None:
         """End the training of a step that has no backward pass."""
         raise _Enough

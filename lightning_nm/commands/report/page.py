@@ -76,7 +76,7 @@ def render(runs: Sequence[Run], version: str) -> str:
         lstrip_blocks=True,
     )
     title = f"{runs[0].label}: N:M report"
-    comparison = None
+    comparison = None  # nothing to compare a single run with
     if len(runs) > 1:
         title = f"N:M report of {len(runs)} runs"
         comparison = compare(runs)
@@ -85,7 +85,7 @@ def render(runs: Sequence[Run], version: str) -> str:
         version=version,
         sections=[section(run) for run in runs],
         comparison=comparison,
-        plotly=get_plotlyjs(),
+        plotly=get_plotlyjs(),  # megabytes, within the page, so that it opens without a network
     )
 
 
@@ -169,6 +169,7 @@ def _last_values(run: Run) -> dict[str, str]:
 
 def _named(run: Run) -> list[tuple[str, Series]]:
     """The series of a run by tag, metrics first."""
+    # Under the prefix that they have in TensorBoard, which tells them from a metric of the same name.
     statistics = [(f"nm/{name}", series) for name, series in run.statistics.items()]
     return [*run.metrics.items(), *statistics]
 

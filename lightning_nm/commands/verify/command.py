@@ -16,7 +16,7 @@ from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
 from lightning_nm.nn.selection.ranges import grouped
 
-SCHEMA = 1
+SCHEMA = 1  # the version of the JSON document
 
 
 def main(args: Sequence[str]) -> int:
@@ -26,6 +26,7 @@ def main(args: Sequence[str]) -> int:
     console = Console(quiet=options.json)
     errors = Console(stderr=options.json)
     is_list = len(options.checkpoint) > 1
+    # 0 for N:M, 1 for not N:M, 2 for a file that cannot be read: the worst is the exit status.
     statuses = []
     documents = []
     for checkpoint in options.checkpoint:
@@ -156,6 +157,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     table = Table(
         title="N:M verification", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
+    # Names fold in a narrow terminal; numbers that fold could not be read.
     table.add_column("weight", overflow="fold", min_width=20)
     for column in ("pattern", "verdict", "violating", "density"):
         table.add_column(column, no_wrap=True)
