@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -273,7 +274,7 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
     """
     cases = _cases(seen, tokens)
     # Each product once, in order: token counts may share some.
-    products = list(dict.fromkeys(product for case in cases for product in case.counts))
+    products = list(dict.fromkeys(chain.from_iterable(case.counts for case in cases)))
     router.record(products)
     router.tune()
     for product in products:
