@@ -16,6 +16,7 @@ from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.export.classes import find_modules_here
 from lightning_nm.functional.spelling import did_you_mean
 
+# The function of each subcommand and its line in the help.
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),
     "export": (export, "make a packed model of a sparse checkpoint, or a file for another runtime"),
@@ -36,37 +37,51 @@ def main(args: Sequence[str] | None = None) -> int:
     ``fit``, ``validate``, ``test`` and ``predict`` are LightningCLI's. ``args`` are those of the process by default.
     """
     words = list(sys.argv[1:] if args is None else args)
-    if words and words[0] in (*_LIGHTNING, *_BUILD_TRAININGS):
-        find_modules_here()  # for the `class_path`s of a config
-    if words and words[0] in _OWN:
-        return _OWN[words[0]][0](words[1:])
+    subcommand = words[0] if words else ""
+    if subcommand in _LIGHTNING or subcommand in _BUILD_TRAININGS:
+        # A `class_path` of a config may name a module of the working folder, which an installed script does not search.
+        find_modules_here()
+    if subcommand in _OWN:
+        run, _ = _OWN[subcommand]
+        return run(words[1:])
     if words == ["--version"]:
         print(f"lightning-nm {version('lightning-nm')}")
         return 0
-    if words and not words[0].startswith("-") and words[0] not in _LIGHTNING:
-        known = [*_LIGHTNING, *_OWN]
-        hint = did_you_mean(words[0], known)
-        print(
-            f"lightning-nm: there is no subcommand '{words[0]}', only {', '.join(known)}{hint}",
-            file=sys.stderr,
-        )
+    # What is left is LightningCLI's: its subcommands, its options and its help.
+    is_option = subcommand.startswith("-")
+    if words and not is_option and subcommand not in _LIGHTNING:
+        print(_unknown(subcommand), file=sys.stderr)
         return 2
-    if not words or words[0] in ("-h", "--help"):
-        print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
-        for name, (_, text) in _OWN.items():
-            print(f"    {name:10} {text}")
-        print()
-        if not words:
-            args = words = ["--help"]
+    asks_for_help = not words or subcommand in ("-h", "--help")
+    if asks_for_help:
+        _print_own_subcommands()
+    if not words:
+        words = ["--help"]
+        args = words
     try:
         require_extra()
     except ImportError as error:
         print(error, file=sys.stderr)
-        return 0 if words[0] in ("-h", "--help") else 2
-    words_given = None if args is None else words
+        return 0 if asks_for_help else 2
+    # LightningCLI warns of arguments that are given while the process has some.
+    given_words = None if args is None else words
     NMLightningCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-nm"},
-        args=words_given,
+        args=given_words,
     )
     return 0
+
+
+def _unknown(subcommand: str) -> str:
+    known = [*_LIGHTNING, *_OWN]
+    hint = did_you_mean(subcommand, known)
+    return f"lightning-nm: there is no subcommand '{subcommand}', only {', '.join(known)}{hint}"
+
+
+def _print_own_subcommands() -> None:
+    # LightningCLI's help, which lists its own, follows.
+    print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
+    for name, (_, text) in _OWN.items():
+        print(f"    {name:10} {text}")
+    print()

@@ -22,31 +22,44 @@ from lightning_nm.plugins.routing import KernelRouting
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-# The Trainer's training length is not among them: schedules depend on it.
+# Options that do not change what a training step computes. The training length is not among them:
+# schedules depend on it.
 _FORCED: dict[str, Any] = {
-    **dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    ),
-    **dict.fromkeys(("fast_dev_run", "barebones"), False),
-    **dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), 0),
-    **dict.fromkeys(("profiler", "max_time"), None),
-    **dict.fromkeys(("devices", "num_nodes"), 1),
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "fast_dev_run": False,
+    "barebones": False,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+    "max_time": None,
+    "devices": 1,
+    "num_nodes": 1,
 }
 
 # Callbacks that do not change the training and need a logger or a validation, write files or print.
-_WATCHERS = (
-    *(
-        callbacks.Checkpoint,
-        callbacks.DeviceStatsMonitor,
-        callbacks.EarlyStopping,
-        callbacks.LearningRateMonitor,
-    ),
-    *(callbacks.ModelSummary, callbacks.ProgressBar, callbacks.Timer),
+_WATCHERS: tuple[type, ...] = (
+    callbacks.Checkpoint,
+    callbacks.DeviceStatsMonitor,
+    callbacks.EarlyStopping,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.Timer,
 )
+_MASKING: tuple[type, ...] = (NMSparsityCallback, MaskMonitor)
 
 
 class Classes(NamedTuple):
-    """Import paths of the model's and the data module's class, for a config that does not name them."""
+    """Import paths of the model's and the data module's class, for a config that does not name them.
+
+    Example:
+        >>> classes = Classes(model="lightning_nm.demo.ResidualCNN")
+        >>> classes.imported()["model_class"].__name__
+        'ResidualCNN'
+    """
 
     model: str | None = None
     data: str | None = None
@@ -57,15 +70,13 @@ class Classes(NamedTuple):
         Raises:
             ValueError: If one cannot be imported, or is no such class.
         """
-        model, data = self.model, self.data
-        return {
-            "model_class": None
-            if model is None
-            else import_class(model, "--model", pl.LightningModule),
-            "datamodule_class": None
-            if data is None
-            else import_class(data, "--data", pl.LightningDataModule),
-        }
+        model_class = None
+        if self.model is not None:
+            model_class = import_class(self.model, "--model", pl.LightningModule)
+        data_class = None
+        if self.data is not None:
+            data_class = import_class(self.data, "--data", pl.LightningDataModule)
+        return {"model_class": model_class, "datamodule_class": data_class}
 
 
 def require_classes(configs: Sequence[Any], classes: Classes) -> None:
@@ -74,25 +85,27 @@ def require_classes(configs: Sequence[Any], classes: Classes) -> None:
     Raises:
         ValueError: With the option.
     """
-    for option, name, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
-        sections = [
-            config[option]
-            for config in configs
-            if isinstance(config, Mapping) and config.get(option)
-        ]
-        named = name is not None or any(
-            isinstance(each, str) or "class_path" in each for each in sections
-        )
-        if sections and not named:
+    for option, given, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
+        sections = []
+        for config in configs:
+            if isinstance(config, Mapping) and config.get(option):
+                sections.append(config[option])
+        is_named = given is not None or any(_names_class(section) for section in sections)
+        if sections and not is_named:
             raise ValueError(
                 f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
                 "or write `class_path` and `init_args` in the config"
             )
 
 
+def _names_class(section: Any) -> bool:
+    # `model: Net` is short for `model: {class_path: Net}`.
+    return isinstance(section, str) or "class_path" in section
+
+
 def _content(path: str) -> Any:
     """What a YAML file holds; nothing if it cannot be read, which the parser explains."""
-    import yaml
+    import yaml  # of the extra `cli`
 
     try:
         return yaml.safe_load(Path(path).read_text())
@@ -125,48 +138,67 @@ def build(
         ValueError: If a class cannot be imported, or is no such class.
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
-
-    class CLI(NMLightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            for name in (
-                "ckpt_path",
-                "weights_only",
-            ):  # arguments of fit, in the configs that it prints and saves
-                parser.add_argument(f"--{name}", default=None, type=Any)
-
-        def before_instantiate_classes(self) -> None:
-            self.config.trainer.logger = False  # some loggers start a run when they are created
-
-        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            given = self.config_init.trainer
-            unused = _WATCHERS if masks else (*_WATCHERS, NMSparsityCallback, MaskMonitor)
-            forced = {**_FORCED, "callbacks": _without(given.callbacks, unused)}
-            if not torch.cuda.is_available():
-                forced |= {"accelerator": "cpu", "strategy": "auto"}
-            if not kernels or not torch.cuda.is_available():
-                forced["plugins"] = _without(
-                    given.plugins, NMFSDPPrecision if kernels else KernelRouting
-                )
-            if not masks:
-                plugins = forced.get("plugins", _without(given.plugins, ()))
-                forced["plugins"] = [_without_routing(plugin) for plugin in plugins]
-            return super().instantiate_trainer(**forced, **kwargs)
-
-    classes = Classes(model, data).imported()
-    require_classes([_content(path) for path in configs], Classes(model, data))
-    arguments = [word for path in configs for word in ("--config", str(path))]
-    with (
-        warnings.catch_warnings()
-    ):  # LightningCLI warns of `args` while the process has arguments, too
+    classes = Classes(model, data)
+    class_arguments = classes.imported()
+    require_classes([_content(path) for path in configs], classes)
+    arguments = []
+    for path in configs:
+        arguments += ["--config", str(path)]
+    with warnings.catch_warnings():
+        # LightningCLI warns of `args` while the process has arguments, too.
         warnings.filterwarnings(
             "ignore", message="LightningCLI's args parameter is intended to run from within Python"
         )
-        options = {"save_config_callback": None, "parser_kwargs": {"prog": prog}, "args": arguments}
-        return CLI(**classes, run=False, **options)
+        cli_class = _cli_class(kernels=kernels, masks=masks)
+        return cli_class(
+            **class_arguments,
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"prog": prog},
+            args=arguments,
+        )
+
+
+def _cli_class(*, kernels: bool, masks: bool) -> type[NMLightningCLI]:
+    """Return a LightningCLI that creates the Trainer as :func:`build` says."""
+
+    class CLI(NMLightningCLI):
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            # Arguments of fit, in the configs that it prints and saves.
+            for name in ("ckpt_path", "weights_only"):
+                parser.add_argument(f"--{name}", default=None, type=Any)
+
+        def before_instantiate_classes(self) -> None:
+            # Some loggers start a run when they are created.
+            self.config.trainer.logger = False
+
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            has_gpu = torch.cuda.is_available()
+            given = self.config_init.trainer
+            unused = _WATCHERS if masks else (*_WATCHERS, *_MASKING)
+            forced = {**_FORCED, "callbacks": _without(given.callbacks, unused)}
+            if not has_gpu:
+                # The config may be for GPUs, as `strategy: fsdp` is.
+                forced["accelerator"] = "cpu"
+                forced["strategy"] = "auto"
+            plugins = _without(given.plugins, ())
+            if not kernels:
+                plugins = _without(plugins, KernelRouting)
+            elif not has_gpu:
+                plugins = _without(plugins, NMFSDPPrecision)
+            if not masks:
+                plugins = [_without_routing(plugin) for plugin in plugins]
+            # Else the option stays as the config has it, which may be none.
+            if not kernels or not has_gpu or not masks:
+                forced["plugins"] = plugins
+            return super().instantiate_trainer(**forced, **kwargs)
+
+    return CLI
 
 
 def _without_routing(plugin: Any) -> Any:
     """Lightning's own plugin of the same precision in place of one that chooses kernels."""
+    # The package's plugins derive from Lightning's, whose classes say the precision.
     if not isinstance(plugin, KernelRouting):
         return plugin
     if isinstance(plugin, MixedPrecision):
@@ -180,9 +212,12 @@ def _without_routing(plugin: Any) -> Any:
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
     """Add the options ``--model`` and ``--data`` of a command that builds a training."""
-    own = "in the config of a LightningCLI of your own, whose `{0}:` has no class_path: its class, such as train.{1}"
-    parser.add_argument("--model", metavar="CLASS", help=own.format("model", "Net"))
-    parser.add_argument("--data", metavar="CLASS", help=own.format("data", "Data"))
+    for option, example in (("model", "Net"), ("data", "Data")):
+        own = (
+            f"in the config of a LightningCLI of your own, whose `{option}:` has no class_path: "
+            f"its class, such as train.{example}"
+        )
+        parser.add_argument(f"--{option}", metavar="CLASS", help=own)
 
 
 def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:

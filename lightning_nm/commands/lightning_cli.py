@@ -1,7 +1,7 @@
 """NMLightningCLI: a LightningCLI that knows the demo's classes, and says what is wrong with an argument.
 
-jsonargparse explains a mistake in YAML by all forms that a value might have. The last line is ours: :func:`hint` says
-which key is wrong, and what was probably meant.
+jsonargparse explains a mistake in YAML by all forms that a value might have, over many lines. :func:`hint` reads that
+message and adds a last line: which key is wrong, and what was probably meant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -22,11 +22,14 @@ EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'
 
 
 class _Parser(LightningArgumentParser):
-    """Adds a hint to the message of a usage error."""
+    """A parser that adds a hint to the message of a usage error."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        said = hint(message) if self.exit_on_error else ""  # parsers of single classes raise
-        super().error(f"{message}\nhint: {said}" if said else message, ex)
+        # Parsers of single classes do not exit but raise, and the outer parser quotes their message.
+        text = hint(message) if self.exit_on_error else ""
+        if text:
+            message = f"{message}\nhint: {text}"
+        super().error(message, ex)
 
 
 class NMLightningCLI(LightningCLI):
@@ -55,13 +58,12 @@ class NMLightningCLI(LightningCLI):
             category=FutureWarning,
         )
         require_extra()
-        importlib.import_module(
-            "lightning_nm.demo"
-        )  # makes its classes available by their short names
+        # jsonargparse finds the subclasses that are imported, and takes their short names.
+        importlib.import_module("lightning_nm.demo")
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's parser, with hints."""
+        """Return Lightning's parser, with hints."""
         self.parser_class = _Parser
         return super().init_parser(**kwargs)
 
@@ -110,62 +112,105 @@ def hint(message: str) -> str:
         data, Digits: there is no 'batchsize'; did you mean 'batch_size'?
     """
     lines = message.splitlines()
-    for find in (_unknown_key, _unknown_class, _own_words, _none_of):
+    # The order matters: a message lists every form that the value did not fit, and the first hint found is given.
+    for find in (_unknown_key, _unknown_class, _message_of_class, _none_of_literal):
         for number, line in enumerate(lines):
-            if said := find(line, lines[number:], _places(lines[: number + 1])):
-                places = [
-                    place.rpartition(".")[2] if "class:" in place else place
-                    for place in _places(lines[:number])
-                ]
-                return ": ".join(filter(None, (", ".join(places), said)))
+            after = lines[number:]
+            text = find(line, after, _places(lines[: number + 1]))
+            if text:
+                # The fault is named by what encloses its line, without the line itself.
+                where = ", ".join(place.short_name for place in _places(lines[:number]))
+                return f"{where}: {text}" if where else text
     return ""
 
 
-def _places(lines: Sequence[str]) -> list[str]:
-    """The keys and the classes (marked by ``class:``) that enclose the last of some lines, from the outside."""
+class _Place(NamedTuple):
+    """A key of the YAML, or a class, that encloses a line of a message."""
+
+    name: str
+    is_class: bool
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2] if self.is_class else self.name
+
+
+def _places(lines: Sequence[str]) -> list[_Place]:
+    """The keys and the classes that enclose the last of some lines, from the outside."""
     if not lines:
         return []
-    found: list[str] = []
-    depth = len(lines[-1]) - len(lines[-1].lstrip(" -")) + 1
+    inside_out: list[_Place] = []
+    # The last line counts as its own place, so the search begins one deeper than it.
+    depth = _indent(lines[-1]) + 1
     for line in reversed(lines):
-        indent = len(line) - len(line.lstrip(" -"))
-        if line.strip() and indent < depth:
-            depth = indent
-            if key := re.match(r"(?:error: )?Parser key \"(.*)\":", line.strip(" -")):
-                found.append(key[1])
-            elif path := re.match(r"Problem with given class_path '(.*)':", line.strip(" -")):
-                found.append(f"class:{path[1]}")
-    return found[::-1]
+        text = line.strip(" -")
+        indent = _indent(line)
+        is_blank = not line.strip()
+        if is_blank or indent >= depth:
+            continue
+        depth = indent
+        key = re.match(r"(?:error: )?Parser key \"(.*)\":", text)
+        class_path = re.match(r"Problem with given class_path '(.*)':", text)
+        if key is not None:
+            inside_out.append(_Place(key[1], is_class=False))
+        elif class_path is not None:
+            inside_out.append(_Place(class_path[1], is_class=True))
+    return inside_out[::-1]
 
 
-def _unknown_key(line: str, after: Sequence[str], places: Sequence[str]) -> str:
-    if option := re.search(r"Option '([^']*)' is not accepted", line):
-        path = next((place[6:] for place in reversed(places) if place.startswith("class:")), "")
-        if path.endswith((".LightningModule", ".LightningDataModule")):
-            return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
-        return f"there is no '{option[1]}'{_meant(option[1], _parameters(path))}"
-    if keys := re.search(r"Unexpected keys: \{(.*?)\}", line):
-        from lightning_nm.config.rules import RuleSpec
-
-        first = keys[1].split(",")[0].strip(" '")
-        known = list(RuleSpec.__annotations__) if places and places[-1] == "rules" else []
-        return f"there is no '{first}'{_meant(first, known)}"
-    return ""
+def _indent(line: str) -> int:
+    # The dash of a list's item counts as indent, so the item is deeper than the line above it.
+    return len(line) - len(line.lstrip(" -"))
 
 
-def _unknown_class(line: str, after: Sequence[str], places: Sequence[str]) -> str:
-    missing = re.search(r"module '(\S+)' has no attribute '(\S+)'", line)
-    if missing is None:
+# Each of the following finds one kind of mistake in a line: it returns a text about it, or an empty one. `after` are
+# the lines from this one on, `places` what encloses it.
+
+
+def _unknown_key(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
+    """An argument that a class does not have, or a key that a rule does not have."""
+    option = re.search(r"Option '([^']*)' is not accepted", line)
+    if option is not None:
+        return _unknown_argument(option[1], places)
+    keys = re.search(r"Unexpected keys: \{(.*?)\}", line)
+    if keys is None:
         return ""
-    return f"{missing[1]} has no {missing[2]}{_meant(missing[2], dir(importlib.import_module(missing[1])))}"
+    from lightning_nm.config.rules import RuleSpec
+
+    first = keys[1].split(",")[0].strip(" '")
+    # The keys of other mappings are not known here.
+    is_rule = bool(places) and places[-1] == _Place("rules", is_class=False)
+    known = list(RuleSpec.__annotations__) if is_rule else []
+    return f"there is no '{first}'{_meant(first, known)}"
 
 
-def _own_words(line: str, after: Sequence[str], places: Sequence[str]) -> str:
-    """What the constructor of a class said of its arguments."""
-    words = line.strip()
-    if words.startswith("Not of type "):
-        return words.partition(": ")[2]
-    others = (
+def _unknown_argument(option: str, places: Sequence[_Place]) -> str:
+    classes = [place.name for place in places if place.is_class]
+    class_path = classes[-1] if classes else ""
+    # The base classes take nothing: the user wrote arguments, and no class for them.
+    if class_path.endswith((".LightningModule", ".LightningDataModule")):
+        return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
+    return f"there is no '{option}'{_meant(option, _parameters(class_path))}"
+
+
+def _unknown_class(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
+    """A class that its module does not have."""
+    found = re.search(r"module '(\S+)' has no attribute '(\S+)'", line)
+    if found is None:
+        return ""
+    module, name = found.groups()
+    known = dir(importlib.import_module(module))
+    return f"{module} has no {name}{_meant(name, known)}"
+
+
+def _message_of_class(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
+    """The message of an error that a class raised about its arguments."""
+    text = line.strip()
+    if text.startswith("Not of type "):
+        _, _, message = text.partition(": ")
+        return message
+    # The other items of a message are jsonargparse's own.
+    of_jsonargparse = (
         "Expected ",
         "Problem with ",
         "Not a valid ",
@@ -174,28 +219,35 @@ def _own_words(line: str, after: Sequence[str], places: Sequence[str]) -> str:
         "a class path",
         "a dict ",
     )
-    return words[2:] if words.startswith("- ") and not words[2:].startswith(others) else ""
+    is_item = text.startswith("- ")
+    message = text.removeprefix("- ")
+    if not is_item or message.startswith(of_jsonargparse):
+        return ""
+    return message
 
 
-def _none_of(line: str, after: Sequence[str], places: Sequence[str]) -> str:
+def _none_of_literal(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
+    """A value that is none of the allowed ones."""
     literal = re.search(r"Expected a typing\.Literal(\[.*?\])", line)
-    values = _given(after)
-    if literal is None or values is None:
+    value = _value(after)
+    if literal is None or value is None:
         return ""
     known = [str(name) for name in ast.literal_eval(literal[1])]
-    return f"'{values}' is none of {', '.join(known)}{_meant(values, known)}"
+    return f"'{value}' is none of {', '.join(known)}{_meant(value, known)}"
 
 
-def _given(lines: Sequence[str]) -> str | None:
+def _value(lines: Sequence[str]) -> str | None:
     """The value that the first of some lines complains about."""
     for line in lines:
-        if value := re.search(r"Got value: (.*)|Given value: (.*)", line):
-            return value[1] or value[2]
+        found = re.search(r"Got value: (.*)|Given value: (.*)", line)
+        if found is not None:
+            return found[1] or found[2]
     return None
 
 
-def _parameters(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
+def _parameters(class_path: str) -> list[str]:
+    """The arguments of a class; none if it cannot be imported, which is another mistake."""
+    module, _, name = class_path.rpartition(".")
     try:
         return arguments_of(getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError, ValueError, TypeError):
@@ -203,6 +255,9 @@ def _parameters(path: str) -> list[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    return did_you_mean(word, known) or (
-        f"; there are {', '.join(known)}" if 0 < len(known) < 12 else ""
-    )
+    """The rest of a hint: the known name that is close to a word, or all if they are few."""
+    suggestion = did_you_mean(word, known)
+    if suggestion:
+        return suggestion
+    is_short = 0 < len(known) < 12
+    return f"; there are {', '.join(known)}" if is_short else ""

@@ -24,7 +24,7 @@ from lightning_nm.commands.doctor.training import (
 )
 from lightning_nm.kernels.api import check_mode
 
-SCHEMA = 3
+SCHEMA = 3  # the version of the JSON document
 
 
 def main(args: Sequence[str]) -> int:
@@ -35,7 +35,8 @@ def main(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(args))
     try:
-        with redirect_stdout(sys.stderr):  # what Lightning and the model print
+        # Lightning and the model print, too; stdout is for the report alone.
+        with redirect_stdout(sys.stderr):
             _check(options)
             machine = examine()
             reports = _reports(options) if options.config else []
@@ -58,30 +59,42 @@ def main(args: Sequence[str]) -> int:
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
+    """Train a few steps as the config says, and report what its products gain."""
     cli = build(options.config, options.model, options.data)
     device = cli.trainer.strategy.root_device
     router = router_for(cli.trainer, options.kernels)
-    missing = router.registry.unavailable_reason(str(device))
-    measures = device.type == "cuda" or not missing
-    if options.kernels is not None and not measures:
+    why_none_works = router.registry.unavailable_reason(str(device))
+    # On a GPU dense products are timed even where no sparse kernel works.
+    is_measured = device.type == "cuda" or not why_none_works
+    if options.kernels is not None and not is_measured:
         raise ValueError(
-            f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {missing}"
+            f"--kernels {options.kernels}: nothing is chosen, no sparse kernel works here: {why_none_works}"
         )
-    plain = _plain_step_ms(options) if measures else None
-    seen = watch(cli.trainer, cli.model, cli.datamodule, router=router, timed=measures)
-    if seen.router is None:
+    plain_ms = _plain_step_ms(options) if is_measured else None
+    seen = watch(cli.trainer, cli.model, cli.datamodule, router=router, timed=is_measured)
+    if seen.router is None:  # else the plugin's router knows how many products share a pack
         router.reset(seen.reuse)
-    if not measures:
+    if not is_measured:
         return judge_unmeasured(router, seen, options.tokens)
-    reports = [
-        report if report.step_ms is None else replace(report, plain_step_ms=plain)
-        for report in judge(router, seen, options.tokens)
-    ]
+    reports = []
+    for report in judge(router, seen, options.tokens):
+        if report.step_ms is not None:
+            report = replace(report, plain_step_ms=plain_ms)
+        reports.append(report)
     if device.type == "cuda":
         return reports
-    elsewhere = judge_unmeasured(router, seen, options.tokens, device_type="cuda")
-    counts = [sum(row.eligible for row in report.rows) for report in elsewhere]
-    return [replace(report, on_gpu=count) for report, count in zip(reports, counts, strict=True)]
+    return _with_gpu_counts(
+        reports, judge_unmeasured(router, seen, options.tokens, device_type="cuda")
+    )
+
+
+def _with_gpu_counts(reports: Sequence[Report], on_gpu: Sequence[Report]) -> list[Report]:
+    """Note in reports of a CPU how many products could run sparse on a GPU."""
+    counted = []
+    for report, elsewhere in zip(reports, on_gpu, strict=True):
+        count = sum(row.eligible for row in elsewhere.rows)
+        counted.append(replace(report, on_gpu=count))
+    return counted
 
 
 def _plain_step_ms(options: argparse.Namespace) -> float | None:
@@ -89,7 +102,7 @@ def _plain_step_ms(options: argparse.Namespace) -> float | None:
     cli = build(options.config, options.model, options.data, masks=False)
     try:
         return plain_step_ms(cli.trainer, cli.model, cli.datamodule)
-    except Exception as error:  # of a callback of the user's that needs the masks, say
+    except Exception as error:  # such as that of a user's callback that needs the masks
         print(
             f"lightning-nm doctor: plain dense training was not measured: {error}", file=sys.stderr
         )
@@ -97,17 +110,22 @@ def _plain_step_ms(options: argparse.Namespace) -> float | None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, before any model is built.
+
+    Raises:
+        ValueError: With the option.
+    """
     if options.gpu is not None:
         raise ValueError(
             "--gpu was removed, because its times were predicted: run this command on the GPU to measure"
         )
     if options.kernels is not None:
         check_mode(options.kernels)
-    given = {name: getattr(options, name) for name in ("tokens", "kernels", "model", "data")}
-    for name, value in given.items():
-        if value and not options.config:
+    # Without a config the machine alone is reported, and these would be ignored.
+    for name in ("tokens", "kernels", "model", "data"):
+        if getattr(options, name) and not options.config:
             raise ValueError(f"--{name} is about a training: give its --config")
-    if min(options.tokens, default=1) < 1:
+    if options.tokens and min(options.tokens) < 1:
         raise ValueError(f"--tokens {min(options.tokens)} must be at least 1")
 
 
@@ -125,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document and nothing else to stdout"
     )
-    parser.add_argument("--gpu", help=argparse.SUPPRESS)  # removed: _check names the replacement
+    # Removed, and kept for an error of its own, which names the replacement.
+    parser.add_argument("--gpu", help=argparse.SUPPRESS)
     tokens = (
         "decide for these numbers of tokens in a batch instead of the real one; one report for each"
     )

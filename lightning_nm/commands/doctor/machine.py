@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_nm.kernels import GemmKernel
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.router.cache import Environment, environment_of
 from lightning_nm.kernels.router.registry import KernelRegistry, reason_or_error
@@ -16,7 +17,13 @@ from lightning_nm.kernels.router.registry import KernelRegistry, reason_or_error
 
 @dataclass(frozen=True)
 class KernelState:
-    """The state of a kernel on a device."""
+    """The state of a kernel on a device.
+
+    Example::
+
+        >>> KernelState("reference", works=True, reason="", remark="").works
+        True
+    """
 
     name: str
     works: bool  # whether it passed its numeric probe
@@ -26,7 +33,14 @@ class KernelState:
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU as the kernels use it."""
+    """A CPU as the kernels use it.
+
+    Example::
+
+        >>> cpu = Cpu("Xeon", instructions="avx2", asked=None, cores=16, threads=8, parallel=True)
+        >>> cpu.threads
+        8
+    """
 
     model: str
     instructions: str | None  # the instruction set that the kernels use; None without their library
@@ -38,7 +52,14 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with its libraries and kernels."""
+    """A device with its libraries and kernels, as :func:`examine` returns it.
+
+    Example::
+
+        >>> machine = examine(KernelRegistry([]), torch.device("cpu"))
+        >>> machine.capability is None, machine.to_dict()["kernels"][0]["name"]
+        (True, 'reference')
+    """
 
     environment: Environment
     capability: str | None  # compute capability, such as "9.0"; None without CUDA
@@ -46,7 +67,7 @@ class Machine:
     cpu: Cpu | None = None  # None if the device is a GPU
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives, for JSON."""
+        """Return the machine as primitives, for JSON."""
         kernels = [asdict(kernel) for kernel in self.kernels]
         cpu = None if self.cpu is None else asdict(self.cpu)
         return {
@@ -66,34 +87,47 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
         ['reference']
     """
     if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-    states = []
-    for kernel in (registry or KernelRegistry()).kernels.values():
-        reason, remark = (
-            reason_or_error(partial(ask, device)) for ask in (kernel.probe, kernel.remark)
-        )
-        states.append(KernelState(kernel.name, not reason, reason, remark))
-    capability = (
-        ".".join(map(str, torch.cuda.get_device_capability(device)))
-        if device.type == "cuda"
-        else None
-    )
-    return Machine(
-        environment_of(device), capability, tuple(states), _cpu() if device.type == "cpu" else None
-    )
+        device = _current_device()
+    if registry is None:
+        registry = KernelRegistry()
+    states = [_probe(kernel, device) for kernel in registry.kernels.values()]
+    capability = None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = f"{major}.{minor}"
+    cpu = _cpu() if device.type == "cpu" else None
+    return Machine(environment_of(device), capability, tuple(states), cpu)
+
+
+def _current_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _probe(kernel: GemmKernel, device: torch.device) -> KernelState:
+    # A kernel that raises does not work, and its error is the reason.
+    reason = reason_or_error(partial(kernel.probe, device))
+    remark = reason_or_error(partial(kernel.remark, device))
+    return KernelState(kernel.name, works=not reason, reason=reason, remark=remark)
 
 
 def _cpu() -> Cpu:
+    # The library is compiled at installation; without a compiler there is none.
     usable = not library.unavailable()
+    instructions = library.LEVELS[library.level()] if usable else None
     return Cpu(
-        library.cpu_name(),
-        library.LEVELS[library.level()] if usable else None,
-        os.environ.get("LIGHTNING_NM_ISA") or None,
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        torch.get_num_threads(),
-        usable and library.parallel() is not None,
+        model=library.cpu_name(),
+        instructions=instructions,
+        asked=os.environ.get("LIGHTNING_NM_ISA") or None,
+        cores=_usable_cores(),
+        threads=torch.get_num_threads(),
+        parallel=usable and library.parallel() is not None,
     )
+
+
+def _usable_cores() -> int:
+    # On Linux a container or `taskset` may allow fewer cores than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from lightning_nm.kernels.api import bucketed, multiply_adds, uses_of_pack
@@ -18,7 +19,19 @@ from lightning_nm.sparsifier import NMSparsifier
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM of a layer, with the chosen kernel and measured times, None where they are unknown."""
+    """One GEMM of a layer, with the chosen kernel and measured times, None where they are unknown.
+
+    Example::
+
+        >>> import torch
+        >>> from lightning_nm.functional.pattern import NMPattern
+        >>> from lightning_nm.kernels import GemmKey
+        >>> key = GemmKey("forward", 64, 32, 128, torch.bfloat16, NMPattern(2, 4), "cuda:0")
+        >>> product = Product("head", key)
+        >>> row = Row(product, 1, "cusparselt", "faster", pack_uses=4, dense_ms=3.0, sparse_ms=1.0, pack_ms=2.0)
+        >>> row.chosen_ms, row.gain
+        (1.5, 2.0)
+    """
 
     product: Product
     calls: float  # in an optimizer step, in all of its micro-batches
@@ -28,9 +41,8 @@ class Row:
     dense_ms: float | None = None
     sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
     pack_ms: float | None = None  # of packing its operand once
-    could: tuple[
-        str, ...
-    ] = ()  # where nothing is measured: kernels that fit the dtype, pattern and sizes
+    # Where nothing is measured: kernels that fit the dtype, pattern and sizes.
+    could: tuple[str, ...] = ()
 
     @property
     def sparse(self) -> bool:
@@ -40,9 +52,10 @@ class Row:
     @property
     def eligible(self) -> bool:
         """Whether a sparse kernel can run the product, as far as is known."""
-        return not self.product.reason and (
-            self.sparse or self.sparse_ms is not None or bool(self.could)
-        )
+        if self.product.reason:
+            return False
+        was_measured = self.sparse_ms is not None
+        return self.sparse or was_measured or bool(self.could)
 
     @property
     def chosen_ms(self) -> float | None:
@@ -61,25 +74,34 @@ class Row:
         return speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives, for JSON."""
-        content = {"layer": self.product.layer, **vars(self.product.key), **vars(self)}
-        del content["device"], content["product"]
-        content |= {
-            "dtype": str(content["dtype"]).removeprefix("torch."),
-            "pattern": str(content["pattern"]),
-        }
-        derived = {name: getattr(self, name) for name in ("eligible", "chosen_ms", "gain")}
-        return {**content, **derived, "could": list(self.could)}
+        """Return the row as primitives, for JSON."""
+        key = self.product.key
+        content = {"layer": self.product.layer, **vars(key), **vars(self)}
+        del content["device"]  # that of the machine
+        del content["product"]  # its parts are entries of their own
+        content["dtype"] = str(key.dtype).removeprefix("torch.")
+        content["pattern"] = str(key.pattern)
+        content["could"] = list(self.could)
+        content["eligible"] = self.eligible
+        content["chosen_ms"] = self.chosen_ms
+        content["gain"] = self.gain
+        return content
 
 
 @dataclass(frozen=True)
 class Report:
-    """The products of a training step with their times."""
+    """The products of a training step with their times, as :func:`report` returns them.
+
+    Example::
+
+        >>> empty = Report(rows=(), kernels="auto", skipped={}, unseen=(), step_ms=8.0, plain_step_ms=6.0)
+        >>> empty.predicted_step_ms, empty.speedup
+        (8.0, 0.75)
+    """
 
     rows: tuple[Row, ...]  # in the order of layers, each with its forward, dgrad and wgrad
-    kernels: (
-        str | None
-    )  # the router's mode; None where no sparse kernel works and nothing is chosen
+    # The router's mode; None where no sparse kernel works and nothing is chosen.
+    kernels: str | None
     skipped: dict[str, str]  # why other layers are dense
     unseen: tuple[str, ...]  # masked layers without a product
     tokens: int | None = None  # the assumed token count; None for the real ones
@@ -91,9 +113,8 @@ class Report:
     @property
     def timed(self) -> tuple[Row, ...]:
         """The rows with times, dense and as chosen."""
-        return tuple(
-            row for row in self.rows if row.dense_ms is not None and row.chosen_ms is not None
-        )
+        with_dense_time = (row for row in self.rows if row.dense_ms is not None)
+        return tuple(row for row in with_dense_time if row.chosen_ms is not None)
 
     @property
     def dense_ms(self) -> float:
@@ -106,11 +127,21 @@ class Report:
         return sum(row.calls * (row.chosen_ms or 0.0) for row in self.timed)
 
     @property
+    def _untimed_choices(self) -> list[Row]:
+        """The rows on a sparse kernel without times."""
+        timed = self.timed
+        return [row for row in self.rows if row.sparse and row not in timed]
+
+    @property
     def predicted_step_ms(self) -> float | None:
         """``step - sum(dense - chosen)`` under masks; None if the step or a sparse product has no time."""
-        if self.step_ms is None or any(row.sparse and row not in self.timed for row in self.rows):
+        if self.step_ms is None:
             return None
-        return self.step_ms - (self.dense_ms - self.chosen_ms)
+        if self._untimed_choices:
+            # The saving of a chosen kernel is missing, so the difference would be a guess.
+            return None
+        saved_ms = self.dense_ms - self.chosen_ms
+        return self.step_ms - saved_ms
 
     @property
     def speedup(self) -> float | None:
@@ -119,17 +150,18 @@ class Report:
 
     @property
     def kernel_speedup(self) -> float | None:
-        """``step / predicted step``: against dense products under the same masks; None likewise."""
+        """``step / predicted step``: against dense products under the same masks; None as for :attr:`speedup`."""
         return _ratio(self.step_ms, self.predicted_step_ms)
 
     def against_plain(self, step_ms: float | None) -> float | None:
-        """``plain step / step``; None if one is unknown or not positive."""
+        """Return ``plain step / step``; None if one is unknown or not positive."""
         return _ratio(self.plain_step_ms, step_ms)
 
     @property
     def verdict(self) -> str:
-        """One sentence for the user."""
+        """One sentence for the user: whether the training gains from sparse kernels."""
         chosen = [row for row in self.rows if row.sparse]
+        # First the reports in which nothing was chosen or measured.
         if not self.rows:
             return "no product of a masked layer was seen, so there is nothing to say"
         if self.kernels is None:
@@ -140,12 +172,14 @@ class Report:
             return "mode 'reference' runs every product dense"
         if not chosen:
             return "no product is faster sparse: train without the plugin"
+        # Some kernel is chosen; a speed is named only where every chosen product has its times.
         count = f"{len(chosen)} of {len(self.rows)} products run sparse"
-        if any(row not in self.timed for row in chosen):
+        if self._untimed_choices:
             return f"{count}, but not all have a time: whether that is faster is not known"
         if self.dense_ms <= self.chosen_ms:
             return f"{count}, and that is not faster: train without the plugin"
         saved = f"{self.dense_ms:.3g} ms of their layers' GEMMs become {self.chosen_ms:.3g} ms"
+        # Without masks is what users would do otherwise, so that comparison is preferred.
         if self.speedup is not None:
             return f"{count}; {saved}: a predicted step is {self.speedup:.3f}x as fast as plain dense training"
         if self.kernel_speedup is not None:
@@ -153,13 +187,16 @@ class Report:
         return f"{count}; {saved} in a step"
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives, for JSON."""
+        """Return the report as primitives, for JSON."""
+        # Sums over no row would read as a measured 0.0.
+        dense_ms = self.dense_ms if self.timed else None
+        chosen_ms = self.chosen_ms if self.timed else None
         return {
             **vars(self),
             "rows": [row.to_dict() for row in self.rows],
             "unseen": list(self.unseen),
-            "dense_ms": self.dense_ms if self.timed else None,
-            "chosen_ms": self.chosen_ms if self.timed else None,
+            "dense_ms": dense_ms,
+            "chosen_ms": chosen_ms,
             "untimed": len(self.rows) - len(self.timed),
             "predicted_step_ms": self.predicted_step_ms,
             "speedup": self.speedup,
@@ -233,64 +270,104 @@ def summarize(
     tokens: int | None = None,
     step_ms: float | None = None,
 ) -> Report:
-    """Make a report: `make_row` makes the row of a product with its calls; the rest is as :func:`report`'s."""
-    layers = {
-        name: place for place, name in enumerate(name for s in sparsifiers for name in s.layers)
-    }
-    order = sorted(
-        counts,
-        key=lambda product: (layers.get(product.layer, len(layers)), GEMMS.index(product.key.gemm)),
-    )
+    """Make a report of products, in the order of their layers.
+
+    Args:
+        make_row: Makes the row of a product, given its calls in a step.
+        kernels: The router's mode, or ``None`` where nothing is chosen.
+        sparsifiers: Those of the model.
+        counts: Products with their calls in one step.
+        tokens: Noted in the report, as `step_ms`.
+        step_ms: Measured milliseconds of a step with dense products.
+    """
+    layers = chain.from_iterable(sparsifier.layers for sparsifier in sparsifiers)
+    place_of_layer = {name: place for place, name in enumerate(layers)}
+
+    def place(product: Product) -> tuple[int, int]:
+        # A layer that no sparsifier knows comes last.
+        layer_place = place_of_layer.get(product.layer, len(place_of_layer))
+        return layer_place, GEMMS.index(product.key.gemm)
+
+    rows = [make_row(product, counts[product]) for product in sorted(counts, key=place)]
+    called = {product.layer for product in counts}
+    unseen = [name for name in place_of_layer if name not in called]
+    skipped = {}
+    for sparsifier in sparsifiers:
+        for name, reason in sparsifier.skipped.items():
+            # What one sparsifier skips, another one may mask.
+            if name not in place_of_layer:
+                skipped[name] = reason
     return Report(
-        tuple(make_row(product, counts[product]) for product in order),
-        kernels,
-        {
-            name: reason
-            for s in sparsifiers
-            for name, reason in s.skipped.items()
-            if name not in layers
-        },
-        tuple(name for name in layers if all(product.layer != name for product in counts)),
-        tokens,
-        step_ms,
+        rows=tuple(rows),
+        kernels=kernels,
+        skipped=skipped,
+        unseen=tuple(unseen),
+        tokens=tokens,
+        step_ms=step_ms,
     )
 
 
 def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: float) -> Row:
-    """The row of a product if nothing is measured: which kernels could run it, and why others could not."""
-    key, reasons = product.key, {}
+    """Return the row of a product if nothing is measured: which kernels could run it, and why others could not."""
+    key = product.key
+    why_not: dict[str, str] = {}
+    could = []
     if not product.reason:
-        reasons = {
-            kernel.name: registry.sparsity_reason(kernel, key)
-            or reason_or_error(partial(kernel.static_reason, key))
-            for kernel in registry.backends
-        }
-    why = product.reason or "; ".join(
-        f"{name}: {reason}" for name, reason in reasons.items() if reason
-    )
-    could = tuple(name for name, reason in reasons.items() if not reason)
+        for kernel in registry.backends:
+            reason = registry.sparsity_reason(kernel, key)
+            if not reason:
+                reason = reason_or_error(partial(kernel.static_reason, key))
+            if reason:
+                why_not[kernel.name] = reason
+            else:
+                could.append(kernel.name)
+    why = product.reason
+    if not why:
+        why = "; ".join(f"{name}: {reason}" for name, reason in why_not.items())
     return Row(
-        product, calls, registry.reference.name, why, uses_of_pack(key.gemm, reuse), could=could
+        product=product,
+        calls=calls,
+        kernel=registry.reference.name,
+        why=why,
+        pack_uses=uses_of_pack(key.gemm, reuse),
+        could=tuple(could),
     )
 
 
 def _row(router: Router, product: Product, calls: float) -> Row:
-    key, registry = product.key, router.registry
+    """Return the row of a product as a router decided, its times scaled from the bucket to the real size."""
+    key = product.key
+    registry = router.registry
     pack_uses = uses_of_pack(key.gemm, router.pack_reuse(key.device))
-    decision = None if product.reason or router.tuner is None else router.tuner.decisions.get(key)
+    decision = None
+    if not product.reason and router.tuner is not None:
+        decision = router.tuner.decisions.get(key)
     if decision is None:
-        return Row(
-            product, calls, registry.reference.name, product.reason or "not decided", pack_uses
-        )
-    name, why = decision.kernel, decision.reason
-    if reason := registry.reason_against(
-        name, key
-    ):  # a kernel may support its bucket's size and not this one
-        name, why = registry.reference.name, f"{name}: {reason}"
+        why = product.reason or "not decided"
+        return Row(product, calls, registry.reference.name, why, pack_uses)
+
+    name = decision.kernel
+    why = decision.reason
+    # The decision holds for a bucket: the kernel may support the bucket's size and not this one.
+    reason_against = registry.reason_against(name, key)
+    if reason_against:
+        why = f"{name}: {reason_against}"
+        name = registry.reference.name
+
     share = multiply_adds(key) / (multiply_adds(bucketed(key)) or 1)
-    times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
-    shares = (share, share, share if key.gemm == "wgrad" else 1.0)
-    dense, sparse, pack = (
-        None if time is None else part * time for time, part in zip(times, shares, strict=True)
+    # Packing an output gradient takes time by the token; packing a weight does not depend on tokens.
+    pack_share = share if key.gemm == "wgrad" else 1.0
+    return Row(
+        product=product,
+        calls=calls,
+        kernel=name,
+        why=why,
+        pack_uses=pack_uses,
+        dense_ms=_scaled(decision.dense_ms, share),
+        sparse_ms=_scaled(decision.sparse_ms, share),
+        pack_ms=_scaled(decision.pack_ms, pack_share),
     )
-    return Row(product, calls, name, why, pack_uses, dense, sparse, pack)
+
+
+def _scaled(milliseconds: float | None, share: float) -> float | None:
+    return None if milliseconds is None else share * milliseconds

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -23,12 +24,21 @@ from lightning_nm.kernels.router.router import Product, Router, activate, routin
 from lightning_nm.plugins.routing import KernelRouting
 from lightning_nm.sparsifier import NMSparsifier
 
-_WARM_UP, _TIMED = 2, 5
+# Optimizer steps. A first step counts the products; those after it run dense.
+_WARM_UP = 2
+_TIMED = 5
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The products of a training and the time of its steps."""
+    """The products of a training and the time of its steps, as :func:`watch` returns them.
+
+    Example::
+
+        >>> seen = Observation(counts={}, reuse=1, sparsifiers=(), router=None, step_ms=2.5)
+        >>> seen.step_ms
+        2.5
+    """
 
     counts: dict[Product, float]  # calls in a step, for the real token counts
     reuse: int  # products that share one pack of a weight
@@ -47,15 +57,15 @@ class _Counter(Router):
         self.counts: Counter[Product] = Counter()
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What the kernels of the other router take."""
+        """Return the sparsities that the kernels of the other router take, so that layers offer the same products."""
         return self.deciding.takes(device)
 
     def active_or_none(self) -> Router:
-        """This router: it counts although its mode is ``"reference"``."""
+        """Return this router: it counts although its mode is ``"reference"``."""
         return self
 
     def kernel(self, product: Product) -> GemmKernel:
-        """The reference."""
+        """Return the reference, and count the product."""
         self.counts[product] += 1
         return self.registry.reference
 
@@ -70,13 +80,13 @@ class _StepClock(pl.Callback):
     def __init__(self, timed: bool = True) -> None:
         self.timed = timed
         self.batches = 0
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of each measured batch
         self._start = 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the clock."""
+        """Read the clock, after the batch was loaded."""
         self._start = _now(pl_module.device)
 
     def on_train_batch_end(
@@ -88,27 +98,33 @@ class _StepClock(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
-        step = trainer.accumulate_grad_batches
-        if self.batches >= (1 + _WARM_UP) * step:
+        batches_in_step = trainer.accumulate_grad_batches
+        unmeasured_steps = 1 + _WARM_UP
+        if self.batches >= unmeasured_steps * batches_in_step:
             self.seconds.append(_now(pl_module.device) - self._start)
         self.batches += 1
-        if self.batches == step:
+        if self.batches == batches_in_step:
             self.first_step_ended()
-        if self.batches >= ((1 + _WARM_UP + _TIMED) if self.timed else 1) * step:
+        steps = unmeasured_steps + _TIMED if self.timed else 1
+        if self.batches >= steps * batches_in_step:
             raise _Enough
 
     def first_step_ended(self) -> None:
-        """Does nothing here."""
+        """Do nothing; subclasses may switch from counting to measuring."""
 
-    def step_ms(self, step: int) -> float | None:
-        """Median milliseconds of the measured steps, with so many batches in a step; ``None`` if there is none."""
-        starts = range(0, len(self.seconds) - step + 1, step)
-        steps = [1e3 * sum(self.seconds[start : start + step]) for start in starts]
+    def step_ms(self, batches_in_step: int) -> float | None:
+        """Return the median milliseconds of the measured optimizer steps; ``None`` if there is none."""
+        steps = []
+        # A fit that ended early may leave a step without all of its batches: it is left out.
+        last_start = len(self.seconds) - batches_in_step
+        for start in range(0, last_start + 1, batches_in_step):
+            seconds = sum(self.seconds[start : start + batches_in_step])
+            steps.append(1e3 * seconds)
         return median(steps) if steps else None
 
 
 class _Watch(_StepClock):
-    """Counts the products of the first step, too."""
+    """A clock that also counts the products of the first step."""
 
     def __init__(self, deciding: Router, timed: bool) -> None:
         super().__init__(timed)
@@ -119,16 +135,18 @@ class _Watch(_StepClock):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the plugin's router, whose `reuse` is set by now."""
-        self.sparsifiers = tuple(
-            callback.sparsifier for callback in _nm_callbacks(trainer) if callback.sparsifier
-        )
+        sparsifiers = [callback.sparsifier for callback in _nm_callbacks(trainer)]
+        self.sparsifiers = tuple(sparsifier for sparsifier in sparsifiers if sparsifier)
         plugin = trainer.precision_plugin
         if isinstance(plugin, KernelRouting):
-            self.plugin, self.router = plugin, plugin.router
-            self.router.reset()  # it may have seen a validation, whose products are not those of a step
+            self.plugin = plugin
+            self.router = plugin.router
+            # It may have seen a validation, whose products are not those of a step.
+            self.router.reset()
         self._route(self.counter)
 
     def _route(self, router: Router) -> None:
+        # A plugin activates its own router around each step, and would replace one activated here.
         if self.plugin is None:
             activate(router.active_or_none())
         else:
@@ -138,19 +156,24 @@ class _Watch(_StepClock):
         """Run dense products, which are measured."""
         self._route(Router("reference"))
 
-    def observation(self, step: int) -> Observation:
-        """The result, with so many batches in a step."""
-        scale = step / min(self.batches, step)
+    def observation(self, batches_in_step: int) -> Observation:
+        """Return what was counted and measured."""
+        # A training shorter than a step was counted in part.
+        scale = batches_in_step / min(self.batches, batches_in_step)
+        counts = {product: scale * calls for product, calls in self.counter.counts.items()}
+        # A weight is packed once for all batches of a step.
+        reuse = batches_in_step if self.router is None else self.router.reuse
         return Observation(
-            {product: scale * calls for product, calls in self.counter.counts.items()},
-            step if self.router is None else self.router.reuse,
-            self.sparsifiers,
-            self.router,
-            self.step_ms(step),
+            counts=counts,
+            reuse=reuse,
+            sparsifiers=self.sparsifiers,
+            router=self.router,
+            step_ms=self.step_ms(batches_in_step),
         )
 
 
 def _now(device: torch.device) -> float:
+    # CUDA runs kernels asynchronously: without waiting for them only their launch is measured.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
@@ -170,7 +193,7 @@ def router_for(trainer: pl.Trainer, mode: str | None = None) -> Router:
     plugin = trainer.precision_plugin
     if not isinstance(plugin, KernelRouting):
         return Router(mode or "auto")
-    if mode not in (None, plugin.router.kernels):
+    if mode is not None and mode != plugin.router.kernels:
         plugins = f"the kernels={plugin.router.kernels!r} of the config's plugin"
         raise ValueError(
             f"--kernels {mode} contradicts {plugins}: leave it out, or change the config"
@@ -199,11 +222,12 @@ def watch(
         advice = "add `class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
         raise ValueError(f"there is no NMSparsityCallback among the Trainer's callbacks: {advice}")
     for callback in callbacks:
-        callback.show_tables = False
+        callback.show_tables = False  # of a training that ends after a few steps
     watcher = _Watch(router or router_for(trainer), timed)
     try:
         _fit(trainer, model, datamodule, watcher)
     finally:
+        # The plugin gets its own router back.
         if watcher.plugin is not None and watcher.router is not None:
             watcher.plugin.router = watcher.router
     return watcher.observation(trainer.accumulate_grad_batches)
@@ -249,24 +273,27 @@ def judge(router: Router, seen: Observation, tokens: Sequence[int] = ()) -> list
     Decisions without times, as in mode ``"sparse"``, are measured for the report.
     """
     cases = _cases(seen, tokens)
-    products = list(dict.fromkeys(product for _, case in cases for product in case))
+    # Each product once, in order: token counts may share some.
+    products = list(dict.fromkeys(chain.from_iterable(case.counts for case in cases)))
     router.record(products)
     router.tune()
-    for key in (product.key for product in products if not product.reason):
+    for product in products:
+        if product.reason:
+            continue
+        key = product.key
         deciding = router.initialize(torch.device(key.device))
         deciding.decide(key)
         bucket = bucketed(key)
         deciding.decisions[bucket] = _timed(router, bucket, deciding.decisions[bucket])
-    return [
-        report(
-            router,
-            *seen.sparsifiers,
-            counts=case,
-            tokens=count,
-            step_ms=seen.step_ms if count is None else None,
+    reports = []
+    for case in cases:
+        # The measured step had the real tokens, and says nothing of a step with others.
+        step_ms = seen.step_ms if case.tokens is None else None
+        made = report(
+            router, *seen.sparsifiers, counts=case.counts, tokens=case.tokens, step_ms=step_ms
         )
-        for count, case in cases
-    ]
+        reports.append(made)
+    return reports
 
 
 def judge_unmeasured(
@@ -277,27 +304,31 @@ def judge_unmeasured(
     Products of other dtypes count as bfloat16, because GPUs have no 2:4 kernels for them. Kernels that are made for
     CPUs are left out, and with ``device_type`` all that are not made for it.
     """
-    kernels = [
-        kernel
-        for kernel in router.registry.backends
-        if (
-            kernel.device_type != "cpu"
-            if device_type is None
-            else kernel.device_type == device_type
-        )
-    ]
+    if device_type is None:
+        kernels = [kernel for kernel in router.registry.backends if kernel.device_type != "cpu"]
+    else:
+        kernels = [
+            kernel for kernel in router.registry.backends if kernel.device_type == device_type
+        ]
     make_row = partial(static_row, KernelRegistry(kernels), router.reuse)
-    cases = [
-        (n, {_as_16_bit(product): calls for product, calls in case.items()})
-        for n, case in _cases(seen, tokens)
-    ]
-    return [summarize(make_row, None, seen.sparsifiers, case, n) for n, case in cases]
+    reports = []
+    for case in _cases(seen, tokens):
+        counts = {_as_16_bit(product): calls for product, calls in case.counts.items()}
+        reports.append(summarize(make_row, None, seen.sparsifiers, counts, case.tokens))
+    return reports
 
 
-def _cases(
-    seen: Observation, tokens: Sequence[int]
-) -> list[tuple[int | None, dict[Product, float]]]:
-    return [(count, _with_tokens(seen.counts, count)) for count in tokens] or [(None, seen.counts)]
+class _Case(NamedTuple):
+    """What one report is about."""
+
+    tokens: int | None  # the assumed token count; None for the real ones
+    counts: dict[Product, float]  # calls in a step
+
+
+def _cases(seen: Observation, tokens: Sequence[int]) -> list[_Case]:
+    if not tokens:
+        return [_Case(None, seen.counts)]
+    return [_Case(count, _with_tokens(seen.counts, count)) for count in tokens]
 
 
 def _as_16_bit(product: Product) -> Product:
@@ -307,10 +338,14 @@ def _as_16_bit(product: Product) -> Product:
 
 
 def _with_tokens(counts: dict[Product, float], tokens: int) -> dict[Product, float]:
+    """The same products for another token count; those that differed in it alone become one."""
     changed: Counter[Product] = Counter()
     for product, calls in counts.items():
-        size = {"depth" if product.key.gemm == "wgrad" else "columns": tokens}
-        changed[product._replace(key=replace(product.key, **size))] += calls  # type: ignore[arg-type, assignment]
+        if product.key.gemm == "wgrad":  # contracts over the tokens
+            key = replace(product.key, depth=tokens)
+        else:
+            key = replace(product.key, columns=tokens)
+        changed[product._replace(key=key)] += calls  # type: ignore[assignment]  # calls are floats
     return dict(changed)
 
 
@@ -320,16 +355,13 @@ def _timed(router: Router, key: GemmKey, decision: Decision) -> Decision:
         return decision
     kernel: GemmKernel | None = router.registry.kernels[decision.kernel]
     if kernel is router.registry.reference:
-        kernel = next(router.initialize(torch.device(key.device)).legal(key, []), None)
+        deciding = router.initialize(torch.device(key.device))
+        kernel = next(deciding.legal(key, []), None)
     if kernel is None:
         return decision
     try:
         sparse_ms, pack_ms = checks.sparse_ms(kernel, key, router.timer)
-        return replace(
-            decision,
-            dense_ms=checks.dense_ms(key, router.timer),
-            sparse_ms=sparse_ms,
-            pack_ms=pack_ms,
-        )
-    except Exception as error:
+        dense_ms = checks.dense_ms(key, router.timer)
+    except Exception as error:  # of any kernel, such as one out of memory: the report goes on
         return replace(decision, reason=f"{decision.reason}; not measured: {error}")
+    return replace(decision, dense_ms=dense_ms, sparse_ms=sparse_ms, pack_ms=pack_ms)

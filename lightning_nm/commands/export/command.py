@@ -28,24 +28,27 @@ def main(args: Sequence[str]) -> int:
             return _export(options)
     except KeyboardInterrupt:
         print(f"lightning-nm export: stopped, '{options.output}' was not written", file=sys.stderr)
-        return 130
+        return 130  # as of a shell for a program that SIGINT ended: 128 + 2
 
 
 @contextmanager
 def _stopped_as_by_keyboard() -> Iterator[None]:
     """Let SIGTERM end the export as Ctrl-C does, so that temporary files are removed."""
-    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+    # Python handles signals in the main thread alone.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _export(options: argparse.Namespace) -> int:
+    """Write the file, and say on stdout what it holds."""
     console = Console()
+    note = ""
     try:
         _check(options)
         source = read_source(options.checkpoint, options.prefix)
@@ -56,32 +59,39 @@ def _export(options: argparse.Namespace) -> int:
             return 0
         if options.to == "torch":
             export_torch(source, options.output)
-            said = ""
         else:
-            said = _export_graph(source, options)
+            note = _export_graph(source, options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"lightning-nm export: {error}", file=sys.stderr)
         return 2
-    console.print(f"wrote {options.output}{said}", markup=False, soft_wrap=True)
+    # Without markup: a path may have square brackets.
+    console.print(f"wrote {options.output}{note}", markup=False, soft_wrap=True)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    graph = options.to in ("onnx", "pt2")
-    if graph and not options.model:
+    """Refuse options that contradict each other, before a large checkpoint is read.
+
+    Raises:
+        ValueError: With the option.
+        OSError: If the output's folder cannot be written.
+    """
+    is_graph = options.to in ("onnx", "pt2")
+    if is_graph and not options.model:
         raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
-    if not graph and (options.model or options.input):
+    if not is_graph and (options.model or options.input):
         raise ValueError(f"--model and --input are for --to onnx and --to pt2, not {options.to}")
     if options.pattern and options.to != "packed":
         raise ValueError("--pattern is for --to packed")
-    if graph and Path(options.output).suffix != f".{options.to}":
+    if is_graph and Path(options.output).suffix != f".{options.to}":
         raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
     if options.to != "torch" and Path(options.output).is_dir():
         raise ValueError(f"'{options.output}' is a folder: name a file")
-    check_folder(Path(options.output))  # before a large checkpoint is read
+    check_folder(Path(options.output))
 
 
 def _export_graph(source: Source, options: argparse.Namespace) -> str:
+    """Write the graph of a model with the checkpoint's weights; return a remark on it."""
     # The model and torch print, too.
     with redirect_stdout(sys.stderr):
         model = build_model(source, options.model)
@@ -89,11 +99,13 @@ def _export_graph(source: Source, options: argparse.Namespace) -> str:
         if options.to == "pt2":
             export_pt2(model, example, options.output)
             return ""
-        return f"; onnxruntime differs by {export_onnx(model, example, options.output):.2g} of the largest output"
+        difference = export_onnx(model, example, options.output)
+    return f"; onnxruntime differs by {difference:.2g} of the largest output"
 
 
 def _table(written: Sequence[Written]) -> Table:
     table = Table(title="packed", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # Names fold in a narrow terminal; numbers that fold could not be read.
     table.add_column("weight", overflow="fold", min_width=20)
     for column in ("pattern", "layout", "bytes"):
         table.add_column(column, no_wrap=True)
@@ -102,16 +114,17 @@ def _table(written: Sequence[Written]) -> Table:
     for each in written:
         if each.pattern:
             share = f"{_share([each]):.3f}"
-            table.add_row(
-                each.key, each.pattern, each.layout, f"{each.bytes}", share, "", style="green"
-            )
+            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", share, "")
+            style = "green"
         else:
-            table.add_row(each.key, "dense", "", f"{each.bytes}", "", each.reason, style="dim")
+            cells = (each.key, "dense", "", f"{each.bytes}", "", each.reason)
+            style = "dim"
+        table.add_row(*cells, style=style)
     return table
 
 
 def _summary(written: Sequence[Written], output: str) -> str:
-    packed = [each for each in written if each.pattern]
+    packed = [each for each in written if each.pattern]  # others have a reason instead
     size = sum(each.bytes for each in written)
     return (
         f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {_share(packed):.3f} of their dense size; "
@@ -121,7 +134,9 @@ def _summary(written: Sequence[Written], output: str) -> str:
 
 def _share(written: Sequence[Written]) -> float:
     """Bytes in the file over those of dense tensors."""
-    return sum(each.bytes for each in written) / sum(each.dense_bytes for each in written)
+    size = sum(each.bytes for each in written)
+    dense_size = sum(each.dense_bytes for each in written)
+    return size / dense_size
 
 
 def _parser() -> argparse.ArgumentParser:

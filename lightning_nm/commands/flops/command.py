@@ -27,7 +27,7 @@ from lightning_nm.training.planned import charge_plan
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
-SCHEMA = 1
+SCHEMA = 1  # the version of the JSON document
 
 
 def main(args: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(args))
     try:
-        # Lightning and the model print, too.
+        # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
             reports = _reports(options)
     except (ImportError, OSError, ValueError) as error:
@@ -54,20 +54,20 @@ def main(args: Sequence[str]) -> int:
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
-    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [
-        None
-    ]
+    """Count the model once, and its training once for each pattern."""
+    # Refuse what can be refused before the model is built. None stands for the config's own patterns.
+    patterns: list[str | None] = [None]
+    if options.pattern:
+        patterns = [str(NMPattern.parse(pattern)) for pattern in options.pattern]
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
     configs = [*options.files, *options.config]
     if not configs:
         raise ValueError("give the CONFIG of a training, such as configs/digits-bi-mask.yaml")
+
     cli = build(configs, options.model, options.data, "lightning-nm flops", kernels=False)
-    callbacks = [
-        each
-        for each in getattr(cli.trainer, "callbacks", [])
-        if isinstance(each, NMSparsityCallback)
-    ]
+    all_callbacks = getattr(cli.trainer, "callbacks", [])
+    callbacks = [each for each in all_callbacks if isinstance(each, NMSparsityCallback)]
     if options.pattern and not callbacks:
         raise ValueError(
             f"--pattern {' '.join(options.pattern)}: the config has no NMSparsityCallback"
@@ -79,17 +79,23 @@ def _reports(options: argparse.Namespace) -> list[Report]:
 def _observe(
     cli: LightningCLI, callbacks: Sequence[NMSparsityCallback], options: argparse.Namespace
 ) -> tuple[Forward, Plan]:
-    """A forward pass and the plan; data are read only where they are needed."""
-    example = cli.model.example_input_array
+    """Return a forward pass and the plan; data are read only where they are needed."""
     if options.input is not None:
         example = _zeros(options.input)
+    else:
+        example = cli.model.example_input_array
+
     if example is None:
+        # Only a batch says what the model takes. The Trainer that loads one knows the plan, too.
         forward, plan = first_forward(cli.trainer, cli.model, cli.datamodule)
         if options.steps is not None:
             plan = Plan(options.steps, plan.optimizers)
         return forward, plan
+
     forward = forward_of(cli.model, example)
-    if options.steps is not None or not any(map(_is_scheduled, callbacks)):
+    needs_steps = any(_is_scheduled(callback) for callback in callbacks)
+    # Loading the data, to count its batches, may take long or be impossible here.
+    if options.steps is not None or not needs_steps:
         return forward, Plan(options.steps, ())
     try:
         return forward, plan_of(cli.trainer, cli.model, cli.datamodule)
@@ -101,10 +107,10 @@ def _observe(
 
 
 def _is_scheduled(callback: NMSparsityCallback) -> bool:
-    sparsifier = NMSparsifier(torch.nn.Module(), config=callback.config)
-    return any(
-        has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules
-    )
+    """Whether the costs change during training, so that its length matters."""
+    # A sparsifier of no layer resolves the config into rules.
+    rules = NMSparsifier(torch.nn.Module(), config=callback.config).rules
+    return any(has_schedule(rule.method) or has_schedule(rule.estimator) for rule in rules)
 
 
 def _report(
@@ -114,6 +120,7 @@ def _report(
     plan: Plan,
     pattern: str | None,
 ) -> Report:
+    """Attach the callbacks' sparsifiers, charge the planned training, and detach them."""
     sparsifiers: list[NMSparsifier] = []
     try:
         for callback in callbacks:
@@ -121,22 +128,33 @@ def _report(
             if pattern is not None:
                 config = replace(config, pattern=pattern)
             sparsifier = NMSparsifier(cli.model, config=config, planned_steps=plan.steps)
-            sparsifiers.append(sparsifier.attach(optimizers=plan.optimizers or None))
+            # With optimizers, weights that none of them trains stay dense, as in the training.
+            sparsifier.attach(optimizers=plan.optimizers or None)
+            sparsifiers.append(sparsifier)
             charge_plan(list(sparsifier.layers.values()), plan.steps)
         layers = layers_of(cli.model, forward.macs, sparsifiers)
-        lines = dict.fromkeys(line for sparsifier in sparsifiers for line in phases(sparsifier))
+        lines: dict[str, None] = {}  # in order, each once: callbacks may share a schedule
+        for sparsifier in sparsifiers:
+            lines.update(dict.fromkeys(phases(sparsifier)))
     finally:
+        # The model serves for the next pattern.
         for sparsifier in sparsifiers:
             sparsifier.detach()
     return Report(
-        type(cli.model).__name__, forward.inputs, layers, plan.steps, tuple(lines), pattern
+        model=type(cli.model).__name__,
+        inputs=forward.inputs,
+        layers=layers,
+        planned_steps=plan.steps,
+        phases=tuple(lines),
+        pattern=pattern,
     )
 
 
 def _zeros(sizes: str) -> torch.Tensor:
+    """An input of these sizes, which are separated by commas or by ``x``."""
     try:
         shape = [int(size) for size in sizes.replace("x", ",").split(",")]
-        return torch.zeros(shape)
+        return torch.zeros(shape)  # refuses negative sizes
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
 
@@ -154,8 +172,11 @@ def _parser() -> argparse.ArgumentParser:
         "-c", "--config", metavar="FILE", action="append", default=[], help="the same"
     )
     add_classes(parser)
-    given = "run the model on zeros of this shape, such as 1,3,224,224; by default on its example_input_array, or else "
-    parser.add_argument("--input", metavar="SHAPE", help=f"{given}on the first batch of the data")
+    shape = (
+        "run the model on zeros of this shape, such as 1,3,224,224; "
+        "by default on its example_input_array, or else on the first batch of the data"
+    )
+    parser.add_argument("--input", metavar="SHAPE", help=shape)
     parser.add_argument(
         "--steps",
         metavar="N",

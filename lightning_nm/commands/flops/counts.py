@@ -17,12 +17,21 @@ from lightning_nm.training.macs import OTHERS
 REST = "(biases, norms and others)"
 """The row of all parameters that are no weight of a known layer kind, with their products."""
 GEMMS = ("forward", "dgrad", "wgrad")
-_DENSE: Mapping[FlopsKind, GemmDensity] = dict.fromkeys(get_args(FlopsKind), GemmDensity())
+
+
+def _dense() -> dict[FlopsKind, GemmDensity]:
+    return dict.fromkeys(get_args(FlopsKind), GemmDensity())
 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """One weight."""
+    """One weight with the multiply-adds of its products.
+
+    Example:
+        >>> row = LayerFlops("head", shape=(10, 64), parameters=640, macs=640)
+        >>> row.shares("arithmetic")
+        {'forward': 1.0, 'dgrad': 1.0, 'wgrad': 1.0, 'all': 1.0}
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,16 +41,16 @@ class LayerFlops:
     method: str | None = None
     estimator: str | None = None
     why: str = ""  # why it is dense
-    densities: Mapping[FlopsKind, GemmDensity] = field(
-        default_factory=lambda: _DENSE
-    )  # averaged over the training
+    # Averaged over the training.
+    densities: Mapping[FlopsKind, GemmDensity] = field(default_factory=_dense)
 
     def shares(self, kind: FlopsKind) -> dict[str, float]:
-        """The share of the dense multiply-adds that each GEMM does, and their mean as ``all``."""
-        return _with_mean({gemm: getattr(self.densities[kind], gemm) for gemm in GEMMS})
+        """Return the share of the dense multiply-adds that each GEMM does, and their mean as ``all``."""
+        density = self.densities[kind]
+        return _with_mean({gemm: getattr(density, gemm) for gemm in GEMMS})
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives, for JSON."""
+        """Return the row as primitives, for JSON."""
         content = dict(vars(self))
         del content["densities"]
         content["shape"] = list(self.shape)
@@ -52,7 +61,14 @@ class LayerFlops:
 
 @dataclass(frozen=True)
 class Report:
-    """All weights of a model under one choice of masks."""
+    """All weights of a model under one choice of masks.
+
+    Example:
+        >>> layers = (LayerFlops("0", (64, 32), 2048, 2048), LayerFlops("1", (10, 64), 640, 640))
+        >>> report = Report("Net", ("float32 [1, 32]",), layers, planned_steps=100)
+        >>> report.macs, report.ratios("paper")["all"]
+        (2688, 1.0)
+    """
 
     model: str
     inputs: tuple[str, ...]  # of the forward pass
@@ -77,25 +93,28 @@ class Report:
         return tuple(layer for layer in self.layers if layer.pattern is not None)
 
     def ratios(self, kind: FlopsKind, *, masked_alone: bool = False) -> dict[str, float] | None:
-        """The training's multiply-adds over those of dense training, of each GEMM and of all; None without any.
+        """Return the training's multiply-adds over those of dense training, of each GEMM and of all.
 
-        ``masked_alone`` leaves the dense layers out.
+        Args:
+            kind: The way of counting.
+            masked_alone: Leave the dense layers out.
+
+        Returns:
+            A ratio for each GEMM and for ``all``; ``None`` if there are no multiply-adds.
         """
         layers = self.masked if masked_alone else self.layers
         total = sum(layer.macs for layer in layers)
         if not total:
             return None
-        shares = [layer.shares(kind) for layer in layers]
         ratios = {}
         for gemm in GEMMS:
-            macs = sum(
-                layer.macs * share[gemm] for layer, share in zip(layers, shares, strict=True)
-            )
-            ratios[gemm] = macs / total
+            # A dense dgrad and a dense wgrad have as many multiply-adds as the forward GEMM.
+            macs = [layer.macs * layer.shares(kind)[gemm] for layer in layers]
+            ratios[gemm] = sum(macs) / total
         return _with_mean(ratios)
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives, for JSON."""
+        """Return the report as primitives, for JSON."""
         kinds = get_args(FlopsKind)
         return {
             **vars(self),
@@ -112,59 +131,67 @@ class Report:
 def layers_of(
     model: nn.Module, macs: Mapping[str, int], sparsifiers: Sequence[NMSparsifier] = ()
 ) -> tuple[LayerFlops, ...]:
-    """A row for every weight of the model, and :data:`REST`.
+    """Return a row for every weight of the model, and :data:`REST` for what is left.
 
     Args:
         model: The model.
         macs: Multiply-adds by layer name.
         sparsifiers: Those of the model, whose layers have been charged.
     """
-    masked: dict[int, NMLayer] = {}
-    skipped: dict[str, str] = {}
+    masked: dict[int, NMLayer] = {}  # by the id of the weight, which tied names share
+    skipped: dict[str, str] = {}  # reasons by layer name
     for sparsifier in sparsifiers:
-        masked.update((id(layer.param), layer) for layer in sparsifier.layers.values())
+        for layer in sparsifier.layers.values():
+            masked[id(layer.param)] = layer
         skipped |= sparsifier.skipped
-    names = {*macs, *(layer.name for layer in masked.values())}
+    # A masked weight has a row even if the forward pass did not use it.
+    shown_names = {*macs, *(layer.name for layer in masked.values())}
+
     rows: list[LayerFlops] = []
-    counted: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     # A tied weight has a row for each of its names, and its parameters in the first.
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, own = full_name.rpartition(".")
-        name = layer_name(plain_name(module), own)
-        key = id(parameter)
-        if name not in names:
+        module_name, _, parameter_name = full_name.rpartition(".")
+        name = layer_name(plain_name(module_name), parameter_name)
+        if name not in shown_names:
             continue
+        key = id(parameter)
+        is_tied = key in first_name
         row = LayerFlops(
             name,
             shape=tuple(parameter.shape),
-            parameters=0 if key in counted else parameter.numel(),
+            parameters=0 if is_tied else parameter.numel(),
             macs=macs.get(name, 0),
             why=skipped.get(name, ""),
         )
         if key in masked:
             row = _with_method(row, masked[key])
-        elif key in counted:
-            row = replace(row, why=f"tied to {counted[key]}")
-        counted.setdefault(key, name)
+        elif is_tied:
+            row = replace(row, why=f"tied to {first_name[key]}")
+        first_name.setdefault(key, name)
         rows.append(row)
-    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(
-        row.parameters for row in rows
-    )
-    if rest or macs.get(OTHERS):
-        rows.append(LayerFlops(REST, (), rest, macs.get(OTHERS, 0)))
+
+    all_parameters = sum(parameter.numel() for parameter in model.parameters())
+    rest = all_parameters - sum(row.parameters for row in rows)
+    rest_macs = macs.get(OTHERS, 0)
+    if rest or rest_macs:
+        rows.append(LayerFlops(REST, shape=(), parameters=rest, macs=rest_macs))
     return tuple(rows)
 
 
 def _with_method(row: LayerFlops, layer: NMLayer) -> LayerFlops:
+    """Return the row of a masked weight, whose layer has been charged for the training."""
+    estimator = None if layer.estimator is None else type(layer.estimator).__name__
     return replace(
         row,
         pattern=str(layer.pattern),
         method=layer.method.short_name or type(layer.method).__name__,
-        estimator=None if layer.estimator is None else type(layer.estimator).__name__,
+        estimator=estimator,
         why="",
         densities=layer.mean_densities(),
     )
 
 
 def _with_mean(shares: dict[str, float]) -> dict[str, float]:
-    return {**shares, "all": sum(shares.values()) / len(shares)}
+    mean = sum(shares.values()) / len(shares)
+    return {**shares, "all": mean}

@@ -20,7 +20,12 @@ from lightning_nm.training.macs import MacsCounter
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward pass without masks showed."""
+    """What a forward pass without masks showed, as :func:`forward_of` returns it.
+
+    Example:
+        >>> forward_of(nn.Linear(8, 4), torch.zeros(2, 8))
+        Forward(macs={'weight': 64}, inputs=('float32 [2, 8]',))
+    """
 
     macs: Mapping[str, int]
     """Multiply-adds by layer name, as :class:`~lightning_nm.training.macs.MacsCounter` counts them."""
@@ -30,7 +35,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a Trainer knows of a training before its first step."""
+    """What a Trainer knows of a training before its first step.
+
+    Example:
+        >>> Plan(steps=100, optimizers=()).steps
+        100
+    """
 
     steps: int | None
     optimizers: tuple[Optimizer, ...]
@@ -48,25 +58,33 @@ def forward_of(model: nn.Module, inputs: Any) -> Forward:
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
 
     Raises:
-        ValueError: If the model does not take the inputs, with its own words.
+        ValueError: If the model does not take the inputs; the message quotes the model's error.
     """
     try:
-        return _run(
-            _on_meta(model),
-            tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs),
-        )
-    except (
-        Exception
-    ):  # operators that read values, tensors that are no buffers: with memory they may work
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        inputs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
-        try:
-            return _run(model, inputs)
-        except Exception as error:
-            given = ", ".join(_shapes(inputs))
-            raise ValueError(
-                f"{type(model).__name__} does not take an input of {given}: {error}"
-            ) from error
+        return _run(_on_meta(model), _moved(inputs, torch.device("meta")))
+    except Exception:
+        # Some operators read values, and some tensors are no buffers, so that they have no copy on
+        # the meta device. With memory such a model may work; if not, the error below is the clearer one.
+        pass
+    first_parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if first_parameter is None else first_parameter.device
+    inputs = _moved(inputs, device)
+    try:
+        return _run(model, inputs)
+    except Exception as error:
+        given = ", ".join(_shapes(inputs))
+        raise ValueError(
+            f"{type(model).__name__} does not take an input of {given}: {error}"
+        ) from error
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """Inputs whose tensors are on a device."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(move, inputs)
 
 
 def first_forward(
@@ -77,7 +95,7 @@ def first_forward(
     Raises:
         ValueError: If no batch was trained.
     """
-    watcher = _fit(trainer, model, datamodule, _Watch(model, runs=True))
+    watcher = _fit(trainer, model, datamodule, _Watch(runs=True))
     assert watcher.plan is not None
     assert watcher.counter is not None
     return Forward(watcher.counter.macs, watcher.inputs), watcher.plan
@@ -91,7 +109,7 @@ def plan_of(
     Raises:
         ValueError: If there is no batch.
     """
-    watcher = _fit(trainer, model, datamodule, _Watch(model, runs=False))
+    watcher = _fit(trainer, model, datamodule, _Watch(runs=False))
     assert watcher.plan is not None
     return watcher.plan
 
@@ -102,19 +120,18 @@ def _fit(
     datamodule: pl.LightningDataModule | None,
     watcher: _Watch,
 ) -> _Watch:
+    """Train until the watcher ends it; callbacks that mask are left out meanwhile."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    others = [
-        callback
-        for callback in callbacks
-        if not isinstance(callback, (NMSparsityCallback, MaskMonitor))
-    ]
+    # A dense forward pass is counted; what masks save is known without running it.
+    masking = (NMSparsityCallback, MaskMonitor)
+    others = [callback for callback in callbacks if not isinstance(callback, masking)]
     trainer.callbacks = [*others, watcher]  # type: ignore[attr-defined]  # missing in its annotations
     try:
         trainer.fit(model, datamodule=datamodule)
     except _Enough:
         pass
     finally:
-        watcher.close()
+        watcher.close()  # an error may have ended the fit with hooks in the model
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
     if watcher.plan is None:
         raise ValueError(
@@ -124,9 +141,9 @@ def _fit(
 
 
 class _Watch(pl.Callback):
-    """Watches the first training step, and ends the training before the backward pass."""
+    """Watches the first training step, and ends the training before the backward pass; without `runs`, before it."""
 
-    def __init__(self, model: nn.Module, *, runs: bool) -> None:
+    def __init__(self, *, runs: bool) -> None:
         self.runs = runs
         self.counter: MacsCounter | None = None
         self.plan: Plan | None = None
@@ -135,19 +152,21 @@ class _Watch(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to count."""
-        self.plan = Plan(planned_steps(trainer, pl_module), tuple(trainer.optimizers))
+        """Note the plan, which needs the Trainer's optimizers and data, and begin to count."""
+        steps = planned_steps(trainer, pl_module)
+        self.plan = Plan(steps, tuple(trainer.optimizers))
         if not self.runs:
             raise _Enough
         self.inputs = tuple(_shapes(batch))
         self.counter = MacsCounter(pl_module)
 
     def on_before_backward(self, *_: Any) -> None:
-        """The forward pass has ended."""
+        """End the training: the forward pass is complete."""
         raise _Enough
 
+    # Under manual optimization a training step need not call `manual_backward`.
     def on_train_batch_end(self, *_: Any) -> None:
-        """There was no backward pass."""
+        """End the training of a step that has no backward pass."""
         raise _Enough
 
     def close(self) -> None:
@@ -157,33 +176,43 @@ class _Watch(pl.Callback):
 
 
 def _run(model: nn.Module, inputs: Any) -> Forward:
+    """Run a model on inputs in evaluation mode, and restore the mode of each module."""
+    args: tuple[Any, ...] = (inputs,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, tuple):
+        args = inputs
+    elif isinstance(inputs, dict):
+        args = ()
+        kwargs = inputs
     counter = MacsCounter(model)
-    args, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), {}
-    if isinstance(inputs, dict):
-        args, kwargs = (), inputs
-    training = {module: module.training for module in model.modules()}
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             model(*args, **kwargs)
     finally:
         counter.close()
-        for module, mode in training.items():
+        # Not `model.train(...)`: submodules may have been in different modes.
+        for module, mode in was_training.items():
             module.training = mode
     return Forward(counter.macs, tuple(_shapes(inputs)))
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers have no memory; what is shared in the model is shared in it."""
-    known: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    # `deepcopy` takes what its memo holds by id for already copied: the model's memory is never doubled.
+    memo: dict[int, Any] = {}
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
     for parameter in model.parameters():
-        known[id(parameter)] = nn.Parameter(
-            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-        )
-    return copy.deepcopy(model, known)
+        data = parameter.detach().to("meta")
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def _shapes(inputs: Any) -> Iterable[str]:
+    """Dtype and shape of each tensor, such as ``float32 [2, 8]``."""
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor):
-            yield f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            yield f"{dtype} {list(leaf.shape)}"

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,16 +36,25 @@ GRID = {
     "ticks": "outside",
 }
 
+# What Lightning and users write before and after a metric's name: `train_loss_epoch` is about `loss`.
+_AFFIXES = re.compile(r"^(train|training|val|valid|validation|test)[_/]|(_step|_epoch)$")
+
 Runs = Mapping[str, Mapping[str, Series]]
 """The scalars of each run, by the run's label and the scalar's tag."""
 
 
 class Chart(NamedTuple):
-    """A figure of a page: what is above it, plotly's JSON, safe within a script element, and its height in pixels."""
+    """A figure of a page.
 
-    title: str
-    figure: str
-    height: int
+    Example:
+        >>> chart = Chart("loss", figure='{"data":[],"layout":{}}', height=260)
+        >>> chart.title
+        'loss'
+    """
+
+    title: str  # what is above it
+    figure: str  # plotly's JSON, safe within a script element
+    height: int  # in pixels
 
 
 def metric_charts(runs: Runs) -> list[Chart]:
@@ -57,7 +67,7 @@ def metric_charts(runs: Runs) -> list[Chart]:
     """
     groups: dict[str, list[str]] = {}
     for tag in _all_tags(runs):
-        name = re.sub(r"^(train|training|val|valid|validation|test)[_/]|(_step|_epoch)$", "", tag)
+        name = _AFFIXES.sub("", tag)
         groups.setdefault(name, []).append(tag)
     return [_curves(name, members, runs) for name, members in groups.items()]
 
@@ -75,7 +85,8 @@ def statistic_charts(runs: Runs) -> list[Chart]:
 
 
 def _all_tags(runs: Runs) -> list[str]:
-    tags = [tag for series_of_run in runs.values() for tag in series_of_run]
+    """The tags of all runs, each once, in the order in which the runs have them."""
+    tags = chain.from_iterable(runs.values())
     return list(dict.fromkeys(tags))
 
 
@@ -100,17 +111,22 @@ def _curves(title: str, tags: Sequence[str], runs: Runs) -> Chart:
     has_legend = len(figure.data) > 1
     height = 260
     if several_runs and has_legend:
+        # Names with labels of runs are long: the legend may need a line for each.
         height += 18 * len(figure.data)
     figure.update_layout(
         showlegend=has_legend,
+        # Below the chart, where long names do not take its width.
         legend={"orientation": "h", "yanchor": "top", "y": -0.22, "x": 0},
         margin={"l": 58, "r": 14, "t": 8, "b": 44},
         hovermode="x unified",
     )
     figure.update_xaxes(title_text="step", title_standoff=6, **GRID)
     # Around a constant plotly would choose a narrow range, in which its digits look like a change.
-    shown = {value for trace in figure.data for value in trace.y if value is not None}
-    figure.update_yaxes(rangemode="tozero" if len(shown) == 1 else "normal", **GRID)
+    shown: set[float] = set()
+    for curve in figure.data:
+        shown.update(value for value in curve.y if value is not None)
+    is_constant = len(shown) == 1
+    figure.update_yaxes(rangemode="tozero" if is_constant else "normal", **GRID)
     return Chart(title if len(tags) > 1 else tags[0], _to_json(figure), height)
 
 
@@ -119,16 +135,19 @@ def _curve(series: Series, name: str, colour: int, dash: int) -> Any:
     from plotly.graph_objects import Scatter
 
     steps, values = thinned(series)
+    line = {
+        "color": COLOURS[colour % len(COLOURS)],
+        "dash": DASHES[dash % len(DASHES)],
+        "width": 2,
+    }
     return Scatter(
         x=steps,
+        # None leaves a gap in the curve; JSON has no NaN.
         y=[value if math.isfinite(value) else None for value in values],
+        # plotly shows some HTML in names.
         name=html.escape(name),
         mode="lines+markers" if len(steps) < 30 else "lines",
-        line={
-            "color": COLOURS[colour % len(COLOURS)],
-            "dash": DASHES[dash % len(DASHES)],
-            "width": 2,
-        },
+        line=line,
         marker={"size": 5},
     )
 
@@ -145,9 +164,12 @@ def thinned(series: Series) -> tuple[list[int], list[float]]:
     if count == 0:
         return [], []
     every = math.ceil(count / POINTS)
+    # Counted from the end, because the last point must be among them.
     first = (count - 1) % every
+    steps = series.steps[first::every]
+    # Fewer digits make the page smaller, and the eye cannot tell.
     values = [float(f"{value:.6g}") for value in series.values[first::every]]
-    return series.steps[first::every], values
+    return steps, values
 
 
 def heat_map(title: str, history: LayerHistory, place: int, root: bool) -> Chart:
@@ -167,14 +189,16 @@ def heat_map(title: str, history: LayerHistory, place: int, root: bool) -> Chart
     """
     from plotly.graph_objects import Figure, Heatmap
 
-    values_rc = history.values[:, place].double().T
-    scale = Scale.of(values_rc, root)
+    values_lc = history.values[:, place].double().T  # [layers, columns]
+    scale = Scale.of(values_lc, root)
     marks = scale.marks()
     cells = Heatmap(
-        z=_numbers(scale.shares(values_rc)),
+        # Colours show shares of the scale, from 0 to 1; the text below the pointer has the values.
+        z=_numbers(scale.shares(values_lc)),
         zmin=0,
         zmax=1,
-        customdata=_numbers(values_rc),
+        customdata=_numbers(values_lc),
+        # The edges of the columns, one more than there are columns.
         x=[first_edge(history.steps), *history.steps],
         y=[html.escape(name) for name in history.layers],
         colorscale=COLOUR_MAP,
@@ -191,7 +215,8 @@ def heat_map(title: str, history: LayerHistory, place: int, root: bool) -> Chart
     figure.update_layout(margin={"l": 10, "r": 10, "t": 8, "b": 44}, plot_bgcolor=UNKNOWN)
     figure.update_xaxes(title_text="step", title_standoff=6, showgrid=False, ticks="outside")
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False, type="category")
-    plot_height = max(150, min(16 * len(history.layers), 640))
+    rows_height = 16 * len(history.layers)
+    plot_height = max(150, min(rows_height, 640))
     return Chart(title, _to_json(figure), plot_height + 60)
 
 
@@ -199,15 +224,19 @@ def _numbers(rows: torch.Tensor) -> list[list[float | None]]:
     """Numbers in four digits; JSON has no others than finite ones."""
     cells = []
     for row in rows.tolist():
-        cells.append([float(f"{value:.4g}") if math.isfinite(value) else None for value in row])
+        cells.append([_number(value) for value in row])
     return cells
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def _to_json(figure: Figure) -> str:
     """Return data and layout; ``<`` is escaped, so that no name ends the script element around them."""
     figure.update_layout(template="none", font=FONT, paper_bgcolor="rgba(0,0,0,0)", autosize=True)
     content = json.loads(figure.to_json())
-    content["layout"].pop("template", None)
+    content["layout"].pop("template", None)  # "none", written out as a dictionary
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
@@ -223,9 +252,9 @@ def all_layers(histories: Iterable[tuple[str, LayerHistory, int]]) -> list[Chart
     """
     charts = []
     for name, history, place in histories:
-        if history.steps:
-            statistic, _, _ = name.partition(":")  # the name of a callback may follow
-            charts.append(
-                heat_map(name.replace("_", " "), history, place, statistic == "flip_rate")
-            )
+        if not history.steps:
+            continue
+        statistic, _, _ = name.partition(":")  # the name of a callback may follow
+        title = name.replace("_", " ")
+        charts.append(heat_map(title, history, place, root=statistic == "flip_rate"))
     return charts

@@ -29,7 +29,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _write(folders: Sequence[Path], output: Path) -> int:
-    import jinja2  # noqa: F401  # a missing part should not show after long reading
+    """Write the page and return its size in bytes."""
+    # The extra's packages: that one is missing should not show after long reading.
+    import jinja2  # noqa: F401
     import plotly  # noqa: F401
     import tensorboard  # noqa: F401
 
@@ -39,9 +41,12 @@ def _write(folders: Sequence[Path], output: Path) -> int:
 
     if output.is_dir():
         raise ValueError(f"-o {output} is a folder: name a file, such as {output / 'report.html'}")
-    runs = [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+    runs = []
+    for folder, label in zip(folders, labels(folders), strict=True):
+        runs.append(read_run(folder, label))
     page = render(runs, version("lightning-nm")).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
+    # An interrupted run of this command leaves the former page as it is.
     with replacing(output) as new:
         new.write_bytes(page)
     return len(page)

@@ -54,7 +54,12 @@ class Series:
 
 @dataclass
 class Log:
-    """What the event files of a folder hold.
+    r"""What the event files of a folder hold, as :func:`read_log` returns it.
+
+    Example:
+        >>> log = Log(["events.out.tfevents.1"], texts={"nm/layers": "| layer |\n| --- |\n| head |"})
+        >>> log.table("nm/layers")
+        [['layer'], ['head']]
 
     Attributes:
         files: Their names, in order.
@@ -86,7 +91,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_log(folder: Path) -> Log:
-    """Read the event files of a folder.
+    """Read the event files of a folder, without the images and histograms in them.
 
     Raises:
         ImportError: Without tensorboard.
@@ -100,7 +105,7 @@ def read_log(folder: Path) -> Log:
     # A file that ends in the middle of an event, as of an interrupted run, is no reason to worry.
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     # How many events of a tag are kept; 0 for all. Images and histograms are not read.
-    sizes = {
+    kept_events = {
         "scalars": 0,
         "tensors": 0,
         "images": 1,
@@ -108,7 +113,8 @@ def read_log(folder: Path) -> Log:
         "compressedHistograms": 1,
     }
     # Events of steps that were trained again are told apart by `latest`; TensorBoard would drop them, and say nothing.
-    events = EventAccumulator(str(folder), sizes, purge_orphaned_data=False).Reload()
+    events = EventAccumulator(str(folder), kept_events, purge_orphaned_data=False)
+    events.Reload()
     log = Log([path.name for path in files])
     _read_scalars(log, events)
     _read_texts(log, events)
@@ -117,6 +123,7 @@ def read_log(folder: Path) -> Log:
 
 
 def _read_scalars(log: Log, events: EventAccumulator) -> None:
+    """Fill in the scalars, and the steps at which the run was restarted."""
     rewound: set[int] = set()
     for tag in events.Tags()["scalars"]:
         kept, went_back = latest(events.Scalars(tag))
@@ -129,42 +136,51 @@ def _read_scalars(log: Log, events: EventAccumulator) -> None:
 
 
 def _read_texts(log: Log, events: EventAccumulator) -> None:
+    """Fill in the last text of each tag."""
     for tag in events.Tags()["tensors"]:
         if tag.endswith(TEXT):
-            (text,) = events.Tensors(tag)[-1].tensor_proto.string_val
+            last_event = events.Tensors(tag)[-1]
+            (text,) = last_event.tensor_proto.string_val
             log.texts[tag.removesuffix(TEXT)] = text.decode("utf-8", "replace")
 
 
 def _read_maps(log: Log, events: EventAccumulator) -> None:
-    """Join columns with the names of their rows, which hold until other names follow, in the order of writing."""
+    """Fill in the heat maps: columns with the names of their rows, which hold until other names follow."""
     from tensorboard.util.tensor_util import make_ndarray
 
     for tag in events.Tags()["tensors"]:
         if tag != "nm/maps" and not tag.startswith("nm/maps/"):
             continue
         suffix = tag.removeprefix("nm/maps")
-        rows = []
-        for event in events.Tensors(f"nm/map_rows{suffix}{TEXT}"):
-            (text,) = event.tensor_proto.string_val
-            names = json.loads(text.decode().strip("`json\n"))
-            rows.append((event.step, names))
+        names_from_step = _read_row_names(events, suffix)
         history = LayerHistory()
         for event in events.Tensors(tag):
-            column = torch.tensor(make_ndarray(event.tensor_proto))
-            fitting = [
-                names
-                for step, names in rows
-                if step <= event.step and len(names) == column.shape[1]
-            ]
+            column = torch.tensor(make_ndarray(event.tensor_proto))  # [statistics, layers]
+            fitting = []
+            for step, names in names_from_step:
+                if step <= event.step and len(names) == column.shape[1]:
+                    fitting.append(names)
             if fitting:
                 history.add(event.step, fitting[-1], column)
         log.maps[suffix.removeprefix("/")] = history
 
 
-def latest(events: Iterable[Any]) -> tuple[list[Any], set[int]]:
-    """Return the events whose steps rise, in which later ones replace those of their steps and after, and such steps.
+def _read_row_names(events: EventAccumulator, suffix: str) -> list[tuple[int, list[str]]]:
+    """The names of a heat map's rows, with the steps from which they hold."""
+    found = []
+    for event in events.Tensors(f"nm/map_rows{suffix}{TEXT}"):
+        (text,) = event.tensor_proto.string_val
+        # A code block of Markdown: TensorBoard's page shows it as it is.
+        names = json.loads(text.decode().strip("`json\n"))
+        found.append((event.step, names))
+    return found
 
-    A step that is logged again at once, as by two loggers' calls in one step, is no restart.
+
+def latest(events: Iterable[Any]) -> tuple[list[Any], set[int]]:
+    """Return events with rising steps, and the steps to which a restart went back.
+
+    An event replaces the earlier ones of its step and of later steps. A step that is logged again at once, as by two
+    loggers' calls in one step, is no restart.
 
     Example:
         >>> from types import SimpleNamespace
@@ -175,6 +191,7 @@ def latest(events: Iterable[Any]) -> tuple[list[Any], set[int]]:
     kept: list[Any] = []
     back = set()
     for event in events:
+        # What was logged after this step belongs to the training that the restart discarded.
         if kept and event.step < kept[-1].step:
             back.add(event.step)
         while kept and kept[-1].step >= event.step:
@@ -193,6 +210,7 @@ def layer_scalars(log: Log) -> dict[str, LayerHistory]:
         >>> layer_scalars(log)["flip_rate"].layers
         ['net.0']
     """
+    # By statistic and layer, from tags such as `nm/flip_rate/encoder.0`.
     series_of_statistic: dict[str, dict[str, Series]] = {}
     for tag, series in log.scalars.items():
         names = re.fullmatch("nm/([^/]+)/(.+)", tag)
@@ -200,10 +218,16 @@ def layer_scalars(log: Log) -> dict[str, LayerHistory]:
             statistic, layer = names.groups()
             series_of_statistic.setdefault(statistic, {})[layer] = series
 
-    place_in_model = {row[0]: place for place, row in enumerate(log.table("nm/layers"))}
+    # The table of layers has the model's order; scalars have none that means anything.
+    rows = log.table("nm/layers")
+    place_in_model = {row[0]: place for place, row in enumerate(rows)}
+
+    def place_and_name(layer: str) -> tuple[int, str]:
+        return place_in_model.get(layer, 0), layer
+
     found = {}
     for statistic, series_of_layer in series_of_statistic.items():
-        layers = sorted(series_of_layer, key=lambda layer: (place_in_model.get(layer, 0), layer))
+        layers = sorted(series_of_layer, key=place_and_name)
         found[statistic] = _history({layer: series_of_layer[layer] for layer in layers})
     return found
 
@@ -211,14 +235,16 @@ def layer_scalars(log: Log) -> dict[str, LayerHistory]:
 def _history(series_of_layer: dict[str, Series]) -> LayerHistory:
     """Columns of one statistic; NaN where a layer has no value at a step."""
     steps: set[int] = set()
-    value_of_step = []  # of each layer
+    values_by_step = []  # of each layer
     for series in series_of_layer.values():
         steps.update(series.steps)
-        value_of_step.append(dict(zip(series.steps, series.values, strict=True)))
+        values_by_step.append(dict(zip(series.steps, series.values, strict=True)))
     history = LayerHistory()
     for step in sorted(steps):
-        column = torch.full((len(MAPS), len(series_of_layer)), torch.nan)
-        column[0] = torch.tensor([values.get(step, math.nan) for values in value_of_step])
+        values = [value_at.get(step, math.nan) for value_at in values_by_step]
+        # A history has all of MAPS; those beside the first stay unknown.
+        column = torch.full((len(MAPS), len(series_of_layer)), torch.nan)  # [statistics, layers]
+        column[0] = torch.tensor(values)
         history.add(step, list(series_of_layer), column)
     return history
 
@@ -231,26 +257,34 @@ def markdown_rows(text: str) -> Table:
         [['a', 'b'], ['1|2', '']]
     """
     lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
-    del lines[1:2]
+    del lines[1:2]  # of dashes, if there is a table
     return [_cells(line) for line in lines]
 
 
 def _cells(line: str) -> list[str]:
-    escaped = re.split(r"(?<!\\)\|", line[1:-1])
-    return [re.sub(r"\\([\\|*_])", r"\1", cell).strip() for cell in escaped]
+    between = line[1:-1]  # the outer bars
+    cells = re.split(r"(?<!\\)\|", between)  # at bars without a backslash before them
+    return [_unescaped(cell).strip() for cell in cells]
+
+
+def _unescaped(cell: str) -> str:
+    return re.sub(r"\\([\\|*_])", r"\1", cell)
 
 
 def _nothing_in(folder: Path) -> str:
+    """What is wrong with a folder without event files, and where there are some."""
     expected = "a folder with event files of TensorBoardLogger (events.out.tfevents.*), such as runs/<name>/version_0"
     if not folder.exists():
         return f"there is no folder '{folder}': expected {expected}"
     if not folder.is_dir():
         return f"'{folder}' is a file: expected {expected}"
     fault = f"'{folder}' holds no event files: expected {expected}"
+    # Often the folder above that of a version was given.
     below = sorted({path.parent for path in folder.rglob("*tfevents*") if path.is_file()})
     if not below:
         return fault
-    some = [str(path) for path in below[:5]]
-    if len(below) > 5:
+    most_shown = 5
+    some = [str(path) for path in below[:most_shown]]
+    if len(below) > most_shown:
         some.append("...")
     return f"{fault}; there are some in {', '.join(some)}"

@@ -16,7 +16,13 @@ from lightning_nm.export import Verdict, verify
 
 @dataclass
 class Run:
-    """What a run folder holds.
+    """What a run folder holds, as :func:`read_run` returns it.
+
+    Example:
+        >>> scalars = {"train_loss": Series([0], [2.0]), "nm/flip_rate": Series([0], [0.1])}
+        >>> run = Run(Path("runs/a"), "a", Log([], scalars=scalars))
+        >>> list(run.metrics), list(run.statistics)
+        (['train_loss'], ['flip_rate'])
 
     Attributes:
         path: The folder.
@@ -42,7 +48,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Series]:
-        """The scalars of the model, without ours."""
+        """The scalars that the model logged, without the package's and Lightning's own."""
         found = {}
         for tag, series in self.log.scalars.items():
             # Lightning's logger writes -1 for a hyperparameter metric that the model does not log.
@@ -64,11 +70,8 @@ class Run:
     @property
     def flops(self) -> dict[str, str]:
         """Multiply-adds of training over those of dense training, from the summary: by way of counting."""
-        return {
-            row[0]: row[1]
-            for row in self.log.table("nm/summary")[1:]
-            if row[0].startswith("training FLOPs")
-        }
+        rows = self.log.table("nm/summary")[1:]  # without the head
+        return {row[0]: row[1] for row in rows if row[0].startswith("training FLOPs")}
 
 
 def read_run(path: str | Path, label: str = "") -> Run:
@@ -93,27 +96,34 @@ def labels(paths: Iterable[str | Path]) -> list[str]:
         >>> labels(["runs/a/version_0", "runs/b/version_0"])
         ['a/version_0', 'b/version_0']
     """
-    parts = [Path(path).resolve().parts for path in paths]
-    for length in range(2, max(map(len, parts), default=2) + 1):
-        found = ["/".join(part[-length:]) for part in parts]
+    parts_of_paths = [Path(path).resolve().parts for path in paths]
+    longest = max((len(parts) for parts in parts_of_paths), default=2)
+    # A version alone, such as `version_0`, says little, so that two parts are the least.
+    for length in range(2, longest + 1):
+        found = ["/".join(parts[-length:]) for parts in parts_of_paths]
         if len(set(found)) == len(found):
             return found
-    return [f"{'/'.join(part[-2:])} ({number})" for number, part in enumerate(parts, 1)]
+    # A path was given twice.
+    return [f"{'/'.join(parts[-2:])} ({number})" for number, parts in enumerate(parts_of_paths, 1)]
 
 
 class _Settings(yaml.SafeLoader):
-    """Reads objects of any class as their text."""
+    """A loader that reads objects of any class as their text."""
 
 
-def _any(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> str:
+def _text_of_object(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> str:
+    # Hyperparameters may be any objects, which PyYAML tags by their class. None is created here.
     value = node.value if isinstance(node, yaml.ScalarNode) else ""
-    return f"{tag.rpartition(':')[2]} {value}".strip()
+    _, _, class_name = tag.rpartition(":")
+    return f"{class_name} {value}".strip()
 
 
-_Settings.add_multi_constructor("", _any)
+# An empty prefix is that of every tag.
+_Settings.add_multi_constructor("", _text_of_object)
 
 
 def _read_settings(run: Run) -> None:
+    """Fill in the hyperparameters and the config, or why they are missing."""
     path = run.path / "hparams.yaml"
     if path.exists():
         try:
@@ -133,13 +143,16 @@ def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
     """Join the keys of nested settings by dots."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
-            if key != "_instantiator":  # Lightning's own, of LightningCLI
-                yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
-    elif prefix:
+            if key == "_instantiator":  # Lightning's own, of LightningCLI
+                continue
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from _flat(name, part)
+    elif prefix:  # else the whole file is no mapping, or an empty one
         yield prefix, str(value)
 
 
 def _read_checkpoints(run: Run) -> None:
+    """Fill in the checkpoints, what the newest says of itself, and the check of its weights."""
     paths = [path for path in run.path.rglob("*.ckpt") if not _is_within_checkpoint(path)]
     paths.sort(key=lambda path: path.stat().st_mtime)
     run.checkpoints = [(str(path.relative_to(run.path)), _size(path)) for path in paths]
@@ -149,10 +162,11 @@ def _read_checkpoints(run: Run) -> None:
         )
         return
     newest = paths[-1]
+    # Lightning's keys, and what the page calls them.
+    names = {"epoch": "epoch", "global_step": "step", "pytorch-lightning_version": "lightning"}
     try:
         content = _read_checkpoint(newest)
-        keys = {"epoch": "epoch", "global_step": "step", "pytorch-lightning_version": "lightning"}
-        run.saved = {name: str(content[key]) for key, name in keys.items() if key in content}
+        run.saved = {name: str(content[key]) for key, name in names.items() if key in content}
         run.verdicts = verify(newest).verdicts
     except Exception as error:  # of any file that is no checkpoint of ours
         run.missing.append(f"the weights of {run.checkpoints[-1][0]} are not verified: {error}")
@@ -167,6 +181,7 @@ def _read_checkpoint(path: Path) -> Any:
     """What a checkpoint holds; of a distributed one, what it holds beside tensors."""
     if path.is_dir():
         return torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
+    # Mapped: the tensors of a large checkpoint are not read for a few numbers.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -178,6 +193,7 @@ def _size(path: Path) -> int:
 
 
 def _missing(run: Run) -> list[str]:
+    """What a page of the run would be expected to show and cannot, or what is unusual in it."""
     log = run.log
     found = []
     if not log.scalars:
@@ -204,6 +220,7 @@ def _missing(run: Run) -> list[str]:
 
 
 def _missing_of_masks(log: Log) -> list[str]:
+    """What the callback of this package did not log."""
     found = []
     if "nm/layers" not in log.texts:
         found.append(
