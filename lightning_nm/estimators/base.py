@@ -45,7 +45,11 @@ class GradientEstimator:
         return grad
 
     def estimate_transposed(
-        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+        self,
+        layer: NMLayer,
+        grad: Tensor,
+        seed: Tensor,
+        gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``E(dY)`` as a kernel packs it, with the values of :meth:`estimate`.
 

@@ -29,7 +29,10 @@ class BlockEstimator(GradientEstimator):
     numbers = 0  # random numbers per block
 
     def __init__(
-        self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0
+        self,
+        pattern: PatternLike | None = None,
+        dense_start: Moment = 0,
+        dense_end: Moment = 0,
     ) -> None:
         check_window(dense_start, dense_end)
         self.pattern = None if pattern is None else NMPattern.parse(pattern)

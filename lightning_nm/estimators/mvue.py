@@ -57,7 +57,11 @@ class MVUE(BlockEstimator):
         return super().estimate(layer, grad, seed)
 
     def estimate_transposed(
-        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+        self,
+        layer: NMLayer,
+        grad: Tensor,
+        seed: Tensor,
+        gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The same sample, in one pass over ``dY`` where there is a kernel for it."""
         if not self._fused(layer):

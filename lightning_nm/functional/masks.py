@@ -167,7 +167,10 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
 
 
 def check_output_blocks(
-    weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int
+    weight: Tensor,
+    forward_mask: Tensor | None,
+    pattern: NMPattern,
+    groups: int,
 ) -> None:
     """Refuse a weight along whose output axis no blocks lie, and a forward mask of another shape or dtype."""
     if weight.ndim < 2:

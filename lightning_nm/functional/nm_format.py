@@ -98,7 +98,10 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
 
 
 def unpack_nm(
-    values: Tensor, positions: Tensor, pattern: PatternLike, shape: Sequence[int]
+    values: Tensor,
+    positions: Tensor,
+    pattern: PatternLike,
+    shape: Sequence[int],
 ) -> Tensor:
     """Undo :func:`pack_nm`.
 
@@ -125,7 +128,10 @@ def unpack_nm(
 
 
 def check_packed(
-    values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]
+    values: Tensor,
+    positions: Tensor,
+    pattern: NMPattern,
+    shape: Sequence[int],
 ) -> None:
     """Refuse what :func:`pack_nm` did not make of a matrix of this shape; nothing of its size is allocated.
 
@@ -160,7 +166,10 @@ def check_packed(
 
 
 def check_packed_sizes(
-    values: tuple[int, ...], positions: tuple[int, ...], pattern: NMPattern, shape: Sequence[int]
+    values: tuple[int, ...],
+    positions: tuple[int, ...],
+    pattern: NMPattern,
+    shape: Sequence[int],
 ) -> None:
     """Refuse shapes of values and positions that are not those of a matrix of a shape, by a ``ValueError``."""
     if not shape or shape[-1] % pattern.m:
@@ -197,7 +206,10 @@ def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequenc
 
 
 def _parts(
-    positions: Tensor, pattern: NMPattern, blocks: int, step: int
+    positions: Tensor,
+    pattern: NMPattern,
+    blocks: int,
+    step: int,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Chunks of at most ``step`` blocks: the first block, the number of blocks, their positions."""
     for first in range(0, blocks, step):

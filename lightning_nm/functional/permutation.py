@@ -189,7 +189,10 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
 
 
 def _best_of(
-    problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None
+    problem: _Problem,
+    initial: Tensor | None,
+    candidates: int,
+    generator: Generator | None,
 ) -> Tensor:
     rows = problem.table
     size = len(rows) // problem.groups
@@ -240,7 +243,10 @@ def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
 
 
 def _top(
-    rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Callable[..., Tensor]
+    rows: Sequence[Tensor],
+    n: int,
+    high: Callable[..., Tensor],
+    low: Callable[..., Tensor],
 ) -> list[Tensor]:
     """The n largest of the rows, elementwise, in order, by insertion: maximum and minimum, or OR and AND for bits."""
     top: list[Tensor] = []
@@ -265,7 +271,10 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _bit_scores(
-    words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion
+    words: Tensor,
+    permutations: Tensor,
+    pattern: NMPattern,
+    criterion: Criterion,
 ) -> Tensor:
     """Retained entries, or blocks not eligible, of each permutation: a block's k-th largest bit says nnz >= k."""
     slots = _slots(words, permutations, pattern.m)

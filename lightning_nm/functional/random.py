@@ -47,7 +47,10 @@ def fold_seed(*words: int | str) -> Tensor:
 
 
 def counter_uniform(
-    count: int, seed: Tensor, *, device: torch.device | str | None = None
+    count: int,
+    seed: Tensor,
+    *,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Draw uniform random numbers in [0, 1) that depend on nothing but the seed and their index.
 

@@ -58,7 +58,10 @@ def check_window(dense_start: Moment, dense_end: Moment) -> None:
 
 
 def resolve_window(
-    owner: object, dense_start: Moment, dense_end: Moment, planned_steps: int | None
+    owner: object,
+    dense_start: Moment,
+    dense_end: Moment,
+    planned_steps: int | None,
 ) -> tuple[int, ...]:
     """The training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 

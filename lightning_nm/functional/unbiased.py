@@ -377,7 +377,12 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
 
 
 def _assemble(
-    x: Tensor, magnitude: Tensor, exact: Tensor, take: Tensor, value: Tensor, broken: Tensor | None
+    x: Tensor,
+    magnitude: Tensor,
+    exact: Tensor,
+    take: Tensor,
+    value: Tensor,
+    broken: Tensor | None,
 ) -> Tensor:
     """Return x where exact, sign(x) times the value where taken, and +0 elsewhere."""
     if broken is None:

@@ -27,7 +27,9 @@ class NMMetric(Metric):
     plot_upper_bound: float | None = 1.0
 
     def plot(
-        self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None
+        self,
+        val: Tensor | Sequence[Tensor] | None = None,
+        ax: Axes | None = None,
     ) -> tuple[Any, Any]:
         """Plot values in the order of time, ``compute()`` by default; return the figure, None with ``ax``, and axes."""
         return self._plot(val, ax)
