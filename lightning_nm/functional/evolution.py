@@ -96,10 +96,8 @@ def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
         mask: The kept entries, bool ``[B, M]``.
     """
     # An infinity on the other side keeps an entry from being chosen, and min and max return the first of equals.
-    kept_bm = scores.masked_fill(~mask, torch.inf)
-    lowest_b, pruned_b = kept_bm.min(1)
-    dropped_bm = scores.masked_fill(mask, -torch.inf)
-    highest_b, regrown_b = dropped_bm.max(1)
+    lowest_b, pruned_b = scores.masked_fill(~mask, torch.inf).min(1)
+    highest_b, regrown_b = scores.masked_fill(mask, -torch.inf).max(1)
     # A comparison with NaN is false: a block that holds one stays as it is.
     better_b = highest_b > lowest_b
     gain_b = torch.where(better_b, highest_b - lowest_b, 0)
