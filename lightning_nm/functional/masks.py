@@ -29,7 +29,7 @@ _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 _FEW_PAIRS = 1 << 18
 _FEW_CONSECUTIVE_PAIRS = 1 << 16
 
-# Largest M of the ranks by a matrix product; the product grows with M^3.
+# Largest M of the ranks by a matrix product, which multiplies P times for every entry.
 _MAX_PRODUCT_M = 8
 
 # Entries handled at a time: on a CPU, per thread, the temporaries fit its cache; elsewhere it only bounds them.
