@@ -287,7 +287,8 @@ def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
     due = n - n * few
     exact = [few * entry for entry in live]
     tail = magnitudes
-    # Each round takes at least one more entry of a block, or none for good: after N - 1 rounds at most one is due.
+    # A round takes at least one entry, or none exceeds the level. N - 1 rounds are enough: where only one is due, the
+    # level is the total, which no entry exceeds.
     for _ in range(n - 1):
         part, _ = _scale(tail, careful)
         total = reduce(torch.add, part)
@@ -425,7 +426,7 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
     """Scale blocks whose sum might overflow by a power of two; return the scaled magnitudes and the scales."""
     if not careful:
         return magnitudes, 1.0
-    # A power of two scales without rounding; 2 M entries of this share of the range add up to less than all of it.
+    # A power of two scales without rounding. M entries of this share of the range add up to less than half of it.
     room = 2.0 ** -(2 * len(magnitudes)).bit_length()
     largest = reduce(torch.maximum, magnitudes)
     limit = torch.finfo(largest.dtype).max * room
