@@ -282,11 +282,10 @@ def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
     # Numbers of different bits: their sum is their union.
     placed = padded.view(words, together) << _shifts(together, width, device)
     joined = placed.sum(1, keepdim=True)  # [words, 1]
-    shifted = joined >> _shifts(octets, 8, device)  # [words, octets]
-    encoded = (shifted & 255).to(torch.uint8)
+    encoded = (joined >> _shifts(octets, 8, device)) & 255  # [words, octets]
     # Only the last word holds padding.
     size = position_bytes(pattern, len(mask))
-    return encoded.view(-1)[:size]
+    return encoded.to(torch.uint8).view(-1)[:size]
 
 
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
