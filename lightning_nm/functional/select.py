@@ -48,9 +48,9 @@ def merged(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def mask_(x: Tensor, mask: Tensor) -> Tensor:
     """Set the entries outside of a mask to +0.0 in place; return ``x``."""
-    # In inference mode a change through the view would not raise the version counter of x.
-    inference = x.is_inference() or torch.is_inference_mode_enabled()
-    if inference or not _can_use_bits(x, mask):
+    # In inference mode a change through the view would not raise the version counter of x. Dynamo cannot trace these
+    # two questions: _can_use_bits, which is false while it traces, must come first.
+    if not _can_use_bits(x, mask) or x.is_inference() or torch.is_inference_mode_enabled():
         return x.masked_fill_(~mask, 0)
     mask_words = _mask_words(mask, x)
     x_words = x.view(mask_words.dtype)
