@@ -245,7 +245,8 @@ def _scores(problem: _Problem, permutations: Tensor) -> Tensor:
     if criterion == "l1":
         return _magnitude_scores(table, permutations, pattern)
     words = _pack(table)
-    parts = permutations.split(max(1, _CACHE // words.numel()))
+    step = max(1, _CACHE // words.numel())
+    parts = permutations.split(step)
     counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
     if criterion == "retained":
         return counts
@@ -260,13 +261,15 @@ def _magnitude_scores(table: Tensor, permutations: Tensor, pattern: NMPattern) -
         table = table.float()
     scores = torch.zeros(len(permutations), dtype=torch.float64, device=table.device)
     # Some columns at a time, and some permutations of them, such that the temporaries stay in the cache.
-    for columns in table.split(max(1, _CACHE // len(table)), dim=1):
+    width = max(1, _CACHE // len(table))
+    for columns in table.split(width, dim=1):
         columns = columns.contiguous()
         step = max(1, _CACHE // columns.numel())
         for part, score in zip(permutations.split(step), scores.split(step), strict=True):
             slots = _slots(columns, part, pattern.m)
             kept = _top(slots, pattern.n, torch.maximum, torch.minimum)
-            of_blocks = reduce(torch.add, kept).view(len(part), -1)
+            of_blocks = reduce(torch.add, kept)  # [count * blocks, columns]
+            of_blocks = of_blocks.view(len(part), -1)
             score += of_blocks.sum(1, dtype=torch.float64)  # a view of scores
     return scores
 
@@ -325,7 +328,8 @@ def _bit_scores(
     """
     slots = _slots(words, permutations, pattern.m)
     if criterion == "eligible":  # a block with N + 1 nonzeros or more is not
-        planes = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)[-1:]
+        top = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)
+        planes = top[-1:]
     else:
         planes = _top(slots, pattern.n, torch.bitwise_or, torch.bitwise_and)
     count = len(permutations)
@@ -336,7 +340,8 @@ def _bit_scores(
     for i in range(0, len(planes), 3):
         nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
         octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
-        octets = octets.view(count, math.gcd(length, 8), -1).sum(1)
+        words_at_once = math.gcd(length, 8)
+        octets = octets.view(count, words_at_once, -1).sum(1)
         doublets = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
         # The product brings the sum of all four fields of 16 bits to the uppermost one.
         totals = doublets.mul_(0x0001000100010001).bitwise_right_shift_(48)
@@ -411,7 +416,8 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             order_tb = _cheaper_order(cost_tbr)
             if not torch.equal(order_tb, stay_b.expand_as(order_tb)):
                 gained = True
-            moved = moving.reshape(-1, tile).gather(1, order_tb).view(-1)
+            moving_tb = moving.reshape(-1, tile)
+            moved = moving_tb.gather(1, order_tb).view(-1)
             rows_bm[first:last, slot] = moved
             rest_bk += ones_ok.index_select(0, moved)  # in place: counts_bk is complete again
         idle = 0 if gained else idle + 1
@@ -455,8 +461,11 @@ def _price(rest_bk: Tensor, problem: _Problem, worth_k: Tensor | None) -> Tensor
 def _cheaper_order(cost_tbr: Tensor) -> Tensor:
     """Return for every slot the row that it gets, ``[T, B]``: by assignment, or by exchanges where that fails."""
     order_tb = _assign(cost_tbr)
-    before_t = cost_tbr.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
-    after_t = cost_tbr.gather(2, order_tb[..., None]).sum((1, 2), dtype=torch.float64)
+    # Every block keeps its row on the diagonal.
+    stay_tb = cost_tbr.diagonal(dim1=1, dim2=2)
+    before_t = stay_tb.sum(1, dtype=torch.float64)
+    move_tb1 = cost_tbr.gather(2, order_tb.unsqueeze(2))
+    after_t = move_tb1.sum((1, 2), dtype=torch.float64)
     better_t = after_t < before_t
     if not better_t.all():
         order_tb = torch.where(better_t[:, None], order_tb, _exchange(cost_tbr))
@@ -469,10 +478,12 @@ def _thresholded(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     A magnitude is about the sum of the worth of its true entries.
     """
     magnitudes = magnitudes.float()  # comparing in half would round the thresholds
-    sample = magnitudes.flatten()[:: magnitudes.numel() // 2**16 + 1]
+    stride = magnitudes.numel() // 2**16 + 1  # about 65,536 entries are enough
+    sample = magnitudes.flatten()[::stride]
     sample = sample[sample > 0]
     # Quantiles in turn: a threshold, the value up to which its step rises, the next threshold, ...
-    probabilities = torch.arange(2 * _LEVELS, device=sample.device) / (2 * _LEVELS)
+    count = 2 * _LEVELS
+    probabilities = torch.arange(count, device=sample.device) / count
     if len(sample):
         quantiles = sample.quantile(probabilities)
     else:
@@ -527,7 +538,9 @@ def _sinkhorn_plan(cost: Tensor) -> Tensor:
     cost -= cost.mean(1, keepdim=True)
     # Root mean square: the plan does not depend on the unit of the cost.
     scale = torch.linalg.vector_norm(cost) / cost.numel() ** 0.5
-    plan = cost.mul_(-4 / scale.clamp(min=1e-30)).clamp_(-30, 30).exp_()
+    sharpness = -4 / scale.clamp(min=1e-30)
+    # The clamp keeps the exponential within float32.
+    plan = cost.mul_(sharpness).clamp_(-30, 30).exp_()
     column_scale = plan.new_ones(count, size, 1)
     for _ in range(2):
         row_scale = (plan @ column_scale).reciprocal_()
@@ -542,12 +555,14 @@ def _exchange(cost: Tensor) -> Tensor:
 
     Rows that gain most from each other change places, four times over.
     """
-    index = torch.arange(cost.shape[1], device=cost.device).expand(cost.shape[:2])
+    count, size = cost.shape[:2]
+    index = torch.arange(size, device=cost.device).expand(count, size)
     order = index
     for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))
         # What each block costs more with the row of each other block than with its own.
-        moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]
+        own = moved.diagonal(dim1=1, dim2=2)
+        moved = moved - own.unsqueeze(2)
         gain, partner = (moved + moved.transpose(1, 2)).min(2)
         mutual = (gain < 0) & (partner.gather(1, partner) == index)
         exchanged = torch.where(mutual, partner, index)

@@ -39,8 +39,9 @@ class Ratio(NamedTuple):
     def exact(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
         """Return the statistic in float64."""
         # Counts beyond 2**24 would lose their last digits in float32.
-        part = torch.as_tensor(part, dtype=torch.float64)
-        whole = torch.as_tensor(whole, dtype=torch.float64, device=part.device)
+        wide = torch.float64
+        part = torch.as_tensor(part, dtype=wide)
+        whole = torch.as_tensor(whole, dtype=wide, device=part.device)
         value = part / whole
         if self.root:
             value = value.sqrt()
@@ -286,7 +287,8 @@ def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple
     wide = torch.promote_types(common, torch.float32)
     exact = exact.detach().to(wide)
     # In half precision the difference of close gradients would be rounded.
-    error = estimate.detach().to(wide) - exact
+    estimate = estimate.detach().to(wide)
+    error = estimate - exact
     return _energy(exact), _energy(error)
 
 
@@ -300,6 +302,7 @@ def _energy(x: Tensor) -> Tensor:
 def check_masks(masks: NamedTensors, layer: str = "") -> None:
     """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
     for name, mask in masks.items():
+        # Not even uint8: of other dtypes, & and ^ are not those of sets.
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`"

@@ -120,21 +120,23 @@ def _solve_piece(piece: Tensor, mask: Tensor, pattern: NMPattern, table: Tensor 
 def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
     """Refuse a weight that cannot be cut into tiles of M x M within its groups."""
     shape = tuple(weight.shape)
+    m = pattern.m
     if len(shape) < 2:
         raise ValueError(
             f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]"
         )
-    if groups < 1 or shape[0] % groups:
+    out, columns = shape[:2]
+    if groups < 1 or out % groups:
         raise ValueError(
-            f"groups={groups} does not split {shape[0]} output rows into equal runs: pass the layer's"
+            f"groups={groups} does not split {out} output rows into equal runs: pass the layer's"
         )
-    for name, size in (("in", shape[1]), ("out", shape[0] // groups)):
-        if size % pattern.m:
+    for name, size in (("in", columns), ("out", out // groups)):
+        if size % m:
             per_group = ""
             if name == "out" and groups > 1:
                 per_group = f" in each of {groups} groups"
             raise ValueError(
-                f"shape {shape} has no tiles of {pattern}: M={pattern.m} does not divide the size {size} of `{name}`"
+                f"shape {shape} has no tiles of {pattern}: M={m} does not divide the size {size} of `{name}`"
                 f"{per_group}; choose another pattern, name the layer in `exclude`, or use a mask of one axis (nm_mask)"
             )
 
@@ -155,7 +157,8 @@ def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
     exponent_b = largest_b.frexp().exponent.long()  # largest < 2**exponent
     # Where there is an infinity, finite entries stay so small that N M of them are worth less.
     room = (pattern.n * pattern.m).bit_length()
-    bits_b = torch.where(infinite.any((0, 1)), top - room, top)
+    has_infinite_b = infinite.any((0, 1))
+    bits_b = torch.where(has_infinite_b, top - room, top)
     shift_b = bits_b - exponent_b
     # Two factors, as one could overflow for float64.
     first_b = shift_b.clamp(max=1000)
@@ -237,8 +240,9 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     rotated = row * m + (row + index) % m
     inverse = rotated.flatten().argsort()
     flat_eb = values.flatten(0, 1)
-    mask = nm_mask(flat_eb[rotated], pattern, dim=1)
-    return mask.flatten(0, 1)[inverse].view(values.shape)
+    rotated_mask = nm_mask(flat_eb[rotated], pattern, dim=1)
+    mask_eb = rotated_mask.flatten(0, 1)[inverse]
+    return mask_eb.view(values.shape)
 
 
 def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
@@ -251,7 +255,8 @@ def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
     prices_jb = torch.zeros_like(values[0])
     for _ in range(_PRICE_ROUNDS):
         row_prices_ib = _margin((values - prices_jb).unbind(1), pattern.n)
-        prices_jb = _margin((values - row_prices_ib.unsqueeze(1)).unbind(0), pattern.n)
+        row_prices_i1b = row_prices_ib.unsqueeze(1)
+        prices_jb = _margin((values - row_prices_i1b).unbind(0), pattern.n)
     return prices_jb
 
 
@@ -293,7 +298,9 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
         source_1u = parent_ju.gather(0, column_1u)
         # Where the path has ended already, nothing moves.
         moves_1u = source_1u != column_1u
-        gains_i1u = _pick(give_iju, source_1u) + _pick(take_iku, column_1u)
+        given_i1u = _pick(give_iju, source_1u)
+        taken_i1u = _pick(take_iku, column_1u)
+        gains_i1u = given_i1u + taken_i1u
         row_1u = gains_i1u.max(0).indices
         for flipped_column in (source_1u, column_1u):
             cell_1u = row_1u * m + flipped_column
@@ -330,7 +337,9 @@ def _best_paths(
     """
     m = len(gain_jku)
     # Paths start at no cost where a column has too many.
-    total_ju = torch.full_like(counts_ju, 2 * _NEVER).masked_fill_(counts_ju > pattern.n, 0)
+    is_start_ju = counts_ju > pattern.n
+    total_ju = torch.full_like(counts_ju, 2 * _NEVER)
+    total_ju.masked_fill_(is_start_ju, 0)
     index = torch.arange(m, device=gain_jku.device)
     parent_ju = index.unsqueeze(1).repeat(1, counts_ju.shape[1])
     for _ in range(m - 1):
@@ -342,7 +351,8 @@ def _best_paths(
         if torch.equal(before_ju, total_ju):
             break
     # They end where a column has too few.
-    at_end_ju = total_ju.masked_fill(counts_ju >= pattern.n, 4 * _NEVER)
+    is_no_end_ju = counts_ju >= pattern.n
+    at_end_ju = total_ju.masked_fill(is_no_end_ju, 4 * _NEVER)
     end_u = at_end_ju.max(0).indices
     return parent_ju, end_u.unsqueeze(0)
 

@@ -198,9 +198,11 @@ def _map_blocks(
     if torch.compiler.is_compiling():
         # One expression for all blocks, which the compiler fuses; nothing may be read, hence careful.
         wide_x = x.to(_wide_dtype(x))
-        planes = list(wide_x.unflatten(dim, (-1, m)).unbind(dim + 1))
-        results = function(planes, uniform, True)
-        return torch.stack(results, dim + 1).flatten(dim, dim + 1).to(dtype)
+        entry_axis = dim + 1
+        planes = wide_x.unflatten(dim, (-1, m)).unbind(entry_axis)
+        results = function(list(planes), uniform, True)
+        blocks = torch.stack(results, entry_axis)
+        return blocks.flatten(dim, entry_axis).to(dtype)
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
     strides = x.stride()
     order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
@@ -262,7 +264,8 @@ def _apply_to_piece(
     careful = True
     if readable:
         # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
-        is_small = planes_mbi.abs().sum() < torch.finfo(wide).max / 4
+        limit = torch.finfo(wide).max / 4
+        is_small = planes_mbi.abs().sum() < limit
         careful = not bool(is_small)
     return function(list(planes_mbi), numbers_rbi, careful)
 
@@ -356,7 +359,8 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
         take = _less(taken, needed) * live
         taken = taken + take
         exact = blocks.exact[i]
-        drawn = _assemble(planes[i], magnitudes[i], exact, take, blocks.level, broken)
+        x = planes[i]
+        drawn = _assemble(x, magnitudes[i], exact, take, blocks.level, broken)
         result.append(drawn)
     return result
 
@@ -375,7 +379,12 @@ def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Plane
     # S - a_k as a sum of the others: a difference would cancel where one entry is most of the block.
     low = a[0] + a[1]
     high = a[2] + a[3]
-    others = [a[1] + high, a[0] + high, a[3] + low, a[2] + low]
+    others = [
+        a[1] + high,
+        a[0] + high,
+        a[3] + low,
+        a[2] + low,
+    ]
     # The clamps only keep 0 / 0 out: nothing lies between 0 and the least subnormal number, and a p below the smallest
     # normal number is beyond the resolution of any draw.
     limits = torch.finfo(total.dtype)
@@ -430,7 +439,8 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
     room = 2.0 ** -(2 * len(magnitudes)).bit_length()
     largest = reduce(torch.maximum, magnitudes)
     limit = torch.finfo(largest.dtype).max * room
-    unit = torch.where(largest > limit, room, 1.0).to(largest.dtype)
+    is_large = largest > limit
+    unit = torch.where(is_large, room, 1.0).to(largest.dtype)
     scaled = [magnitude * unit for magnitude in magnitudes]
     return scaled, unit
 
