@@ -21,12 +21,14 @@ __all__ = [
 ]
 
 EstimatorName = Literal["dense", "mvue", "approx-mvue", "top-n"]
-"""``"dense"`` is none: dY is kept, also where a preset has an estimator."""
+"""Short names of estimators. ``"dense"`` is none: dY is kept, also where a preset has an estimator."""
 
-_CLASSES: tuple[type[GradientEstimator], ...] = (MVUE, ApproxMVUE, TopN)
-_BY_NAME: dict[str, type[GradientEstimator]] = dict(
-    zip(get_args(EstimatorName)[1:], _CLASSES, strict=True)
-)
+# Every name but "dense", which makes no estimator.
+_BY_NAME: dict[str, type[GradientEstimator]] = {
+    "mvue": MVUE,
+    "approx-mvue": ApproxMVUE,
+    "top-n": TopN,
+}
 
 
 def resolve_estimator(
@@ -37,17 +39,25 @@ def resolve_estimator(
     Raises:
         ValueError: If no estimator has this name.
         TypeError: If the object is not a :class:`GradientEstimator`.
+
+    Example:
+        >>> resolve_estimator("mvue"), resolve_estimator("dense")
+        (MVUE(pattern=None, dense_start=0, dense_end=0), None)
     """
     if estimator is None or isinstance(estimator, GradientEstimator):
         return estimator
-    if isinstance(estimator, str):
-        if estimator == "dense":
-            return None
-        if estimator not in _BY_NAME:
-            names = get_args(EstimatorName)
-            advice = f"use one of {', '.join(map(repr, names))}, an object or None{did_you_mean(estimator, names)}"
-            raise ValueError(f"grad_estimator {estimator!r} does not exist: {advice}")
-        return _BY_NAME[estimator]()
-    raise TypeError(
-        f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}"
-    )
+    if not isinstance(estimator, str):
+        raise TypeError(
+            f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}"
+        )
+    if estimator == "dense":
+        return None
+    if estimator not in _BY_NAME:
+        names = get_args(EstimatorName)
+        choices = ", ".join(map(repr, names))
+        hint = did_you_mean(estimator, names)  # empty if no name is close
+        raise ValueError(
+            f"grad_estimator {estimator!r} does not exist: use one of {choices}, an object or None{hint}"
+        )
+    estimator_class = _BY_NAME[estimator]
+    return estimator_class()

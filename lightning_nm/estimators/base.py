@@ -16,8 +16,16 @@ class GradientEstimator:
 
     ``dY`` arrives as ``[tokens, out]`` (for a convolution the tokens are batch x positions), so blocks along the
     contraction axis of this GEMM are blocks along dimension 0. One instance serves many layers.
+
+    Example:
+        >>> class Halved(GradientEstimator):
+        ...     def estimate(self, layer, grad, seed):
+        ...         return 0.5 * grad
+        >>> Halved(), Halved().schedule(planned_steps=None)
+        (Halved(), ())
     """
 
+    # Class attributes, so that a subclass need not define __init__.
     dense_start: Moment = 0
     """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
     dense_end: Moment = 0
@@ -25,13 +33,14 @@ class GradientEstimator:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Only what this class itself defines; an attribute of this name may be no method.
         if callable(vars(cls).get("gemm")):
             raise TypeError(
                 f"{cls.__name__} defines gemm(), which is not a hook any more: define pattern_of()"
             )
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
-        """``E(dY)``; the identity unless overridden. Traced by ``torch.compile``, so it must be plain tensor code.
+        """Return ``E(dY)``, here the identity. Traced by ``torch.compile``, so it must be plain tensor code.
 
         Args:
             layer: The layer whose gradient this is.
@@ -45,28 +54,34 @@ class GradientEstimator:
         return grad
 
     def estimate_transposed(
-        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+        self,
+        layer: NMLayer,
+        grad: Tensor,
+        seed: Tensor,
+        gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``E(dY)`` as a kernel packs it, with the values of :meth:`estimate`.
+        """Return ``E(dY)`` as a kernel packs it, with the values of :meth:`estimate`.
 
         Args:
             layer: The layer.
             grad: ``dY [tokens, out]``, contiguous.
-            seed: As :meth:`estimate`'s.
+            seed: Four words, as for :meth:`estimate`.
             gather: An order of the columns of ``dY``, int64 ``[out]``.
 
         Returns:
             ``E(dY)^T [out, tokens]``, contiguous, its tokens perhaps padded with zeros; and ``dY[:, gather]`` if the
             same pass made it, else ``None``.
         """
-        return layer.estimate(grad, seed).t().contiguous(), None
+        # Through the layer, which checks the shape and dtype of what a subclass returns.
+        estimate = layer.estimate(grad, seed)
+        return estimate.t().contiguous(), None
 
     def pattern_of(self, layer: NMLayer) -> NMPattern | None:
-        """The pattern along the tokens; ``None`` for an estimator without blocks."""
+        """Return the pattern along the tokens; ``None`` for an estimator without blocks."""
         return None
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training steps at which estimation begins and ends; ``()`` if it always works.
+        """Return the training steps at which estimation begins and ends; ``()`` if it always works.
 
         Raises:
             ValueError: If that takes the number of planned steps and it is not known, or no step is left.
@@ -74,7 +89,9 @@ class GradientEstimator:
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def __repr__(self) -> str:
-        settings = ", ".join(
-            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
-        )
-        return f"{type(self).__name__}({settings})"
+        settings = []
+        for key, value in vars(self).items():
+            # What a subclass keeps for itself is no setting.
+            if not key.startswith("_"):
+                settings.append(f"{key}={value!r}")
+        return f"{type(self).__name__}({', '.join(settings)})"

@@ -24,12 +24,25 @@ class BlockEstimator(GradientEstimator):
     Raises:
         TypeError: If a length of a dense phase is no number.
         ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
+
+    Example:
+        >>> import torch
+        >>> class First(BlockEstimator):
+        ...     def prune(self, grad, pattern, uniform):
+        ...         tokens = torch.arange(len(grad)) % pattern.m
+        ...         return torch.where(tokens.unsqueeze(1) < pattern.n, grad, 0)
+        >>> First("1:2").prune(torch.ones(4, 1), NMPattern(1, 2), torch.empty(0)).flatten().tolist()
+        [1.0, 0.0, 1.0, 0.0]
     """
 
-    numbers = 0  # random numbers per block
+    # Random numbers per block: how many `prune` gets.
+    numbers = 0
 
     def __init__(
-        self, pattern: PatternLike | None = None, dense_start: Moment = 0, dense_end: Moment = 0
+        self,
+        pattern: PatternLike | None = None,
+        dense_start: Moment = 0,
+        dense_end: Moment = 0,
     ) -> None:
         check_window(dense_start, dense_end)
         self.pattern = None if pattern is None else NMPattern.parse(pattern)
@@ -37,7 +50,7 @@ class BlockEstimator(GradientEstimator):
         self.dense_end = dense_end
 
     def pattern_of(self, layer: NMLayer) -> NMPattern:
-        """The estimator's own pattern, or the layer's."""
+        """Return the estimator's own pattern, or the layer's."""
         return self.pattern or layer.pattern
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
@@ -48,13 +61,17 @@ class BlockEstimator(GradientEstimator):
         raise NotImplementedError
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
-        """``E(dY)``: pad, prune, cut."""
+        """Return ``E(dY)``: the gradient padded to whole blocks, pruned, and cut to its tokens."""
         pattern = self.pattern_of(layer)
         tokens, out = grad.shape
-        padding = -tokens % pattern.m
-        padded = F.pad(grad, (0, 0, 0, padding)) if padding else grad
+        missing = -tokens % pattern.m
+        padded = grad
+        if missing:
+            # Pairs of sizes from the last axis on: none for `out`, and only at the end of the tokens.
+            padded = F.pad(grad, (0, 0, 0, missing))
         blocks = padded.shape[0] // pattern.m
-        numbers = counter_uniform(self.numbers * blocks * out, seed)
-        uniform = numbers.view(self.numbers, blocks, out)
+        count = self.numbers * blocks * out
+        uniform = counter_uniform(count, seed).view(self.numbers, blocks, out)
         pruned = self.prune(padded, pattern, uniform)
+        # Zeros were added at the end: only they are cut off.
         return pruned[:tokens]

@@ -41,34 +41,46 @@ class MVUE(BlockEstimator):
     are may set it again: it is False for a subclass that does not."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass may draw something else, which the kernel does not know."""
+        """Leave the kernel out for a subclass, which may draw something that the kernel does not know."""
         super().__init_subclass__(**kwargs)
+        # vars() sees only what the subclass itself sets, not what it inherits.
         cls.one_pass = vars(cls).get("one_pass", False)
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
-        """A sample of the estimator."""
-        return mvue(grad, pattern, 0, uniform=uniform[0])
+        """Draw a sample of the estimator."""
+        return mvue(grad, pattern, dim=0, uniform=uniform[0])
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
-        """A sample of the estimator, in one pass where there is a kernel for it."""
-        if self._fused(layer) and in_one_pass(grad):
-            transposed = mvue_transposed(grad.contiguous(), seed, self.pattern_of(layer))
-            return transposed.t()[: len(grad)]
-        return super().estimate(layer, grad, seed)
+        """Draw a sample of the estimator, in one pass where there is a kernel for it."""
+        if not self._has_kernel(layer) or not in_one_pass(grad):
+            return super().estimate(layer, grad, seed)
+        pattern = self.pattern_of(layer)
+        # [out, tokens], the tokens padded to a multiple of TOKENS.
+        transposed = mvue_transposed(grad.contiguous(), seed, pattern)
+        tokens = len(grad)
+        return transposed.t()[:tokens]
 
     def estimate_transposed(
-        self, layer: NMLayer, grad: Tensor, seed: Tensor, gather: Tensor | None = None
+        self,
+        layer: NMLayer,
+        grad: Tensor,
+        seed: Tensor,
+        gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The same sample, in one pass over ``dY`` where there is a kernel for it."""
-        if not self._fused(layer):
+        """Draw the same sample, in one pass over ``dY`` where there is a kernel for it."""
+        if not self._has_kernel(layer):
             return super().estimate_transposed(layer, grad, seed, gather)
+        pattern = self.pattern_of(layer)
+        # With an order of columns the kernel returns two tensors, without one a single tensor.
         if gather is None:
-            return mvue_transposed(grad, seed, self.pattern_of(layer)), None
-        return mvue_transposed(grad, seed, self.pattern_of(layer), gather=gather)
+            return mvue_transposed(grad, seed, pattern), None
+        return mvue_transposed(grad, seed, pattern, gather=gather)
 
-    def _fused(self, layer: NMLayer) -> bool:
-        """Whether the kernel draws this estimator with this pattern."""
-        return self.one_pass and TOKENS % self.pattern_of(layer).m == 0
+    def _has_kernel(self, layer: NMLayer) -> bool:
+        """Tell whether the kernel draws this estimator with this pattern."""
+        # The kernel pads the tokens to a multiple of TOKENS, which must be whole blocks.
+        whole_blocks = TOKENS % self.pattern_of(layer).m == 0
+        return self.one_pass and whole_blocks
 
 
 class ApproxMVUE(BlockEstimator):
@@ -78,15 +90,20 @@ class ApproxMVUE(BlockEstimator):
     :func:`lightning_nm.functional.approx_mvue`. :class:`MVUE` costs no more.
 
     Args:
-        dense_start: As :class:`MVUE`'s.
-        dense_end: As :class:`MVUE`'s.
+        dense_start: How long wgrad stays dense when training begins, as for :class:`MVUE`.
+        dense_end: How long wgrad is dense again before training ends, likewise.
+
+    Example:
+        >>> ApproxMVUE(dense_start=100).schedule(planned_steps=None)
+        (100,)
     """
 
     numbers = 2
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
+        # The two draws are defined for this pattern alone, whatever the layer's.
         super().__init__("2:4", dense_start, dense_end)
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
-        """A sample of the estimator."""
-        return approx_mvue(grad, pattern, 0, uniform=uniform)
+        """Draw a sample of the estimator."""
+        return approx_mvue(grad, pattern, dim=0, uniform=uniform)

@@ -17,12 +17,18 @@ class TopN(BlockEstimator):
 
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
-        dense_start: As :class:`~lightning_nm.MVUE`'s.
-        dense_end: As :class:`~lightning_nm.MVUE`'s.
+        dense_start: How long wgrad stays dense when training begins, as for :class:`~lightning_nm.MVUE`.
+        dense_end: How long wgrad is dense again before training ends, likewise.
+
+    Example:
+        >>> grad = torch.tensor([[1.0], [-3.0]])
+        >>> TopN("1:2").prune(grad, NMPattern(1, 2), torch.empty(0)).flatten().tolist()
+        [0.0, -3.0]
     """
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
-        """The largest; a NaN counts as such, so that a GradScaler sees it."""
+        """Keep the largest gradients; a NaN counts as such, so that a GradScaler sees it."""
+        # Without posinf, nan_to_num would make the largest finite number of an infinity.
         magnitudes = grad.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        mask = nm_mask(magnitudes, pattern, 0)
+        mask = nm_mask(magnitudes, pattern, dim=0)
         return torch.where(mask, grad, 0)

@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 
-_BLOCK = 128  # columns whose corrections of later columns are applied at once
+# Columns whose corrections of all later columns are applied at once, by one matrix product.
+_COLUMNS_AT_ONCE = 128
 
 
 def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Tensor:
@@ -33,17 +34,22 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Ten
         [[False, True]]
     """
     if weight.dim() != 2 or input_norms.shape != weight.shape[1:]:
+        norms_shape = tuple(input_norms.shape)
         raise ValueError(
-            f"input norms {tuple(input_norms.shape)} do not belong to a weight {tuple(weight.shape)}"
+            f"input norms {norms_shape} do not belong to a weight {tuple(weight.shape)}"
         )
-    dtype = torch.promote_types(torch.promote_types(weight.dtype, input_norms.dtype), torch.float32)
-    scores = weight.to(dtype).abs() * input_norms.to(dtype)
-    return nm_mask(scores, pattern, dim=1)
+    common = torch.promote_types(weight.dtype, input_norms.dtype)
+    wide = torch.promote_types(common, torch.float32)
+    scores_oi = weight.to(wide).abs() * input_norms.to(wide)
+    return nm_mask(scores_oi, pattern, dim=1)
 
 
 @torch.no_grad()
 def sparsegpt(
-    weight: Tensor, moment: Tensor, pattern: PatternLike, damping: float = 0.01
+    weight: Tensor,
+    moment: Tensor,
+    pattern: PatternLike,
+    damping: float = 0.01,
 ) -> Tensor:
     r"""Prune a weight column by column, and correct the later columns for each error.
 
@@ -68,40 +74,73 @@ def sparsegpt(
             definite with this damping.
     """
     pattern = NMPattern.parse(pattern)
-    if weight.dim() != 2 or moment.shape != (weight.shape[1], weight.shape[1]):
-        raise ValueError(
-            f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
-        )
-    if weight.shape[1] % pattern.m:
-        raise ValueError(f"in = {weight.shape[1]} is not a multiple of M = {pattern.m}")
+    _check_moment(weight, moment, pattern)
+    # A feature that was always zero has no influence on the output: its weights are pruned at no error.
+    dead_i = moment.diagonal() == 0
+    work_oi = weight.double().masked_fill(dead_i, 0.0)
+    factor_ii = _inverse_factor(moment, dead_i, damping)
+    diagonal_i = factor_ii.diagonal()
+
+    m = pattern.m
+    columns = weight.shape[1]
+    blocks_at_once = max(1, _COLUMNS_AT_ONCE // m)
+    step = m * blocks_at_once
+    for start in range(0, columns, step):
+        end = min(start + step, columns)
+        errors_oj = work_oi.new_empty(len(work_oi), end - start)
+        for j in range(start, end):
+            place = j % m
+            if place == 0:
+                # The block begins: its mask is chosen from what the corrections so far have made of it.
+                block = slice(j, j + m)
+                saliency_om = (work_oi[:, block] / diagonal_i[block]).abs()
+                kept_om = nm_mask(saliency_om, pattern, dim=1)
+            column_o = work_oi[:, j]
+            pruned_o = torch.where(kept_om[:, place], 0.0, column_o)
+            error_o = pruned_o / factor_ii[j, j]
+            errors_oj[:, j - start] = error_o
+            # Only the columns of this step are corrected at once.
+            later = slice(j + 1, end)
+            work_oi[:, later] -= error_o[:, None] * factor_ii[j, later]
+            column_o -= pruned_o  # in place: column_o is a view of work_oi
+        # The columns beyond it are corrected for all of its errors by one product.
+        work_oi[:, end:] -= errors_oj @ factor_ii[start:end, end:]
+    # Rounding to the weight's dtype cannot make a zero nonzero.
+    return work_oi.to(weight.dtype)
+
+
+def _check_moment(weight: Tensor, moment: Tensor, pattern: NMPattern) -> None:
+    """Refuse a weight without blocks of this pattern, and second moments that are not those of its inputs."""
+    shape = tuple(weight.shape)
+    columns = shape[-1] if shape else 0
+    if len(shape) != 2 or moment.shape != (columns, columns):
+        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {shape}")
+    if columns % pattern.m:
+        raise ValueError(f"in = {columns} is not a multiple of M = {pattern.m}")
     if not bool(moment.isfinite().all()):
         raise ValueError("the second moments of the inputs hold values that are not finite")
-    dead = moment.diagonal() == 0
-    work = weight.double().masked_fill(dead, 0.0)
-    damped = moment.double().clone()
-    size = damped.diagonal()[~dead].mean() if not bool(dead.all()) else damped.new_ones(())
-    damped.diagonal().add_(torch.where(dead, size, damping * size))
-    factor, fault = torch.linalg.cholesky_ex(damped)
+
+
+def _inverse_factor(moment: Tensor, dead_i: Tensor, damping: float) -> Tensor:
+    r"""Return the upper Cholesky factor of the inverse of the damped H, float64 ``[in, in]``.
+
+    Its row j is :math:`(C_j)_0 / \sqrt{(C_j)_{00}}`: all that the columns from j on need to know of H.
+    """
+    damped_ii = moment.double().clone()
+    diagonal_i = damped_ii.diagonal()
+    if bool(dead_i.all()):
+        mean = damped_ii.new_ones(())
+    else:
+        mean = diagonal_i[~dead_i].mean()
+    # A zero on the diagonal would make H singular: such a feature gets the mean itself.
+    diagonal_i.add_(torch.where(dead_i, mean, damping * mean))
+    # cholesky_ex reports a failure as a number other than 0 instead of raising.
+    lower_ii, fault = torch.linalg.cholesky_ex(damped_ii)
     if not int(fault):
-        # Row j of the upper factor of the inverse is (C_j)_0 / sqrt((C_j)_00).
-        factor, fault = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+        inverse_ii = torch.cholesky_inverse(lower_ii)
+        upper_ii, fault = torch.linalg.cholesky_ex(inverse_ii, upper=True)
     if int(fault):
         raise ValueError(
             f"the second moments are not positive definite with damping={damping}: raise it"
         )
-    step = pattern.m * max(1, _BLOCK // pattern.m)
-    columns = weight.shape[1]
-    for start in range(0, columns, step):
-        end = min(start + step, columns)
-        errors = work.new_empty(len(work), end - start)
-        for j in range(start, end):
-            if j % pattern.m == 0:
-                block = slice(j, j + pattern.m)
-                kept = nm_mask((work[:, block] / factor.diagonal()[block]).abs(), pattern, dim=1)
-            pruned = torch.where(kept[:, j % pattern.m], 0.0, work[:, j])
-            errors[:, j - start] = pruned / factor[j, j]
-            work[:, j + 1 : end] -= errors[:, j - start, None] * factor[j, j + 1 : end]
-            work[:, j] -= pruned
-        work[:, end:] -= errors @ factor[start:end, end:]
-    # Rounding to the weight's dtype cannot make a zero nonzero.
-    return work.to(weight.dtype)
+    return upper_ii

@@ -1,6 +1,7 @@
 """Prune and regrow within blocks: which entries to exchange, the expected gain, and which blocks may change.
 
-Blocks are ``[B, M]``: one row for each M consecutive entries of a weight.
+Blocks are ``[B, M]``: one row for each M consecutive entries of a weight. Names of local tensors end in their axes:
+``_bm`` is ``[B, M]``, one number per entry, and ``_b`` is ``[B]``, one number per block.
 
 Source: BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). The scores and the selection are a reconstruction from its
 abstract and its reviews; accumulated evidence is ours.
@@ -35,40 +36,58 @@ def as_blocks(rows: Tensor, m: int) -> Tensor:
 
     Block ``(o * taps + t) * in / m + c`` holds the entries ``rows[o, c m : (c + 1) m, t]``.
     """
-    return rows.movedim(1, -1).reshape(-1, m)
+    channels_last = rows.movedim(1, -1)  # [out, *taps, in]
+    return channels_last.reshape(-1, m)
 
 
 def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     """Undo :func:`as_blocks` of a tensor of shape ``[out, in, *taps]``."""
-    return blocks.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    out, columns, *taps = shape
+    channels_last = blocks.view(out, *taps, columns)
+    return channels_last.movedim(-1, 1)
 
 
 def block_index(
-    shape: Sequence[int], m: int, blocks: Tensor, entries: Tensor
+    shape: Sequence[int],
+    m: int,
+    blocks: Tensor,
+    entries: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The index, one int64 tensor per axis, of entries of blocks in what :func:`as_blocks` cut, ``[out, in, *taps]``.
+    """Return where entries of blocks lie in the tensor ``[out, in, *taps]`` that :func:`as_blocks` cut.
 
-    ``blocks`` are numbers of blocks, ``entries`` the entry within each of them, both int64 of one shape.
+    Args:
+        shape: The shape of that tensor.
+        m: The length of a block.
+        blocks: The number of each block, int64.
+        entries: The entry within each block, int64 of the same shape.
+
+    Returns:
+        An index of that tensor: one int64 tensor per axis.
     """
-    per_row = shape[1] // m
-    out, *taps = torch.unravel_index(blocks // per_row, (shape[0], *shape[2:]))
-    column = blocks % per_row * m + entries
-    return out, column, *taps
+    out, columns, *taps = shape
+    # as_blocks moves `in` to the end: the number of a block counts along [out, *taps, in / m].
+    blocks_per_row = columns // m
+    row = blocks // blocks_per_row
+    out_index, *tap_indices = torch.unravel_index(row, (out, *taps))
+    first_column = blocks % blocks_per_row * m
+    column_index = first_column + entries
+    return out_index, column_index, *tap_indices
 
 
 def look_ahead_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float) -> Tensor:
-    r"""The magnitude of each entry one dense step ahead, :math:`|m W - \eta G|`; ``step`` is :math:`\eta`."""
-    masked = torch.where(mask, weight, 0)
-    return (masked - step * grad).abs()
+    r"""Return each entry's magnitude one dense step ahead, :math:`|m W - \eta G|`; ``step`` is :math:`\eta`."""
+    kept_weight = torch.where(mask, weight, 0)
+    next_weight = kept_weight - step * grad
+    return next_weight.abs()
 
 
 def evidence_scores(weight: Tensor, evidence: Tensor, mask: Tensor) -> Tensor:
-    """:math:`|W|` of kept entries, and of pruned ones :math:`|U|`, their accumulated evidence."""
+    """Return :math:`|W|` for kept entries, and for pruned ones :math:`|U|`, their accumulated evidence."""
     return torch.where(mask, weight, evidence).abs()
 
 
 def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
-    """For each block, the kept entry of the lowest score and the pruned entry of the highest.
+    """Find for each block the kept entry of the lowest score and the pruned entry of the highest.
 
     The exchange counts if that raises the score strictly; of equal scores the lower entry is taken.
 
@@ -76,17 +95,27 @@ def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
         scores: ``[B, M]``.
         mask: The kept entries, bool ``[B, M]``.
     """
-    low = scores.masked_fill(~mask, torch.inf).min(1)
-    high = scores.masked_fill(mask, -torch.inf).max(1)
-    better = high.values > low.values  # also if a NaN is among them
-    gain = torch.where(better, high.values - low.values, 0)
-    return Swaps(low.indices.to(torch.int16), high.indices.to(torch.int16), gain)
+    # An infinity on the other side keeps an entry from being chosen, and min and max return the first of equals.
+    lowest_b, pruned_b = scores.masked_fill(~mask, torch.inf).min(1)
+    highest_b, regrown_b = scores.masked_fill(mask, -torch.inf).max(1)
+    # A comparison with NaN is false: a block that holds one stays as it is.
+    better_b = highest_b > lowest_b
+    gain_b = torch.where(better_b, highest_b - lowest_b, 0)
+    return Swaps(
+        pruned=pruned_b.to(torch.int16),
+        regrown=regrown_b.to(torch.int16),
+        gain=gain_b,
+    )
 
 
 def expected_loss_change(
-    weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float, swaps: Swaps
+    weight: Tensor,
+    grad: Tensor,
+    mask: Tensor,
+    step: Tensor | float,
+    swaps: Swaps,
 ) -> Tensor:
-    r"""The first-order change of the loss that each block's exchange causes, after one step of size :math:`\eta`.
+    r"""Return the first-order change of the loss that each block's exchange causes, after one step of :math:`\eta`.
 
     .. math:: \Delta L = -G_p W_p + \eta_p G_p^2 - \eta_r G_r^2
 
@@ -99,24 +128,30 @@ def expected_loss_change(
         step: The effective step size :math:`\eta`, a number or ``[B, M]``.
         swaps: The exchanges.
     """
-    absence = step * grad.square() - torch.where(mask, grad * weight, 0)
-    pruned = _entry(absence, swaps.pruned)
-    regrown = _entry(absence, swaps.regrown)
-    return torch.where(swaps.gain > 0, pruned - regrown, 0)
+    # What it costs that an entry is 0 after the step: it does not make its own step, which would have lowered the
+    # loss by eta G^2, and a kept entry goes from W to 0, which changes the loss by -G W.
+    step_gain_bm = step * grad.square()
+    removal_bm = torch.where(mask, grad * weight, 0)
+    absence_bm = step_gain_bm - removal_bm
+    pruned_b = _pick_entry(absence_bm, swaps.pruned)
+    regrown_b = _pick_entry(absence_bm, swaps.regrown)
+    change_b = pruned_b - regrown_b
+    return torch.where(swaps.gain > 0, change_b, 0)
 
 
-def _entry(blocks: Tensor, entries: Tensor) -> Tensor:
-    """One entry ``[B]`` of every block ``[B, M]``."""
-    index = entries.long().unsqueeze(1)
-    return blocks.gather(1, index).squeeze(1)
+def _pick_entry(blocks_bm: Tensor, entry_b: Tensor) -> Tensor:
+    """Take one entry of every block ``[B, M]``, by its place in the block: ``[B]``."""
+    index_b1 = entry_b.long().unsqueeze(1)
+    return blocks_bm.gather(1, index_b1).squeeze(1)
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:
-    r"""How many of B blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`, with p from 0 to 1."""
-    decay = 1 + math.cos(math.pi * progress)
+    r"""Return how many of B blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`, p from 0 to 1."""
+    decay = 1 + math.cos(math.pi * progress)  # from 2 to 0
     budget = blocks * share * 0.5 * decay
     # Rounding errors must not add a block: 7.000000000000001 is 7.
-    return math.ceil(round(budget, 6))
+    budget = round(budget, 6)
+    return math.ceil(budget)
 
 
 def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
@@ -132,17 +167,19 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
     Returns:
         The numbers of the chosen blocks, ascending int64 ``[at most budget]``; of equal blocks the first.
     """
-    candidates = (value > 0) & value.isfinite()
+    chosen_b = (value > 0) & value.isfinite()
     if budget == 0:
-        candidates = torch.zeros_like(candidates)
-    elif int(candidates.sum()) > budget:
-        damping = 1 + oscillation.to(value.dtype)
-        joint = torch.where(candidates, value / damping, -torch.inf)
-        last = joint.topk(
-            budget, sorted=False
-        ).values.min()  # the least that is chosen; a sort would take more memory
-        candidates = joint > last
-        ties = (joint == last).nonzero().squeeze(1)
-        missing = budget - int(candidates.sum())
-        candidates[ties[:missing]] = True
-    return candidates.nonzero().squeeze(1)
+        chosen_b = torch.zeros_like(chosen_b)
+    elif int(chosen_b.sum()) > budget:
+        damping_b = 1 + oscillation.to(value.dtype)
+        damped_b = torch.where(chosen_b, value / damping_b, -torch.inf)
+        # A full sort would take more memory.
+        top = damped_b.topk(budget, sorted=False)
+        threshold = top.values.min()
+        chosen_b = damped_b > threshold
+        # Which of equal values topk returns is not defined: the first ones fill up the budget.
+        is_tie_b = damped_b == threshold
+        ties = is_tie_b.nonzero().squeeze(1)
+        missing = budget - int(chosen_b.sum())
+        chosen_b[ties[:missing]] = True
+    return chosen_b.nonzero().squeeze(1)

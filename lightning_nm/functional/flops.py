@@ -1,4 +1,8 @@
-"""The one rule by which the multiply-adds of N:M training are counted."""
+"""The one rule by which the multiply-adds of N:M training are counted.
+
+A linear or convolutional layer has three GEMMs in a training step, each of F multiply-adds where it is dense: forward
+``Y = X W^T``, dgrad ``dX = dY W`` (gradient of the input) and wgrad ``dW = dY^T X`` (gradient of the weight).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
 
 
 def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
-    """Multiply-adds of a model's training step over those of dense training: ``sum F (c_F + c_D + c_G) / sum 3 F``.
+    """Divide the multiply-adds of a training step by those of dense training: ``sum F (c_F + c_D + c_G) / sum 3 F``.
 
     Args:
         layers: ``F`` and the shares of each layer, also of those that stay dense.
@@ -89,7 +93,7 @@ def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
     sparse = dense = 0.0
     for dense_forward, density in layers:
         sparse += train_flops(dense_forward, density)
-        dense += 3 * dense_forward
+        dense += 3 * dense_forward  # forward, dgrad and wgrad have equally many
     if dense == 0:
         raise ValueError(
             "no multiply-adds to compare: pass at least one layer whose dense forward GEMM is not empty"

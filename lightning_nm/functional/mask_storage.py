@@ -31,11 +31,16 @@ def pack_mask(mask: Tensor) -> Tensor:
         raise TypeError(
             f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept"
         )
-    entries = torch.zeros((mask.numel() + 7) // 8 * 8, dtype=torch.uint8, device=mask.device)
-    entries[: mask.numel()] = mask.reshape(-1)
+    numel = mask.numel()
+    size = _packed_size(numel)
+    # One byte an entry, and zeros up to a whole number of packed bytes.
+    entries = torch.zeros(8 * size, dtype=torch.uint8, device=mask.device)
+    entries[:numel] = mask.reshape(-1)
     # Eight bytes as one little-endian number: the product brings bit 8 j to bit 56 + j, and no two terms share a bit.
     gathered = entries.view(torch.int64) * 0x0102040810204080
-    return (gathered >> 56).to(torch.uint8)
+    top_byte = gathered >> 56
+    # The shift keeps the sign: the cast drops the bits above the byte.
+    return top_byte.to(torch.uint8)
 
 
 def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
@@ -57,17 +62,28 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     _check_packed(packed)
+    shape = tuple(shape)
     numel = math.prod(shape)
-    expected = (numel + 7) // 8
-    if tuple(packed.shape) != (expected,):
-        given = f"mask of shape {tuple(shape)} is {expected} bytes along one axis, not {tuple(packed.shape)}"
-        raise ValueError(f"a packed {given}: pass the shape of the mask that was packed")
+    size = _packed_size(numel)
+    packed_shape = tuple(packed.shape)
+    if packed_shape != (size,):
+        raise ValueError(
+            f"a packed mask of shape {shape} is {size} bytes along one axis, not {packed_shape}: pass the shape of the "
+            "mask that was packed"
+        )
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(1) >> shifts) & 1
-    return bits.bool().view(-1)[:numel].reshape(tuple(shape))
+    bits = (packed.unsqueeze(1) >> shifts) & 1  # [bytes, 8]
+    entries = bits.bool().view(-1)
+    return entries[:numel].reshape(shape)
+
+
+def _packed_size(numel: int) -> int:
+    """Return how many bytes so many entries take, eight in each."""
+    return (numel + 7) // 8
 
 
 def _check_packed(packed: Tensor) -> None:
+    """Refuse a packed mask of another dtype."""
     if packed.dtype != torch.uint8:
         raise TypeError(
             f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned"
@@ -75,7 +91,14 @@ def _check_packed(packed: Tensor) -> None:
 
 
 def count_bits(packed: Tensor) -> Tensor:
-    """Count the bits set in a uint8 tensor, int64 without axes; ``count_bits(a ^ b)`` entries of two masks differ."""
+    """Count the bits set in a uint8 tensor, int64 without axes.
+
+    Two packed masks ``a`` and ``b`` differ in ``count_bits(a ^ b)`` entries.
+
+    Example:
+        >>> int(count_bits(torch.tensor([0b101, 0b11], dtype=torch.uint8)))
+        4
+    """
     _check_packed(packed)
     # Each pair of bits holds its own count, then each four, then each byte.
     pairs = packed - ((packed >> 1) & 0x55)

@@ -3,12 +3,16 @@
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
 the lower index wins a tie, and a NaN loses to every number. Comparing all pairs of a block needs no sort: for a
 distance ``d`` one elementwise comparison ranks the pairs ``(j, j + d)`` of all blocks at once.
+
+Shapes in comments: B blocks of M entries, and I entries inside, between two neighbours of a block in memory (I is 1
+where a block is consecutive). P is the number of pairs of a block, ``M (M - 1) / 2``.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +28,9 @@ _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 # Where blocks lie in consecutive memory, gathering the pairs pays for fewer.
 _FEW_PAIRS = 1 << 18
 _FEW_CONSECUTIVE_PAIRS = 1 << 16
+
+# Largest M of the ranks by a matrix product, which multiplies P times for every entry.
+_MAX_PRODUCT_M = 8
 
 # Entries handled at a time: on a CPU, per thread, the temporaries fit its cache; elsewhere it only bounds them.
 _STRIDED_CHUNK = 1 << 18
@@ -53,7 +60,7 @@ def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
         >>> nm_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]), "2:4").int().tolist()
         [1, 0, 1, 0, 1, 1, 0, 0]
     """
-    return _mask(scores, pattern, dim, magnitude=False)
+    return _top_n_mask(scores, pattern, dim, magnitude=False)
 
 
 def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -65,7 +72,7 @@ def magnitude_mask(weight: Tensor, pattern: PatternLike, dim: int = -1) -> Tenso
         >>> magnitude_mask(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").int().tolist()
         [0, 1, 0, 1]
     """
-    return _mask(weight, pattern, dim, magnitude=True)
+    return _top_n_mask(weight, pattern, dim, magnitude=True)
 
 
 def backward_mask(
@@ -75,7 +82,7 @@ def backward_mask(
     permutation: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    r"""Mask of the weight in the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
+    r"""Mask the weight of the input-gradient GEMM: a subset of the forward mask, N:M along the permuted output axis.
 
     ``B = F & P^-1 top(|P (F * W)|)``: P permutes the rows, and top keeps the N largest of every M consecutive rows per
     column, ties to the lower row position.
@@ -102,18 +109,19 @@ def backward_mask(
 
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
-    pattern = pattern if isinstance(pattern, NMPattern) else NMPattern.parse(pattern)
+    pattern = _parse(pattern)
     check_output_blocks(weight, forward_mask, pattern, groups)
     magnitudes = weight.detach().abs()
     if forward_mask is not None:
         magnitudes = masked(magnitudes, forward_mask)
-    magnitudes = magnitudes.flatten(1).contiguous()
+    magnitudes = magnitudes.flatten(1).contiguous()  # [out, K]
     if permutation is None:
-        mask = _mask(magnitudes, pattern, 0, magnitude=False)
+        mask = _top_n_mask(magnitudes, pattern, 0, magnitude=False)
     else:
         permutation = checked_permutation(permutation, weight, groups)
         mask = torch.empty_like(magnitudes, dtype=torch.bool)
-        mask[permutation] = _mask(magnitudes[permutation], pattern, 0, magnitude=False)
+        # Position i holds row permutation[i]: the assignment takes every row back to its place.
+        mask[permutation] = _top_n_mask(magnitudes[permutation], pattern, 0, magnitude=False)
     mask = mask.view(weight.shape)
     # A block may be filled up with entries that the forward mask prunes.
     if forward_mask is not None:
@@ -131,7 +139,8 @@ def nm_prune(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
         >>> nm_prune(torch.tensor([0.1, -2.0, -0.3, 1.0]), "2:4").tolist()
         [0.0, -2.0, 0.0, 1.0]
     """
-    return torch.where(magnitude_mask(x, pattern, dim), x, 0)
+    mask = magnitude_mask(x, pattern, dim)
+    return torch.where(mask, x, 0)
 
 
 def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
@@ -141,7 +150,8 @@ def is_nm(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> bool:
         >>> is_nm(torch.tensor([0.0, 1.0, 0.0, 2.0]), "2:4"), is_nm(torch.ones(4), "2:4")
         (True, False)
     """
-    return int(count_violations(tensor, pattern, dim)) == 0
+    violations = count_violations(tensor, pattern, dim)
+    return int(violations) == 0
 
 
 def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -161,56 +171,77 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
     """
     pattern = NMPattern.parse(pattern)
     dim = _check_blocks(tensor, pattern, dim)
-    blocks = tensor.detach().bool().unflatten(dim, (-1, pattern.m))
+    is_nonzero = tensor.detach().bool()
+    blocks = is_nonzero.unflatten(dim, (-1, pattern.m))
     nonzeros = blocks.sum(dim + 1, dtype=torch.int32)
-    return (nonzeros > pattern.n).sum()
+    violates = nonzeros > pattern.n
+    return violates.sum()
 
 
 def check_output_blocks(
-    weight: Tensor, forward_mask: Tensor | None, pattern: NMPattern, groups: int
+    weight: Tensor,
+    forward_mask: Tensor | None,
+    pattern: NMPattern,
+    groups: int,
 ) -> None:
     """Refuse a weight along whose output axis no blocks lie, and a forward mask of another shape or dtype."""
-    if weight.ndim < 2:
+    shape = tuple(weight.shape)
+    if len(shape) < 2:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} has no input axis: pass [out, in] or [out, in, ...]"
+            f"weight of shape {shape} has no input axis: pass [out, in] or [out, in, ...]"
         )
-    out = weight.shape[0]
+    out = shape[0]
     if groups < 1 or out % groups:
         raise ValueError(
             f"groups={groups} does not split {out} output rows into equal runs: pass the layer's groups"
         )
-    if out // groups % pattern.m:
-        rows = f"{out} output rows in {groups} group(s) are {out // groups} rows each, not a multiple of M={pattern.m}"
-        raise ValueError(f"{rows}: keep this layer's input gradient dense, or choose another M")
-    if forward_mask is not None and (
-        forward_mask.shape != weight.shape or forward_mask.dtype != torch.bool
-    ):
-        given = f"{forward_mask.dtype} {tuple(forward_mask.shape)}"
+    size = out // groups
+    if size % pattern.m:
         raise ValueError(
-            f"forward_mask is {given}: pass booleans of the shape of the weight, {tuple(weight.shape)}"
+            f"{out} output rows in {groups} group(s) are {size} rows each, not a multiple of M={pattern.m}: keep this "
+            "layer's input gradient dense, or choose another M"
+        )
+    if forward_mask is None:
+        return
+    mask_shape = tuple(forward_mask.shape)
+    if mask_shape != shape or forward_mask.dtype != torch.bool:
+        raise ValueError(
+            f"forward_mask is {forward_mask.dtype} {mask_shape}: pass booleans of the shape of the weight, {shape}"
         )
 
 
 def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
-    """A copy of the permutation (None: the identity) as int64 on the weight's device."""
-    rows = torch.arange(len(weight), device=weight.device)
+    """Return a copy of a permutation that keeps to its groups (None: the identity), int64 on the weight's device."""
+    count = len(weight)
+    identity = torch.arange(count, device=weight.device)
     if permutation is None:
-        return rows
-    held = permutation.to(weight.device, torch.int64, copy=True)
-    if permutation.is_floating_point() or not torch.equal(held.sort().values, rows):
-        named = f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{len(rows) - 1} once"
+        return identity
+    # The caller may change its own tensor later.
+    rows = permutation.to(weight.device, torch.int64, copy=True)
+    # Floating numbers are refused although they might round to a permutation.
+    if permutation.is_floating_point() or not torch.equal(rows.sort().values, identity):
         raise ValueError(
-            f"{named}: pass integers such as torch.randperm({len(rows)}), or None for the identity"
+            f"permutation {permutation.dtype} {tuple(permutation.shape)} must name each row 0..{count - 1} once: pass "
+            f"integers such as torch.randperm({count}), or None for the identity"
         )
-    size = len(rows) // groups
-    crossing = (held // size != rows // size).nonzero()
+    size = count // groups
+    is_crossing = rows // size != identity // size
+    crossing = is_crossing.nonzero()
     if len(crossing):
-        at = int(crossing[0])
-        moved = f"permutation puts row {int(held[at])} at position {at}, out of its group of {size} rows"
+        position = int(crossing[0])
+        row = int(rows[position])
         raise ValueError(
-            f"{moved}: permute within groups, or pass groups=1 if the layer is not grouped"
+            f"permutation puts row {row} at position {position}, out of its group of {size} rows: permute within "
+            "groups, or pass groups=1 if the layer is not grouped"
         )
-    return held
+    return rows
+
+
+def _parse(pattern: PatternLike) -> NMPattern:
+    """Parse a pattern; an :class:`NMPattern` comes back without a call, which counts in a training step."""
+    if isinstance(pattern, NMPattern):
+        return pattern
+    return NMPattern.parse(pattern)
 
 
 def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
@@ -220,79 +251,99 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
         raise ValueError(
             f"a tensor without axes has no blocks of {pattern}: pass a tensor of at least one axis"
         )
-    last = len(shape) - 1
-    if not ~last <= dim <= last:
+    axes = len(shape)
+    if not -axes <= dim < axes:
         raise IndexError(
-            f"dim={dim} is not an axis of a tensor of shape {shape}: pass {~last} to {last}"
+            f"dim={dim} is not an axis of a tensor of shape {shape}: pass {-axes} to {axes - 1}"
         )
-    if shape[dim] % pattern.m:
+    size = shape[dim]
+    if size % pattern.m:
         raise ValueError(
-            f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide size {shape[dim]} of "
+            f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide size {size} of "
             f"dim={dim}; choose another pattern or dim, name the layer in `exclude`, or pad that axis with -inf"
         )
-    return dim % len(shape)
+    return dim % axes
 
 
 def _comparable(scores: Tensor) -> Tensor:
     """Widen the floating dtypes under two bytes, which have no comparisons; the cast keeps order and ties."""
-    dtype = (
-        scores.dtype
-    )  # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass
+    # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass.
+    dtype = scores.dtype
     if dtype.is_floating_point and dtype.itemsize < 2:
         return scores.float()
     return scores
 
 
-def _mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
-    pattern = pattern if isinstance(pattern, NMPattern) else NMPattern.parse(pattern)
+def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
+    """Choose how to compute :func:`nm_mask`: eager in chunks, traced as one expression, or by a sort if M is large."""
+    pattern = _parse(pattern)
     dim = _check_blocks(scores, pattern, dim)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
-    if pattern.m > _MAX_PAIRWISE_M:
-        return sorted_mask(scores.abs() if magnitude else scores, pattern, dim)
-    if torch.compiler.is_compiling():
-        if magnitude:
-            scores = scores.abs()
-        # Unrolled, the pairs of a long block would make a graph that takes long to compile.
-        traced = unrolled_mask if pattern.m <= _MAX_STRIDED_M else broadcast_mask
-        return traced(scores, pattern, dim)
-    return _chunked_mask(scores, pattern, dim, magnitude)
+    by_sort = pattern.m > _MAX_PAIRWISE_M
+    if not by_sort and not torch.compiler.is_compiling():
+        return _chunked_mask(scores, pattern, dim, magnitude)
+    if magnitude:
+        scores = scores.abs()
+    if by_sort:
+        return sorted_mask(scores, pattern, dim)
+    if pattern.m <= _MAX_STRIDED_M:
+        return unrolled_mask(scores, pattern, dim)
+    # Unrolled, the pairs of a long block would make a graph that takes long to compile.
+    return broadcast_mask(scores, pattern, dim)
 
 
 def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool) -> Tensor:
     """Run the all-pairs comparison over chunks of whole blocks, in the memory order of ``scores``."""
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
-    order = sorted(range(scores.dim()), key=scores.stride().__getitem__, reverse=True)
+    strides = scores.stride()
+    order = sorted(range(scores.dim()), key=strides.__getitem__, reverse=True)
+    inverse_order = [order.index(axis) for axis in range(scores.dim())]
     dense = scores.permute(order)
     inner = dense.shape[order.index(dim) + 1 :].numel()
-    blocks = dense.reshape(-1, pattern.m, inner)
-    if _are_few(blocks, pattern):
-        found = _ranked_at_once(blocks.abs() if magnitude else blocks, pattern)
-        if found is not None:
-            return found.view(dense.shape).permute(
-                [order.index(axis) for axis in range(scores.dim())]
-            )
-    mask = torch.empty(blocks.shape, dtype=torch.bool, device=scores.device)
+    blocks_bmi = dense.reshape(-1, pattern.m, inner)
+    mask_bmi = None
+    if _are_few(blocks_bmi, pattern):
+        mask_bmi = _ranked_at_once(blocks_bmi.abs() if magnitude else blocks_bmi, pattern)
+    if mask_bmi is None:
+        mask_bmi = _ranked_in_chunks(blocks_bmi, pattern, magnitude)
+    return mask_bmi.view(dense.shape).permute(inverse_order)
+
+
+def _ranked_in_chunks(blocks_bmi: Tensor, pattern: NMPattern, magnitude: bool) -> Tensor:
+    """Return the mask of blocks ``[B, M, I]``, of some blocks after the other."""
+    inner = blocks_bmi.shape[2]
     strided = inner == 1 and pattern.m <= _MAX_STRIDED_M
-    per_thread = _STRIDED_CHUNK if strided else _GATHERED_CHUNK
-    chunk = per_thread * torch.get_num_threads() if scores.device.type == "cpu" else _DEVICE_CHUNK
+    if blocks_bmi.device.type == "cpu":
+        per_thread = _STRIDED_CHUNK if strided else _GATHERED_CHUNK
+        chunk = per_thread * torch.get_num_threads()
+    else:
+        chunk = _DEVICE_CHUNK
     step = max(1, chunk // (pattern.m * inner))
-    keep: _Strided | _Gathered | None = None
-    for part, kept in zip(blocks.split(step), mask.view(torch.uint8).split(step), strict=True):
-        if keep is None or keep.size != len(part):  # the first chunk, and a shorter last one
-            keep = (_Strided if strided else _Gathered)(part, pattern)
-        found = keep(part.abs() if magnitude else part)
-        for entry, row in zip(kept.unbind(1), found.unbind(0), strict=True):
-            entry.copy_(row)
-    return mask.view(dense.shape).permute([order.index(axis) for axis in range(scores.dim())])
+    mask_bmi = torch.empty(blocks_bmi.shape, dtype=torch.bool, device=blocks_bmi.device)
+    # The same memory as uint8, the dtype in which the chunks are ranked: a copy need not convert.
+    bytes_bmi = mask_bmi.view(torch.uint8)
+    kind = _Strided if strided else _Gathered
+    keep_top_n: _Strided | _Gathered | None = None
+    for part_bmi, kept_bmi in zip(blocks_bmi.split(step), bytes_bmi.split(step), strict=True):
+        # The temporaries serve all chunks but a shorter last one.
+        if keep_top_n is None or keep_top_n.size != len(part_bmi):
+            keep_top_n = kind(part_bmi, pattern)
+        # The magnitudes have no name: they are freed, and their memory is used for the next chunk.
+        found_mbi = keep_top_n(part_bmi.abs() if magnitude else part_bmi)
+        for kept_bi, found_bi in zip(kept_bmi.unbind(1), found_mbi.unbind(0), strict=True):
+            kept_bi.copy_(found_bi)
+    return mask_bmi
 
 
 def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Compare pair by pair without side effects: a compiler fuses this into one pass without a reduction."""
-    entries = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).unbind(-1)
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))  # [..., blocks, M]
+    entries = blocks.unbind(-1)
     ranks = [torch.zeros_like(entry, dtype=torch.int32) for entry in entries]
     for i, j in combinations(range(pattern.m), 2):
+        # i < j: a tie is won by i, and so is a comparison with NaN.
         won = (entries[i] >= entries[j]) | entries[j].isnan()
         ranks[i] = ranks[i] + ~won
         ranks[j] = ranks[j] + won
@@ -302,161 +353,204 @@ def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
 
 def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Compare all pairs in one expression without side effects: a compiler need not store them."""
-    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))  # [..., blocks, M]
+    # [..., blocks, M, M]: row i is entry i, and column k the one it is compared with.
     mine = blocks.unsqueeze(-1)
     other = blocks.unsqueeze(-2)
     index = torch.arange(pattern.m, device=scores.device)
+    is_earlier = index < index.unsqueeze(-1)
+    # An earlier entry wins ties, also between two NaN.
     beaten_by_earlier = (other >= mine) | mine.isnan()
     beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
-    rank = torch.where(index < index.unsqueeze(-1), beaten_by_earlier, beaten_by_later).sum(-1)
-    return (rank < pattern.n).flatten(-2).movedim(-1, dim)
+    beaten = torch.where(is_earlier, beaten_by_earlier, beaten_by_later)
+    rank = beaten.sum(-1)
+    kept = rank < pattern.n
+    return kept.flatten(-2).movedim(-1, dim)
 
 
 def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Mark the first N of a stable descending sort."""
-    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))
+    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))  # [..., blocks, M]
     # A sort takes NaN for the largest. Ascending, the negated numbers come first, and 0 - x makes one zero of the two.
     if scores.dtype.is_floating_point:
         order = (0 - blocks).argsort(dim=-1, stable=True)
     else:
         order = blocks.argsort(dim=-1, stable=True, descending=True)
+    first_n = order[..., : pattern.n]
     mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
-    mask.scatter_(-1, order[..., : pattern.n], True)
+    mask.scatter_(-1, first_n, True)
     return mask.flatten(-2).movedim(-1, dim)
 
 
-def _are_few(blocks: Tensor, pattern: NMPattern) -> bool:
-    """Whether blocks [B, M, I] are so small that the number of calls decides how long their ranks take."""
-    consecutive = blocks.shape[2] == 1
+def _are_few(blocks_bmi: Tensor, pattern: NMPattern) -> bool:
+    """Whether blocks ``[B, M, I]`` are so small that the number of calls decides how long their ranks take."""
+    consecutive = blocks_bmi.shape[2] == 1
     limit = _FEW_CONSECUTIVE_PAIRS if consecutive else _FEW_PAIRS
-    pairs = blocks.numel() * (pattern.m - 1) // 2
-    plain = type(blocks) is Tensor and blocks.device.type == "cpu"
+    pairs = blocks_bmi.numel() * (pattern.m - 1) // 2
+    plain = type(blocks_bmi) is Tensor and blocks_bmi.device.type == "cpu"
     return (
         plain
-        and blocks.is_floating_point()
-        and blocks.itemsize <= 4
-        and 1 < pattern.m <= 8
+        and blocks_bmi.is_floating_point()
+        and blocks_bmi.itemsize <= 4
+        and pattern.m <= _MAX_PRODUCT_M
         and pairs <= limit
     )
 
 
-def _ranked_at_once(blocks: Tensor, pattern: NMPattern) -> Tensor | None:
-    """The mask of blocks [B, M, I]: all pairs are compared by one call, and a matrix product sums the ranks.
+def _ranked_at_once(blocks_bmi: Tensor, pattern: NMPattern) -> Tensor | None:
+    """Return the mask of blocks ``[B, M, I]``: one call compares all pairs, and a matrix product sums the ranks.
 
     ``rank = start + signs @ won`` holds small integers, which every precision of a product represents exactly. Returns
     ``None`` where there may be a NaN.
     """
-    first, second, signs, start = _pairs(pattern.m)
-    size, m, inner = blocks.shape
-    scores_mr = _wide(blocks).transpose(0, 1).reshape(m, -1)
+    first_p, second_p, signs_mp, start_m1 = _pairs(pattern.m)
+    size, m, inner = blocks_bmi.shape
+    # [M, R] with R = B I: a row holds one entry of every block.
+    scores_mr = _wide(blocks_bmi).transpose(0, 1).reshape(m, -1)
+    # A sum shows it in one pass; inf - inf is NaN too, and only costs the slower path.
     if scores_mr.sum().isnan():
         return None
-    won_pr = scores_mr.index_select(0, first)
+    won_pr = scores_mr.index_select(0, first_p)
     # On a CPU a comparison into its own dtype is several times faster than one into bool.
-    torch.ge(won_pr, scores_mr.index_select(0, second), out=won_pr)
-    kept_mr = torch.addmm(start, signs, won_pr).lt(pattern.n)
-    return kept_mr.view(m, size, inner).transpose(0, 1).contiguous()
+    torch.ge(won_pr, scores_mr.index_select(0, second_p), out=won_pr)
+    ranks_mr = torch.addmm(start_m1, signs_mp, won_pr)
+    kept_mr = ranks_mr.lt(pattern.n)
+    kept_mbi = kept_mr.view(m, size, inner)
+    return kept_mbi.transpose(0, 1).contiguous()
+
+
+class _Pairs(NamedTuple):
+    first: Tensor  # [P], the earlier place of every pair
+    second: Tensor  # [P], the later one
+    signs: (
+        Tensor  # [M, P], how the rank of every place changes with a pair that its first entry wins
+    )
+    start: Tensor  # [M, 1], the ranks as long as no first entry wins
 
 
 @cache
-def _pairs(m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All pairs of places in a block: the first ones [P], the second ones [P], signs [M, P] and initial ranks [M, 1].
+def _pairs(m: int) -> _Pairs:
+    """Return all pairs of places in a block, and how they make up the ranks.
 
     As long as no pair is won, each entry loses to all that follow it. A pair that is won takes one from the rank of its
     first entry and adds one to that of its second.
     """
-    with torch.inference_mode(False):  # the tables outlive the call
-        first, second = torch.tensor(list(combinations(range(m), 2)), device="cpu").unbind(1)
-        places = torch.arange(m, device="cpu").unsqueeze(1)
-        signs = (places == second).float() - (places == first).float()
-        start = (m - 1 - places).float()
-    return first, second, signs, start
+    pairs = list(combinations(range(m), 2))
+    # The tables outlive the call: made in inference mode, they could not be used outside of it.
+    with torch.inference_mode(False):
+        first, second = torch.tensor(pairs, device="cpu").unbind(1)
+        places_m1 = torch.arange(m, device="cpu").unsqueeze(1)
+        gains = (places_m1 == second).float()
+        losses = (places_m1 == first).float()
+        start = (m - 1 - places_m1).float()
+        return _Pairs(first, second, gains - losses, start)
 
 
 class _Strided:
-    """Compare the entries of blocks [B, M, I] pair by pair, where they lie."""
+    """Compares the entries of blocks ``[B, M, I]`` pair by pair, where they lie; holds the temporaries of one size."""
 
-    def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
+    def __init__(self, blocks_bmi: Tensor, pattern: NMPattern) -> None:
         self.pattern = pattern
-        self.size = len(blocks)
-        self.start, self.ranks = _start_ranks(blocks)
-        self.won = torch.empty_like(self.ranks[0], dtype=torch.bool)
+        self.size = len(blocks_bmi)
+        self.start_m11, self.ranks_mbi = _start_ranks(blocks_bmi)
+        self.won_bi = torch.empty_like(self.ranks_mbi[0], dtype=torch.bool)
 
-    def __call__(self, blocks: Tensor) -> Tensor:
-        """Return the mask, as uint8 ``[M, B, I]``."""
-        blocks = _wide(blocks)
-        nan = _find_nan(blocks)
-        entries = blocks.unbind(1)
-        ranks = self.ranks.copy_(self.start).unbind(0)
+    def __call__(self, blocks_bmi: Tensor) -> Tensor:
+        """Return the mask, as uint8 ``[M, B, I]``; the next call overwrites it."""
+        blocks_bmi = _wide(blocks_bmi)
+        nan_bmi = _find_nan(blocks_bmi)
+        entries = blocks_bmi.unbind(1)
+        ranks = self.ranks_mbi.copy_(self.start_m11).unbind(0)
+        won_bi = self.won_bi
+        won_bytes_bi = won_bi.view(torch.uint8)
         for i, j in combinations(range(self.pattern.m), 2):
-            torch.ge(entries[i], entries[j], out=self.won)
-            if nan is not None:
-                self.won |= nan[:, j]
-            won = self.won.view(torch.uint8)
-            ranks[i].sub_(won)
-            ranks[j].add_(won)
-        return self.ranks.lt_(self.pattern.n)
+            # The earlier entry wins a tie, and against NaN.
+            torch.ge(entries[i], entries[j], out=won_bi)
+            if nan_bmi is not None:
+                won_bi |= nan_bmi[:, j]
+            ranks[i].sub_(won_bytes_bi)
+            ranks[j].add_(won_bytes_bi)
+        return self.ranks_mbi.lt_(self.pattern.n)
+
+
+class _Distance(NamedTuple):
+    """Views of the temporaries of :class:`_Gathered` for all pairs of rows at a distance d, ``[M - d, B, I]`` each."""
+
+    first: Tensor  # scores of rows 0, 1, ...
+    second: Tensor  # scores of rows d, d + 1, ...
+    verdict: Tensor  # the result of the comparison, in the dtype of the scores
+    won: Tensor  # the same as uint8
+    first_rank: Tensor
+    second_rank: Tensor
 
 
 class _Gathered:
-    """Gather the M entries of blocks [B, M, I] into M rows, and compare all rows at a distance d at once."""
+    """Gathers the M entries of blocks ``[B, M, I]`` into M rows, and compares all rows at a distance d at once."""
 
-    def __init__(self, blocks: Tensor, pattern: NMPattern) -> None:
+    def __init__(self, blocks_bmi: Tensor, pattern: NMPattern) -> None:
         self.pattern = pattern
-        self.size = len(blocks)
-        self.start, self.ranks = _start_ranks(blocks)
-        self.scores = torch.empty_like(self.ranks, dtype=_wide(blocks[:0]).dtype)
+        self.size = len(blocks_bmi)
+        self.start_m11, self.ranks_mbi = _start_ranks(blocks_bmi)
+        dtype = _wide(blocks_bmi[:0]).dtype
+        self.scores_mbi = torch.empty_like(self.ranks_mbi, dtype=dtype)
         # On a CPU a comparison into its own dtype and a narrowing copy are several times faster than one into bool.
-        self.verdict = torch.empty_like(self.scores)
-        self.won = torch.empty_like(self.ranks)
+        verdict_mbi = torch.empty_like(self.scores_mbi)
+        won_mbi = torch.empty_like(self.ranks_mbi)
         # Many views of small tensors: making them once for all chunks is worth it.
-        self.steps = [
-            (
-                self.scores[:-d],
-                self.scores[d:],
-                self.verdict[d:],
-                self.won[d:],
-                self.ranks[:-d],
-                self.ranks[d:],
+        self.distances = []
+        for d in range(1, pattern.m):
+            views = _Distance(
+                first=self.scores_mbi[:-d],
+                second=self.scores_mbi[d:],
+                verdict=verdict_mbi[d:],
+                won=won_mbi[d:],
+                first_rank=self.ranks_mbi[:-d],
+                second_rank=self.ranks_mbi[d:],
             )
-            for d in range(1, pattern.m)
-        ]
+            self.distances.append(views)
 
-    def __call__(self, blocks: Tensor) -> Tensor:
-        """Return the mask, as uint8 [M, B, I]."""
-        torch.stack(blocks.unbind(1), out=self.scores)
-        nan = _find_nan(self.scores)
-        if self.pattern.n == 1 and nan is None:
-            return _first_largest(self.scores)
-        self.ranks.copy_(self.start)
-        for d, (first, second, verdict, won, first_rank, second_rank) in enumerate(
-            self.steps, start=1
-        ):
-            won.copy_(torch.ge(first, second, out=verdict))
-            if nan is not None:
-                won |= nan[d:]
-            first_rank.sub_(won)
-            second_rank.add_(won)
-        return self.ranks.lt_(self.pattern.n)
-
-
-def _start_ranks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the initial ranks, each entry losing to all that follow it, and room for those of blocks [B, M, I]."""
-    size, m, inner = blocks.shape
-    start = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=blocks.device)
-    ranks = torch.empty(m, size, inner, dtype=torch.uint8, device=blocks.device)
-    return start.view(m, 1, 1), ranks
+    def __call__(self, blocks_bmi: Tensor) -> Tensor:
+        """Return the mask, as uint8 ``[M, B, I]``; the next call overwrites it."""
+        torch.stack(blocks_bmi.unbind(1), out=self.scores_mbi)
+        nan_mbi = _find_nan(self.scores_mbi)
+        if self.pattern.n == 1 and nan_mbi is None:
+            return _first_largest(self.scores_mbi)
+        self.ranks_mbi.copy_(self.start_m11)
+        for d, views in enumerate(self.distances, start=1):
+            torch.ge(views.first, views.second, out=views.verdict)
+            views.won.copy_(views.verdict)
+            if nan_mbi is not None:
+                # The earlier entry also wins against NaN. In place: no field is assigned.
+                views.won.bitwise_or_(nan_mbi[d:])
+            views.first_rank.sub_(views.won)
+            views.second_rank.add_(views.won)
+        return self.ranks_mbi.lt_(self.pattern.n)
 
 
-def _first_largest(scores: Tensor) -> Tensor:
-    """Mark, as uint8, the first of the largest entries along dim 0; ``scores`` [M, ...] holds no NaN."""
-    largest = scores.amax(0)
-    hits = torch.eq(scores, largest, out=torch.empty_like(scores)).to(torch.uint8)
-    free = torch.ones_like(hits[0])
-    for hit in hits:
-        hit &= free
-        free ^= hit
-    return hits
+def _start_ranks(blocks_bmi: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the initial ranks ``[M, 1, 1]``, each entry losing to all that follow it, and room for all, ``[M, B, I]``.
+
+    uint8 holds every rank, which is below ``_MAX_PAIRWISE_M``.
+    """
+    size, m, inner = blocks_bmi.shape
+    device = blocks_bmi.device
+    start_m = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=device)
+    ranks_mbi = torch.empty(m, size, inner, dtype=torch.uint8, device=device)
+    return start_m.view(m, 1, 1), ranks_mbi
+
+
+def _first_largest(scores_mbi: Tensor) -> Tensor:
+    """Mark, as uint8, the first of the largest entries along dim 0 of scores that hold no NaN."""
+    largest_bi = scores_mbi.amax(0)
+    # Into its own dtype, as in _Gathered.
+    is_largest = torch.eq(scores_mbi, largest_bi, out=torch.empty_like(scores_mbi))
+    hits_mbi = is_largest.to(torch.uint8)
+    # 1 as long as the block has no hit yet.
+    free_bi = torch.ones_like(hits_mbi[0])
+    for hit_bi in hits_mbi:
+        hit_bi &= free_bi
+        free_bi ^= hit_bi
+    return hits_mbi
 
 
 def _find_nan(scores: Tensor) -> Tensor | None:

@@ -24,23 +24,32 @@ MAX_M = 256
 PACKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of matrices that are packed."""
 
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+# The integer dtype of each size of a value in bytes: bits are compared and moved as integers.
+_INTEGERS = {
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+}
+
 _CHUNK = 1 << 20  # entries that are handled at a time: it bounds the temporaries
 
 
 def uses_bitmap(pattern: NMPattern) -> bool:
-    """Whether positions are one bit for each entry of a block, not a number for each stored entry."""
-    return pattern.m < pattern.n * _width(pattern)
+    """Tell whether positions are one bit for each entry of a block, not a number for each stored entry."""
+    number_bits = pattern.n * _width(pattern)
+    return pattern.m < number_bits
 
 
 def position_bits(pattern: NMPattern) -> int:
-    """Bits of the positions of one block."""
-    return min(pattern.m, pattern.n * _width(pattern))
+    """Return how many bits the positions of one block take."""
+    number_bits = pattern.n * _width(pattern)
+    return min(pattern.m, number_bits)
 
 
 def position_bytes(pattern: NMPattern, blocks: int) -> int:
-    """Bytes of the positions of so many blocks."""
-    return (blocks * position_bits(pattern) + 7) // 8
+    """Return how many bytes the positions of so many blocks take."""
+    bits = blocks * position_bits(pattern)
+    return (bits + 7) // 8  # rounded up
 
 
 def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
@@ -71,34 +80,51 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     if matrix.dtype not in PACKED_DTYPES:
         raise TypeError(f"a matrix to pack is {_names(PACKED_DTYPES)}, not {matrix.dtype}")
     _check_pattern(pattern)
-    if not matrix.dim() or matrix.shape[-1] % pattern.m:
+    shape = tuple(matrix.shape)
+    if not shape or shape[-1] % pattern.m:
         raise ValueError(
-            f"the last axis of a matrix of shape {tuple(matrix.shape)} is no multiple of M = {pattern.m}"
+            f"the last axis of a matrix of shape {shape} is no multiple of M = {pattern.m}"
         )
-    blocks = matrix.detach().reshape(-1, pattern.m)
-    values, positions = [], []
-    for chunk in blocks.split(_chunk(pattern)):
-        nonzero = chunk != 0
-        too_many = nonzero.sum(1) > pattern.n
-        crowded = int(too_many.sum())
-        if crowded:
-            raise ValueError(
-                f"{crowded} or more of {len(blocks)} blocks hold more than {pattern.n} nonzeros"
-            )
-        # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
-        bits = chunk.contiguous().view(_INTEGERS[chunk.itemsize])
-        scores = nonzero.byte() + bits.ne(0).byte()
-        mask = nm_mask(scores, pattern)
-        values.append(chunk[mask].view(-1, pattern.n))
-        positions.append(_encode(mask, pattern))
-    size = (*matrix.shape[:-1], matrix.shape[-1] // pattern.m, pattern.n)
-    if not values:
-        return matrix.new_empty(size), torch.empty(0, dtype=torch.uint8, device=matrix.device)
-    return torch.cat(values).view(size), torch.cat(positions)
+    blocks_bm = matrix.detach().reshape(-1, pattern.m)
+    values = []
+    positions = []
+    for chunk_bm in blocks_bm.split(_chunk(pattern)):
+        mask_bm = _stored_entries(chunk_bm, pattern, len(blocks_bm))
+        values.append(chunk_bm[mask_bm].view(-1, pattern.n))
+        positions.append(_encode(mask_bm, pattern))
+    values_shape = _values_shape(shape, pattern)
+    if not values:  # a matrix without entries
+        no_positions = torch.empty(0, dtype=torch.uint8, device=matrix.device)
+        return matrix.new_empty(values_shape), no_positions
+    return torch.cat(values).view(values_shape), torch.cat(positions)
+
+
+def _stored_entries(chunk_bm: Tensor, pattern: NMPattern, all_blocks: int) -> Tensor:
+    """Return the mask of the N entries of each block that are stored, or refuse a block of more nonzeros."""
+    nonzero_bm = chunk_bm != 0
+    too_many_b = nonzero_bm.sum(1) > pattern.n
+    crowded = int(too_many_b.sum())
+    if crowded:
+        raise ValueError(
+            f"{crowded} or more of {all_blocks} blocks hold more than {pattern.n} nonzeros"
+        )
+    # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
+    bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
+    scores_bm = nonzero_bm.byte() + bits_bm.ne(0).byte()
+    return nm_mask(scores_bm, pattern)
+
+
+def _values_shape(shape: Sequence[int], pattern: NMPattern) -> tuple[int, ...]:
+    """Return the shape of the values of a matrix: ``[..., depth / M, N]``."""
+    *lead, depth = shape
+    return (*lead, depth // pattern.m, pattern.n)
 
 
 def unpack_nm(
-    values: Tensor, positions: Tensor, pattern: PatternLike, shape: Sequence[int]
+    values: Tensor,
+    positions: Tensor,
+    pattern: PatternLike,
+    shape: Sequence[int],
 ) -> Tensor:
     """Undo :func:`pack_nm`.
 
@@ -125,7 +151,10 @@ def unpack_nm(
 
 
 def check_packed(
-    values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]
+    values: Tensor,
+    positions: Tensor,
+    pattern: NMPattern,
+    shape: Sequence[int],
 ) -> None:
     """Refuse what :func:`pack_nm` did not make of a matrix of this shape; nothing of its size is allocated.
 
@@ -140,19 +169,13 @@ def check_packed(
     _check_pattern(pattern)
     check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
     blocks = values.numel() // pattern.n
-    used = blocks * position_bits(pattern) % 8  # bits of the last byte
-    if used and int(positions[-1]) >> used:
+    used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
+    if used_bits and int(positions[-1]) >> used_bits:
         raise ValueError("the bits after the positions of the last block are not all zero")
     for first, count, part in _parts(positions, pattern, blocks, _chunk(pattern)):
-        if uses_bitmap(pattern):
-            wrong = unpack_mask(part, (count, pattern.m)).sum(1) != pattern.n
-        else:
-            numbers = _numbers(part, pattern, count)
-            outside = numbers[:, -1] >= pattern.m
-            unordered = numbers[:, 1:] <= numbers[:, :-1]
-            wrong = outside | unordered.any(1)
-        if wrong.any():
-            block = first + int(wrong.int().argmax())
+        wrong_b = _wrong_blocks(part, pattern, count)
+        if wrong_b.any():
+            block = first + int(wrong_b.int().argmax())
             raise ValueError(
                 f"block {block} does not have {pattern.n} different ascending positions below {pattern.m}: the "
                 "positions are damaged"
@@ -160,19 +183,22 @@ def check_packed(
 
 
 def check_packed_sizes(
-    values: tuple[int, ...], positions: tuple[int, ...], pattern: NMPattern, shape: Sequence[int]
+    values: tuple[int, ...],
+    positions: tuple[int, ...],
+    pattern: NMPattern,
+    shape: Sequence[int],
 ) -> None:
-    """Refuse shapes of values and positions that are not those of a matrix of a shape, by a ``ValueError``."""
+    """Refuse the shapes of values and positions that do not belong to a matrix of this shape, by a ``ValueError``."""
     if not shape or shape[-1] % pattern.m:
         raise ValueError(
             f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
         )
     blocks = math.prod(shape) // pattern.m
-    of_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
-    of_positions = (position_bytes(pattern, blocks),)
+    right_values = _values_shape(shape, pattern)
+    right_positions = (position_bytes(pattern, blocks),)
     for what, found, right in (
-        ("values", values, of_values),
-        ("positions", positions, of_positions),
+        ("values", values, right_values),
+        ("positions", positions, right_positions),
     ):
         if found != right:
             raise ValueError(
@@ -180,26 +206,44 @@ def check_packed_sizes(
             )
 
 
+def _wrong_blocks(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
+    """Mark the blocks whose positions are not N different ones in ascending order, bool ``[blocks]``."""
+    if uses_bitmap(pattern):
+        mask_bm = unpack_mask(positions, (blocks, pattern.m))
+        return mask_bm.sum(1) != pattern.n
+    numbers_bn = _numbers(positions, pattern, blocks)
+    # Where positions ascend, the last one is the largest.
+    outside_b = numbers_bn[:, -1] >= pattern.m
+    descends = numbers_bn[:, 1:] <= numbers_bn[:, :-1]
+    return outside_b | descends.any(1)
+
+
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
-    """:func:`unpack_nm` of what :func:`check_packed` accepted; graphs that are traced or exported can hold it."""
+    """Return what :func:`unpack_nm` does, without its checks: graphs that are traced or exported can hold it."""
     # A graph that is traced holds one operation for all blocks, not one for each chunk.
-    tracing = torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter)
+    plain = type(values) in (Tensor, torch.nn.Parameter)
+    tracing = torch.compiler.is_compiling() or not plain
     blocks = math.prod(shape) // pattern.m
     step = blocks if tracing else _chunk(pattern)
-    rows = values.reshape(blocks, pattern.n)
+    values_bn = values.reshape(blocks, pattern.n)
     if blocks <= step:
-        return _expand(rows, positions, pattern).view(tuple(shape))
-    dense = values.new_empty(blocks, pattern.m)
+        dense_bm = _expand(values_bn, positions, pattern)
+        return dense_bm.view(tuple(shape))
+    dense_bm = values.new_empty(blocks, pattern.m)
     for first, count, part in _parts(positions, pattern, blocks, step):
         last = first + count
-        dense[first:last] = _expand(rows[first:last], part, pattern)
-    return dense.view(tuple(shape))
+        dense_bm[first:last] = _expand(values_bn[first:last], part, pattern)
+    return dense_bm.view(tuple(shape))
 
 
 def _parts(
-    positions: Tensor, pattern: NMPattern, blocks: int, step: int
+    positions: Tensor,
+    pattern: NMPattern,
+    blocks: int,
+    step: int,
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Chunks of at most ``step`` blocks: the first block, the number of blocks, their positions."""
+    """Yield chunks of at most ``step`` blocks: the first block, the number of blocks, their positions."""
+    # A step is a multiple of 8 blocks (see _chunk), so that a chunk begins with a byte.
     for first in range(0, blocks, step):
         count = min(step, blocks - first)
         begin = position_bytes(pattern, first)
@@ -207,77 +251,87 @@ def _parts(
         yield first, count, positions[begin:end]
 
 
-def _expand(values: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
-    bits = values.contiguous().view(
-        _INTEGERS[values.itemsize]
-    )  # torch's scatter gives NaN in bfloat16 other bits
-    blocks = len(values)
-    zeros = bits.new_zeros(blocks, pattern.m)
+def _expand(values_bn: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
+    """Return the blocks ``[blocks, M]`` of values ``[blocks, N]``."""
+    # As integers: torch's scatter gives NaN in bfloat16 other bits.
+    bits_bn = values_bn.contiguous().view(_INTEGERS[values_bn.itemsize])
+    blocks = len(values_bn)
+    zeros_bm = bits_bn.new_zeros(blocks, pattern.m)
     if uses_bitmap(pattern):
-        mask = unpack_mask(positions, (blocks, pattern.m))
-        found = zeros.masked_scatter(mask, bits)
+        mask_bm = unpack_mask(positions, (blocks, pattern.m))
+        dense_bm = zeros_bm.masked_scatter(mask_bm, bits_bn)
     else:
-        numbers = _numbers(positions, pattern, blocks)
-        found = zeros.scatter_(1, numbers, bits)
-    return found.view(values.dtype)
+        numbers_bn = _numbers(positions, pattern, blocks)
+        dense_bm = zeros_bm.scatter_(1, numbers_bn, bits_bn)
+    return dense_bm.view(values_bn.dtype)
 
 
 def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
-    """The positions of the entries of ``mask [blocks, M]``."""
+    """Return the bytes of the positions of the entries of ``mask [blocks, M]``."""
     if uses_bitmap(pattern):
         return pack_mask(mask)
     device = mask.device
     entries = torch.arange(pattern.m, device=device, dtype=torch.uint8)
-    numbers = entries.expand_as(mask)[mask]
+    numbers = entries.expand_as(mask)[mask]  # N of each block, ascending
+    # Numbers of `width` bits are joined into words that end with a byte, and the words are cut into bytes.
     width = _width(pattern)
     together, octets = _word(width)
     words = math.ceil(len(numbers) / together)
     padded = torch.zeros(words * together, dtype=torch.int64, device=device)
     padded[: len(numbers)] = numbers
     # Numbers of different bits: their sum is their union.
-    placed = padded.view(words, together) << _steps(together, width, device)
-    joined = placed.sum(1, keepdim=True)
-    encoded = joined >> _steps(octets, 8, device) & 255
+    placed = padded.view(words, together) << _shifts(together, width, device)
+    joined = placed.sum(1, keepdim=True)  # [words, 1]
+    encoded = (joined >> _shifts(octets, 8, device)) & 255  # [words, octets]
+    # Only the last word holds padding.
     size = position_bytes(pattern, len(mask))
     return encoded.to(torch.uint8).view(-1)[:size]
 
 
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
-    """The positions ``[blocks, N]`` of the stored entries, int64."""
+    """Return the positions ``[blocks, N]`` of the stored entries, int64."""
+    device = positions.device
     width = _width(pattern)
     together, octets = _word(width)
-    shifts = _steps(together, width, positions.device)
+    shifts = _shifts(together, width, device)
     if octets == 1:  # the bytes are the words: fewer passes
         words = positions.unsqueeze(1)
         shifts = shifts.byte()
     else:
+        padded = positions
         missing = -positions.shape[0] % octets
-        padded = torch.cat([positions, positions.new_zeros(missing)]) if missing else positions
-        placed = padded.view(-1, octets).long() << _steps(octets, 8, positions.device)
+        if missing:
+            padded = torch.cat([positions, positions.new_zeros(missing)])
+        placed = padded.view(-1, octets).long() << _shifts(octets, 8, device)
         words = placed.sum(1, keepdim=True)
-    numbers = words >> shifts & ((1 << width) - 1)
+    # [words, 1] >> [together], without the bits of the numbers above.
+    lowest_bits = (1 << width) - 1
+    numbers = words >> shifts & lowest_bits
     stored = numbers.view(-1)[: blocks * pattern.n]
     return stored.view(blocks, pattern.n).long()
 
 
 def _word(width: int) -> tuple[int, int]:
-    """How many numbers of so many bits fill how many bytes without a rest; at most seven bytes."""
+    """Return how many numbers of so many bits fill how many bytes without a rest; at most seven bytes."""
     common = math.gcd(width, 8)
     return 8 // common, width // common
 
 
-def _steps(count: int, width: int, device: torch.device) -> Tensor:
+def _shifts(count: int, width: int, device: torch.device) -> Tensor:
+    """Return where fields of so many bits begin in a word, int64 ``[count]``."""
     return torch.arange(0, count * width, width, device=device)
 
 
 def _width(pattern: NMPattern) -> int:
+    """Return the bits of a position within a block."""
     return (pattern.m - 1).bit_length()
 
 
 def _chunk(pattern: NMPattern) -> int:
-    """Blocks that are handled at a time: eight or a multiple, whose positions fill whole bytes."""
+    """Return how many blocks are handled at a time: a multiple of eight, whose positions fill whole bytes."""
     blocks = _CHUNK // pattern.m
-    return max(blocks - blocks % 8, 8)
+    multiple = blocks - blocks % 8
+    return max(multiple, 8)
 
 
 def _check_pattern(pattern: NMPattern) -> None:

@@ -2,6 +2,9 @@
 
 The input gradient ``dX = dY W`` contracts the output axis, so its weight must be N:M along ``out``. Bi-Mask permutes
 the rows, takes blocks of M rows, and keeps at most N entries per block and column of the forward-masked weight.
+
+A permutation holds the original row at every position: position ``b M + s`` is slot s of block b. In shapes, K is the
+number of columns, T that of tiles (runs of blocks that exchange rows with each other) and B that of a tile's blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +25,20 @@ Search: TypeAlias = Literal["swap", "random", "redraw"]
 Criterion: TypeAlias = Literal["retained", "eligible", "l1"]
 """What :func:`search_permutation` maximises."""
 
-_LEVELS = 4  # thresholds that stand for the magnitudes while "swap" searches by "l1"
-_TILE = 256  # blocks that exchange rows in one assignment: the cost of a round is linear in it, the gain grows slowly
-_CACHE = (
-    2**17
-)  # elements that one step of the scoring works on, so that its temporaries stay in the cache
+# Thresholds that stand for the magnitudes while "swap" searches by "l1".
+_LEVELS = 4
+
+# Blocks that exchange rows in one assignment: the cost of a round is linear in it, the gain grows slowly.
+_TILE = 256
+
+# Elements that one step of the scoring works on, so that its temporaries stay in the cache.
+_CACHE = 2**17
+
+# Random permutations that are scored at a time, which bounds memory.
+_DRAWN_AT_ONCE = 1000
+
+# Up to this size, one sort draws many permutations faster than one call for each.
+_MAX_SORTED_SIZE = 256
 
 
 @torch.no_grad()
@@ -39,7 +51,7 @@ def permutation_score(
     criterion: Criterion = "retained",
     groups: int = 1,
 ) -> float:
-    r"""What the backward mask keeps of the forward-masked weight V under a permutation of the rows.
+    r"""Compute what the backward mask keeps of the forward-masked weight V under a permutation of the rows.
 
     The sum over blocks (M consecutive permuted rows of one column) of ``min(nnz, N)`` for ``"retained"``, of
     ``nnz <= N`` for ``"eligible"``, and of the N largest ``|V|`` for ``"l1"``.
@@ -64,7 +76,8 @@ def permutation_score(
     """
     problem = _problem(weight, forward_mask, pattern, criterion, groups)
     permutation = checked_permutation(permutation, weight, groups)
-    return float(_scores(problem, permutation[None])[0])
+    scores = _scores(problem, permutation.unsqueeze(0))
+    return float(scores[0])
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def search_permutation(
     groups: int = 1,
     generator: Generator | None = None,
 ) -> Tensor:
-    r"""Permutation of the output rows under which the backward mask keeps most.
+    r"""Search for the permutation of the output rows under which the backward mask keeps most.
 
     ``argmax_p sum over blocks of min(nnz(V[p]), N)``, or another criterion of :func:`permutation_score`. ``"random"``
     takes the best of random permutations and the initial one, ``"redraw"`` of random ones alone: only it can be worse
@@ -115,7 +128,7 @@ def search_permutation(
 
     Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
-    _choice("search", search, get_args(Search))
+    _check_choice("search", search, get_args(Search))
     if candidates < 1:
         raise ValueError(
             f"candidates={candidates}: the search needs at least one, for example candidates=100"
@@ -129,27 +142,32 @@ def search_permutation(
         return _best_of(problem, start, candidates, generator)
     if search == "redraw":
         return _best_of(problem, None, candidates, generator)
-    rounds = max(1, candidates * (problem.pattern.m + 4) // 260)  # measured
+    # As many rounds as take the time of the candidates, as measured.
+    rounds = max(1, candidates * (problem.pattern.m + 4) // 260)
+    # The costs need the precision of float32.
     with torch.autocast(start.device.type, enabled=False):
         found = _swap(problem, start, rounds, generator)
-    if criterion == "l1":  # searched on thresholds that only approximate the magnitudes
+    if criterion == "l1":
+        # The search worked on thresholds that only approximate the magnitudes: it may have become worse.
         before, after = _scores(problem, torch.stack([start, found])).tolist()
-        return found if after > before else start
+        if after <= before:
+            return start
     return found
 
 
 class _Problem(NamedTuple):
+    """What is searched: the entries that count, and how."""
+
     table: Tensor  # contiguous [out, K]: |V| for "l1", else whether V is nonzero
     pattern: NMPattern
     criterion: Criterion
     groups: int
 
 
-def _choice(name: str, value: str, options: Sequence[str]) -> None:
+def _check_choice(name: str, value: str, options: Sequence[str]) -> None:
     if value not in options:
-        raise ValueError(
-            f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}"
-        )
+        choices = ", ".join(map(repr, options))
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {choices}")
 
 
 def _problem(
@@ -159,8 +177,9 @@ def _problem(
     criterion: Criterion,
     groups: int,
 ) -> _Problem:
+    """Check the arguments, and make the table of what is summed."""
     pattern = NMPattern.parse(pattern)
-    _choice("criterion", criterion, get_args(Criterion))
+    _check_choice("criterion", criterion, get_args(Criterion))
     check_output_blocks(weight, forward_mask, pattern, groups)
     weight = weight.detach()
     if criterion == "l1":
@@ -175,76 +194,107 @@ def _problem(
 
 
 def _first_rows(rows: Tensor, groups: int) -> Tensor:
-    """The number of the first row of every group, ``[groups, 1]``."""
-    return torch.arange(0, len(rows), len(rows) // groups, device=rows.device)[:, None]
+    """Return the number of the first row of every group, ``[groups, 1]``."""
+    count = len(rows)
+    size = count // groups
+    return torch.arange(0, count, size, device=rows.device).unsqueeze(1)
 
 
 def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
-    """``[count, size]`` random permutations, drawn on the generator's device (CPU if None): alike on every device."""
+    """Draw ``[count, size]`` random permutations, on the generator's device (CPU if None): alike on every device."""
     source = generator.device if generator is not None else torch.device("cpu")
-    if size > 256:  # one by one is faster than sorting
+    if size > _MAX_SORTED_SIZE:
         drawn = [torch.randperm(size, generator=generator, device=source) for _ in range(count)]
         return torch.stack(drawn).to(device)
-    return torch.rand(count, size, generator=generator, device=source).argsort(1).to(device)
+    keys = torch.rand(count, size, generator=generator, device=source)
+    return keys.argsort(1).to(device)
 
 
 def _best_of(
-    problem: _Problem, initial: Tensor | None, candidates: int, generator: Generator | None
+    problem: _Problem,
+    initial: Tensor | None,
+    candidates: int,
+    generator: Generator | None,
 ) -> Tensor:
-    rows = problem.table
-    size = len(rows) // problem.groups
-    best = rows.new_empty(0, len(rows), dtype=torch.int64) if initial is None else initial[None]
-    for done in range(0, candidates, 1000):  # bounds memory
-        count = min(1000, candidates - done)
-        drawn = _shuffles(count * problem.groups, size, generator, rows.device).view(
-            count, -1, size
-        )
-        drawn += _first_rows(rows, problem.groups)
-        permutations = torch.cat([best, drawn.view(count, -1)])
+    """Return the best of the initial permutation, if one is given, and of so many random ones."""
+    table = problem.table
+    groups = problem.groups
+    out = len(table)
+    size = out // groups
+    if initial is None:
+        best = table.new_empty(0, out, dtype=torch.int64)
+    else:
+        best = initial.unsqueeze(0)
+    for done in range(0, candidates, _DRAWN_AT_ONCE):
+        count = min(_DRAWN_AT_ONCE, candidates - done)
+        drawn = _shuffles(count * groups, size, generator, table.device).view(count, groups, size)
+        # Places within a group become rows of the layer.
+        drawn += _first_rows(table, groups)
+        # The best so far comes first: of equals, argmax returns the first.
+        permutations = torch.cat([best, drawn.view(count, out)])
         first_best = _scores(problem, permutations).argmax()
-        best = permutations[first_best][None]
+        best = permutations[first_best].unsqueeze(0)
     return best[0]
 
 
 def _scores(problem: _Problem, permutations: Tensor) -> Tensor:
-    """Criterion of ``[count, out]`` permutations, ``[count]``: int64, or float64 for "l1"."""
+    """Return the criterion of ``[count, out]`` permutations, ``[count]``: int64, or float64 for "l1"."""
     table, pattern, criterion, _ = problem
     if table.numel() == 0:
         return permutations.new_zeros(len(permutations))
-    if criterion != "l1":
-        words = _pack(table)
-        parts = permutations.split(max(1, _CACHE // words.numel()))
-        counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
-        if criterion == "retained":
-            return counts
-        blocks = table.numel() // pattern.m
-        return blocks - counts
+    if criterion == "l1":
+        return _magnitude_scores(table, permutations, pattern)
+    words = _pack(table)
+    step = max(1, _CACHE // words.numel())
+    parts = permutations.split(step)
+    counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
+    if criterion == "retained":
+        return counts
+    # The counts are those of the blocks that are not eligible.
+    blocks = table.numel() // pattern.m
+    return blocks - counts
+
+
+def _magnitude_scores(table: Tensor, permutations: Tensor, pattern: NMPattern) -> Tensor:
+    """Return the "l1" criterion of ``[count, out]`` permutations, float64 ``[count]``."""
     if table.dtype != torch.float64:
         table = table.float()
     scores = torch.zeros(len(permutations), dtype=torch.float64, device=table.device)
-    for columns in table.split(max(1, _CACHE // len(table)), dim=1):
+    # Some columns at a time, and some permutations of them, such that the temporaries stay in the cache.
+    width = max(1, _CACHE // len(table))
+    for columns in table.split(width, dim=1):
         columns = columns.contiguous()
         step = max(1, _CACHE // columns.numel())
         for part, score in zip(permutations.split(step), scores.split(step), strict=True):
             slots = _slots(columns, part, pattern.m)
             kept = _top(slots, pattern.n, torch.maximum, torch.minimum)
-            of_blocks = reduce(torch.add, kept).view(len(part), -1)
-            score += of_blocks.sum(1, dtype=torch.float64)
+            of_blocks = reduce(torch.add, kept)  # [count * blocks, columns]
+            of_blocks = of_blocks.view(len(part), -1)
+            score += of_blocks.sum(1, dtype=torch.float64)  # a view of scores
     return scores
 
 
 def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
-    """M tensors ``[count * blocks, columns]``: the first rows of all blocks, the second rows, ..."""
+    """Return M tensors ``[count * blocks, columns]``: the first rows of all blocks, the second rows, ..."""
+    # Slots outermost: each slot's rows are then consecutive in memory.
     rows = permutations.reshape(-1, m).t().reshape(-1)
-    return table.index_select(0, rows).view(m, -1, table.shape[1]).unbind()
+    gathered = table.index_select(0, rows)
+    return gathered.view(m, -1, table.shape[1]).unbind()
 
 
 def _top(
-    rows: Sequence[Tensor], n: int, high: Callable[..., Tensor], low: Callable[..., Tensor]
+    rows: Sequence[Tensor],
+    n: int,
+    high: Callable[..., Tensor],
+    low: Callable[..., Tensor],
 ) -> list[Tensor]:
-    """The n largest of the rows, elementwise, in order, by insertion: maximum and minimum, or OR and AND for bits."""
+    """Return the n largest of the rows, elementwise, in order: a network that inserts one row after the other.
+
+    ``high`` and ``low`` are maximum and minimum, or OR and AND for bits.
+    """
     top: list[Tensor] = []
     for row in rows:
+        # The larger stays in its place, and the smaller goes on to the next one.
         for k, held in enumerate(top):
             top[k] = high(held, row)
             if k < n - 1:
@@ -255,8 +305,9 @@ def _top(
 
 
 def _pack(bits: Tensor) -> Tensor:
-    """Boolean ``[out, K]`` as ``[out, ceil(K / 64)]`` words of 64 bits; which bit is where is of no concern."""
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 64))
+    """Pack booleans ``[out, K]`` into ``[out, ceil(K / 64)]`` words of 64 bits; which bit is where is of no concern."""
+    padding = -bits.shape[1] % 64
+    padded = torch.nn.functional.pad(bits, (0, padding))
     octets = padded.view(torch.uint8).view(len(bits), -1, 8)
     packed = octets[..., 0].clone()
     for k in range(1, 8):
@@ -265,175 +316,253 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _bit_scores(
-    words: Tensor, permutations: Tensor, pattern: NMPattern, criterion: Criterion
+    words: Tensor,
+    permutations: Tensor,
+    pattern: NMPattern,
+    criterion: Criterion,
 ) -> Tensor:
-    """Retained entries, or blocks not eligible, of each permutation: a block's k-th largest bit says nnz >= k."""
+    """Count the retained entries, or the blocks that are not eligible, of each permutation.
+
+    A block's k-th largest bit says whether it has k nonzeros or more: the ones of the N largest add up to
+    ``min(nnz, N)``.
+    """
     slots = _slots(words, permutations, pattern.m)
     if criterion == "eligible":  # a block with N + 1 nonzeros or more is not
-        planes = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)[-1:]
+        top = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)
+        planes = top[-1:]
     else:
         planes = _top(slots, pattern.n, torch.bitwise_or, torch.bitwise_and)
     count = len(permutations)
-    length = planes[0].numel() // count
+    length = planes[0].numel() // count  # words of one permutation
     scores = permutations.new_zeros(count)
-    for i in range(
-        0, len(planes), 3
-    ):  # no field overflows: 3 planes of 4 ones fill a nibble with 12, 8 bytes make 192
+    # Fields of a word count in parallel, and none overflows: 3 planes of 4 ones fill a nibble with 12, and the bytes of
+    # 8 words, at most 24 each, make 192.
+    for i in range(0, len(planes), 3):
         nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
         octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
-        octets = octets.view(count, math.gcd(length, 8), -1).sum(1)
-        total = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
-        scores += (
-            total.mul_(0x0001000100010001).bitwise_right_shift_(48).sum(1)
-        )  # top 16 bits: the four fields' sum
+        words_at_once = math.gcd(length, 8)
+        octets = octets.view(count, words_at_once, -1).sum(1)
+        doublets = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
+        # The product brings the sum of all four fields of 16 bits to the uppermost one.
+        totals = doublets.mul_(0x0001000100010001).bitwise_right_shift_(48)
+        scores += totals.sum(1)
     return scores
 
 
 def _add_neighbours(fields: Tensor, width: int, lower: int) -> Tensor:
-    """Sums of neighbouring fields of so many bits; ``lower`` has the bits of every second field."""
+    """Return the sums of neighbouring fields of so many bits; ``lower`` has the bits of every second field."""
     upper = (fields >> width).bitwise_and_(lower)
     return (fields & lower).add_(upper)
 
 
 def _nibble_counts(words: Tensor) -> Tensor:
-    """Ones in every 4 bits of 64-bit words, in place: neighbouring bits are added up, then neighbouring pairs."""
-    shifted = (words >> 1).bitwise_and_(0x5555555555555555)
-    words -= shifted
-    torch.bitwise_right_shift(words, 2, out=shifted)
-    return words.bitwise_and_(0x3333333333333333).add_(shifted.bitwise_and_(0x3333333333333333))
+    """Count the ones in every 4 bits of 64-bit words, in place."""
+    # Pairs of bits: 2 a + b less a is a + b.
+    upper = (words >> 1).bitwise_and_(0x5555555555555555)
+    words -= upper
+    # Nibbles: the upper pair is added to the lower one.
+    torch.bitwise_right_shift(words, 2, out=upper)
+    upper.bitwise_and_(0x3333333333333333)
+    return words.bitwise_and_(0x3333333333333333).add_(upper)
 
 
 def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:
-    """Rounds that take the row in one slot out of every block and put these rows back where they cost less."""
+    """Search in rounds that take the row in one slot out of every block and put these rows back where they cost less.
+
+    Every tile of B blocks exchanges rows by one assignment: of the B rows taken out of them to the B free slots.
+    """
     table = problem.table
-    n = problem.pattern.n
+    groups = problem.groups
     m = problem.pattern.m
     device = start.device
+    worth_k = None
     if problem.criterion == "l1":
-        # the N largest |v| add up to the integral over u of min(#(|v| > u), N): "retained", at a few thresholds u
-        table, worth = _thresholded(table)
-    ones = table.view(torch.uint8) if m < 256 else table.int()
-    columns = ones.shape[1]
-    rows = start.view(-1, m).clone()  # [blocks, M]
-    count = ones.index_select(0, rows[:, 0])  # nonzeros of every block and column
+        # The N largest |v| add up to the integral over u of min(#(|v| > u), N): "retained", at a few thresholds u.
+        table, worth_k = _thresholded(table)
+    # Nonzeros of a block and column are counted in the dtype of the ones: bytes hold counts up to 255.
+    ones_ok = table.view(torch.uint8) if m < 256 else table.int()
+    columns = ones_ok.shape[1]
+    rows_bm = start.view(-1, m).clone()  # the row in every slot of every block
+    counts_bk = ones_ok.index_select(0, rows_bm[:, 0])  # nonzeros of every block and column
     for slot in range(1, m):
-        count += ones.index_select(0, rows[:, slot])
+        counts_bk += ones_ok.index_select(0, rows_bm[:, slot])
 
-    per_group = len(rows) // problem.groups
-    tiles = math.ceil(per_group / _TILE)
+    per_group = len(rows_bm) // groups
+    tiles = math.ceil(per_group / _TILE)  # of every group
     tile = per_group // tiles
-    used = tile * tiles  # of every group; the blocks after them sit the round out
-    stay = torch.arange(tile, device=device)
-    # tiles are contiguous: over all groups, or within one group if blocks are left over
-    if used == per_group:
-        runs = [(0, len(rows))]
-    else:
-        runs = [(begin, begin + used) for begin in range(0, len(rows), per_group)]
-    at_once = tile * max(1, 8 * _CACHE // (tile * columns))  # bounds memory
-    spans = []
-    for begin, end in runs:
-        for first in range(begin, end, at_once):
-            spans.append((first, min(first + at_once, end)))
+    spans = _spans(len(rows_bm), per_group, tile, columns)
+    stay_b = torch.arange(tile, device=device)
     idle = 0
     for step in range(rounds):
         slot = step % m
         if step and slot == 0:  # let other rows meet
-            rows = rows.gather(1, _shuffles(len(rows), m, generator, device))
+            slots_bm = _shuffles(len(rows_bm), m, generator, device)
+            rows_bm = rows_bm.gather(1, slots_bm)
         if tiles > 1:  # let other blocks meet
-            shuffled = _shuffles(problem.groups, per_group, generator, device) + _first_rows(
-                rows, problem.groups
-            )
-            blocks = shuffled.view(-1)
-            rows = rows[blocks]
-            count = count.index_select(0, blocks)
+            shuffled = _shuffles(groups, per_group, generator, device)
+            blocks = (shuffled + _first_rows(rows_bm, groups)).view(-1)
+            rows_bm = rows_bm[blocks]
+            counts_bk = counts_bk.index_select(0, blocks)
         gained = False
         for first, last in spans:
-            moving = rows[first:last, slot]
-            taken = ones.index_select(0, moving)
-            rest = count[first:last].sub_(taken)  # in place: the count of the others
-            # where one nonzero more is lost, or makes the block ineligible
-            full = (
-                rest == n if problem.criterion == "eligible" else rest.clamp(n - 1, n).sub_(n - 1)
-            )
-            price = full * worth if problem.criterion == "l1" else full.float()
-            # of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so
-            price_tbc = price.view(-1, tile, columns)  # tiles, blocks, columns
-            taken_trc = taken.float().view(-1, tile, columns)  # tiles, rows, columns
-            cost = price_tbc @ taken_trc.transpose(1, 2)
-            order = _assign(cost)
-            before = cost.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)
-            after = cost.gather(2, order[..., None]).sum((1, 2), dtype=torch.float64)
-            better = after < before
-            if not better.all():
-                order = torch.where(better[:, None], order, _exchange(cost))
-            if not torch.equal(order, stay.expand_as(order)):
+            moving = rows_bm[first:last, slot]
+            taken_bk = ones_ok.index_select(0, moving)
+            rest_bk = counts_bk[first:last].sub_(taken_bk)  # in place: the count of the others
+            price_bk = _price(rest_bk, problem, worth_k)
+            # Of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so.
+            price_tbk = price_bk.view(-1, tile, columns)
+            taken_trk = taken_bk.float().view(-1, tile, columns)  # R rows as there are blocks
+            cost_tbr = price_tbk @ taken_trk.transpose(1, 2)
+            order_tb = _cheaper_order(cost_tbr)
+            if not torch.equal(order_tb, stay_b.expand_as(order_tb)):
                 gained = True
-            moving = moving.reshape(-1, tile).gather(1, order).view(-1)
-            rows[first:last, slot] = moving
-            rest += ones.index_select(0, moving)
+            moving_tb = moving.reshape(-1, tile)
+            moved = moving_tb.gather(1, order_tb).view(-1)
+            rows_bm[first:last, slot] = moved
+            rest_bk += ones_ok.index_select(0, moved)  # in place: counts_bk is complete again
         idle = 0 if gained else idle + 1
         if idle == 4 * m * m:  # most likely all M * M pairs of rows of any two blocks have met
             break
-    return rows.view(-1)
+    return rows_bm.view(-1)
+
+
+def _spans(blocks: int, per_group: int, tile: int, columns: int) -> list[tuple[int, int]]:
+    """Return the runs of blocks, first and last, that a round handles at a time: whole tiles, within bounded memory."""
+    used = per_group // tile * tile  # of every group; the blocks after them sit the round out
+    # Tiles are contiguous: over all groups, or within one group if blocks are left over.
+    if used == per_group:
+        runs = [(0, blocks)]
+    else:
+        runs = [(begin, begin + used) for begin in range(0, blocks, per_group)]
+    tiles_at_once = max(1, 8 * _CACHE // (tile * columns))
+    step = tile * tiles_at_once
+    spans = []
+    for begin, end in runs:
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            spans.append((first, last))
+    return spans
+
+
+def _price(rest_bk: Tensor, problem: _Problem, worth_k: Tensor | None) -> Tensor:
+    """Return what one nonzero more costs in every block and column, given the nonzeros of the other rows: float."""
+    n = problem.pattern.n
+    if problem.criterion == "eligible":
+        full_bk = rest_bk == n  # one more makes the block ineligible
+    else:
+        full_bk = rest_bk.clamp(n - 1, n).sub_(
+            n - 1
+        )  # 1 where N are there already: one more is lost
+    if worth_k is not None:
+        return full_bk * worth_k
+    return full_bk.float()
+
+
+def _cheaper_order(cost_tbr: Tensor) -> Tensor:
+    """Return for every slot the row that it gets, ``[T, B]``: by assignment, or by exchanges where that fails."""
+    order_tb = _assign(cost_tbr)
+    # Every block keeps its row on the diagonal.
+    stay_tb = cost_tbr.diagonal(dim1=1, dim2=2)
+    before_t = stay_tb.sum(1, dtype=torch.float64)
+    move_tb1 = cost_tbr.gather(2, order_tb.unsqueeze(2))
+    after_t = move_tb1.sum((1, 2), dtype=torch.float64)
+    better_t = after_t < before_t
+    if not better_t.all():
+        order_tb = torch.where(better_t[:, None], order_tb, _exchange(cost_tbr))
+    return order_tb
 
 
 def _thresholded(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Boolean ``[out, levels * K]`` and its columns' worth: |v| is about the sum of the worth of its true entries."""
+    """Return booleans ``[out, levels * K]`` and their columns' worth.
+
+    A magnitude is about the sum of the worth of its true entries.
+    """
     magnitudes = magnitudes.float()  # comparing in half would round the thresholds
-    sample = magnitudes.flatten()[:: magnitudes.numel() // 2**16 + 1]
+    stride = magnitudes.numel() // 2**16 + 1  # about 65,536 entries are enough
+    sample = magnitudes.flatten()[::stride]
     sample = sample[sample > 0]
-    probabilities = torch.arange(2 * _LEVELS, device=sample.device) / (2 * _LEVELS)
-    marks = sample.quantile(probabilities) if len(sample) else torch.zeros_like(probabilities)
-    marks[0] = 0  # threshold, value, threshold, value, ...
-    worth = marks[1::2].diff(prepend=marks[:1]).repeat_interleave(magnitudes.shape[1])
-    return torch.cat([magnitudes > threshold for threshold in marks[::2]], dim=1), worth
+    # Quantiles in turn: a threshold, the value up to which its step rises, the next threshold, ...
+    count = 2 * _LEVELS
+    probabilities = torch.arange(count, device=sample.device) / count
+    if len(sample):
+        quantiles = sample.quantile(probabilities)
+    else:
+        quantiles = torch.zeros_like(probabilities)
+    quantiles[0] = 0
+    thresholds = quantiles[::2]
+    values = quantiles[1::2]
+    steps = values.diff(prepend=quantiles[:1])
+    worth_k = steps.repeat_interleave(magnitudes.shape[1])
+    above = [magnitudes > threshold for threshold in thresholds]
+    return torch.cat(above, dim=1), worth_k
 
 
 def _assign(cost: Tensor) -> Tensor:
-    """Assignments of low, almost lowest cost: for ``[tiles, size, size]`` the column of every row, ``[tiles, size]``.
+    """Return assignments of low, almost lowest cost: for ``[T, B, B]`` the column of every row, ``[T, B]``.
 
     Two Sinkhorn steps price rows and columns so that few rows want the same column. Pairs that are best in their row
     and in their column are matched, three times over, and what is left in order.
     """
     count, size = cost.shape[:2]
-    cost = cost - cost.mean(2, keepdim=True)
-    cost -= cost.mean(1, keepdim=True)
-    scale = torch.linalg.vector_norm(cost) / cost.numel() ** 0.5
-    plan = cost.mul_(-4 / scale.clamp(min=1e-30)).clamp_(-30, 30).exp_()
-    columns = plan.new_ones(count, size, 1)
-    for _ in range(2):
-        lines = (plan @ columns).reciprocal_()
-        columns = (plan.transpose(1, 2) @ lines).reciprocal_()
-    plan *= lines
-    plan *= columns.transpose(1, 2)
-
+    plan = _sinkhorn_plan(cost)
     index = torch.arange(size, device=cost.device).expand(count, size)
     none = torch.full_like(index, size)
-    column, row = none, none  # of every row, of every column; size while it has none
+    column_of_row = none  # size while it has none
+    row_of_column = none
     for _ in range(3):
         best, choice = plan.max(2)
         best_of_column = plan.amax(1).gather(1, choice)
         mutual = (best >= best_of_column) & (best > 0)
+        # Equal rows may want one column: the first of them gets it.
         suitor = torch.where(mutual, index, none)
-        winner = none.scatter_reduce(1, choice, suitor, "amin")  # one of equals
-        column = torch.where(winner.gather(1, choice) == index, choice, column)
-        row = torch.minimum(row, winner)
-        plan *= (column == size).float()[..., None]
-        plan *= (row == size).float()[:, None]
-    # sorting puts the free ones first, as many rows as columns
-    free_rows = column.argsort(dim=1, descending=True, stable=True)
-    free_columns = row.argsort(dim=1, descending=True, stable=True)
+        winner = none.scatter_reduce(1, choice, suitor, "amin")
+        won = winner.gather(1, choice) == index
+        column_of_row = torch.where(won, choice, column_of_row)
+        row_of_column = torch.minimum(row_of_column, winner)
+        # Matched rows and columns are out of the next round.
+        free_row = (column_of_row == size).float()
+        free_column = (row_of_column == size).float()
+        plan *= free_row[..., None]
+        plan *= free_column[:, None]
+    # Sorting puts the free ones first, as many rows as columns.
+    free_rows = column_of_row.argsort(dim=1, descending=True, stable=True)
+    free_columns = row_of_column.argsort(dim=1, descending=True, stable=True)
     in_order = torch.empty_like(index).scatter_(1, free_rows, free_columns)
-    return torch.where(column == size, in_order, column)
+    return torch.where(column_of_row == size, in_order, column_of_row)
+
+
+def _sinkhorn_plan(cost: Tensor) -> Tensor:
+    """Return weights ``[T, B, B]`` that fall with the cost, scaled by two Sinkhorn steps."""
+    count, size = cost.shape[:2]
+    cost = cost - cost.mean(2, keepdim=True)
+    cost -= cost.mean(1, keepdim=True)
+    # Root mean square: the plan does not depend on the unit of the cost.
+    scale = torch.linalg.vector_norm(cost) / cost.numel() ** 0.5
+    sharpness = -4 / scale.clamp(min=1e-30)
+    # The clamp keeps the exponential within float32.
+    plan = cost.mul_(sharpness).clamp_(-30, 30).exp_()
+    column_scale = plan.new_ones(count, size, 1)
+    for _ in range(2):
+        row_scale = (plan @ column_scale).reciprocal_()
+        column_scale = (plan.transpose(1, 2) @ row_scale).reciprocal_()
+    plan *= row_scale
+    plan *= column_scale.transpose(1, 2)
+    return plan
 
 
 def _exchange(cost: Tensor) -> Tensor:
-    """Like :func:`_assign`, but never worse than staying: rows that gain most from each other change places."""
-    index = torch.arange(cost.shape[1], device=cost.device).expand(cost.shape[:2])
+    """Return assignments as :func:`_assign` does, but never worse than staying, by exchanges of two rows.
+
+    Rows that gain most from each other change places, four times over.
+    """
+    count, size = cost.shape[:2]
+    index = torch.arange(size, device=cost.device).expand(count, size)
     order = index
     for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))
-        moved = moved - moved.diagonal(dim1=1, dim2=2)[..., None]
+        # What each block costs more with the row of each other block than with its own.
+        own = moved.diagonal(dim1=1, dim2=2)
+        moved = moved - own.unsqueeze(2)
         gain, partner = (moved + moved.transpose(1, 2)).min(2)
         mutual = (gain < 0) & (partner.gather(1, partner) == index)
         exchanged = torch.where(mutual, partner, index)

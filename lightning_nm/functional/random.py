@@ -16,9 +16,12 @@ from torch import Tensor
 # A multiplier less 2^32. Its product with a 32-bit word x never leaves int64, has the same low half, and x is missing
 # from its high half: that saves splitting a product that would need 64 unsigned bits.
 _MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_KEY_STEPS = (
+    0x9E3779B9,
+    0xBB67AE85,
+)  # the authors' Weyl constants: the golden ratio and sqrt(3) - 1
 _ROUNDS = 10
-_WORD = 0xFFFFFFFF
+_WORD = 0xFFFFFFFF  # the low 32 bits
 
 # Counters handled at a time, per thread of a CPU: the temporaries of 8 bytes a counter fit its cache.
 _CHUNK = 1 << 14
@@ -42,12 +45,18 @@ def fold_seed(*words: int | str) -> Tensor:
     """
     # Booleans and the integers of other libraries have other representations.
     plain = tuple(word if isinstance(word, str) else int(word) for word in words)
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
-    return torch.tensor(struct.unpack("<4I", digest), dtype=torch.int64)
+    text = repr(plain)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    # Little-endian on every platform.
+    seed = struct.unpack("<4I", digest)
+    return torch.tensor(seed, dtype=torch.int64)
 
 
 def counter_uniform(
-    count: int, seed: Tensor, *, device: torch.device | str | None = None
+    count: int,
+    seed: Tensor,
+    *,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Draw uniform random numbers in [0, 1) that depend on nothing but the seed and their index.
 
@@ -78,7 +87,7 @@ def counter_uniform(
     if count < 0:
         raise ValueError(f"count={count} is negative")
     words = seed.to(device) & _WORD
-    counters = (count + 3) // 4
+    counters = (count + 3) // 4  # each gives four numbers; what is left of the last one is cut off
     if torch.compiler.is_compiling() or words.device.type != "cpu":
         index = torch.arange(counters, device=words.device)
         return _uniform(index, words).flatten()[:count]
@@ -92,27 +101,32 @@ def counter_uniform(
 
 
 def _uniform(index: Tensor, seed: Tensor) -> Tensor:
-    """Return the four numbers of each counter, as float32 [..., 4]."""
+    """Return the four numbers of each counter, as float32 ``[..., 4]``."""
     key0, key1, word2, word3 = seed.unbind()
-    counter = (index & _WORD, index >> 32, word2, word3)
-    words = _philox(counter, (key0, key1))
+    low = index & _WORD
+    high = index >> 32
+    words = _philox((low, high, word2, word3), (key0, key1))
     # The upper 24 bits of a word: a float32 holds no more.
-    return torch.stack([(word >> 8).float() * 2.0**-24 for word in words], -1)
+    numbers = [(word >> 8).float() * 2.0**-24 for word in words]
+    return torch.stack(numbers, -1)
 
 
 def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the four words Philox4x32-10 makes of words in [0, 2^32), all int64."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
+    multiplier0, multiplier1 = _MULTIPLIERS
+    key_step0, key_step1 = _KEY_STEPS
     for _ in range(_ROUNDS):
-        product0 = c0 * _MULTIPLIERS[0]
-        product1 = c2 * _MULTIPLIERS[1]
+        product0 = c0 * multiplier0
+        product1 = c2 * multiplier1
+        # The high half of a product lacks its factor, see _MULTIPLIERS: `+ c2` and `+ c0` put it back.
         # c2 still needs the c0 of the round before.
         next0 = ((product1 >> 32) + c2) ^ c1 ^ key0
         c1 = product1 & _WORD
         c2 = ((product0 >> 32) + c0) ^ c3 ^ key1
         c3 = product0 & _WORD
         c0 = next0
-        key0 = (key0 + _KEY_STEPS[0]) & _WORD
-        key1 = (key1 + _KEY_STEPS[1]) & _WORD
+        key0 = (key0 + key_step0) & _WORD
+        key1 = (key1 + key_step1) & _WORD
     return c0, c1, c2, c3

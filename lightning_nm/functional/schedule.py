@@ -24,33 +24,46 @@ def check_moment(name: str, moment: Moment) -> None:
 
 
 def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
-    """Turn a moment into a training step; a share needs the number of planned steps, else a ``ValueError``."""
+    """Turn a moment into a training step; a share needs the number of planned steps, else a ``ValueError``.
+
+    Example:
+        >>> resolve_moment(None, "dense_start", 0.1, 1000), resolve_moment(None, "dense_start", 50, None)
+        (100, 50)
+    """
+    # 0.0 is the beginning, however long the training is.
     if isinstance(moment, float) and moment:
-        return round(moment * _known(owner, name, moment, planned_steps))
+        steps = _known_steps(owner, name, moment, planned_steps)
+        return round(moment * steps)
     return int(moment)
 
 
-def _known(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
-    if planned_steps is None:
-        what = (
-            "is a share of the planned training steps"
-            if isinstance(moment, float)
-            else "counts from their end"
-        )
-        raise ValueError(
-            f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
-            "data without a length, changing gradient accumulation or manual optimization): "
-            + (f"give {name} as an integer" if name != "dense_end" else "leave dense_end out")
-            + ", or pass planned_steps to NMSparsifier"
-        )
-    return planned_steps
+def _known_steps(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
+    """Return the number of planned steps, or explain what it would be needed for."""
+    if planned_steps is not None:
+        return planned_steps
+    if isinstance(moment, float):
+        what = "is a share of the planned training steps"
+    else:
+        what = "counts from their end"
+    if name == "dense_end":
+        # As an integer it would count from the end, too.
+        advice = "leave dense_end out"
+    else:
+        advice = f"give {name} as an integer"
+    raise ValueError(
+        f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
+        "data without a length, changing gradient accumulation or manual optimization): "
+        f"{advice}, or pass planned_steps to NMSparsifier"
+    )
 
 
 def check_window(dense_start: Moment, dense_end: Moment) -> None:
     """Refuse a dense start and a dense end that are no moments, or as shares leave nothing between them."""
     check_moment("dense_start", dense_start)
     check_moment("dense_end", dense_end)
-    if sum(moment for moment in (dense_start, dense_end) if isinstance(moment, float)) >= 1:
+    # Steps and shares can be compared only when the number of steps is known: see resolve_window.
+    shares = [moment for moment in (dense_start, dense_end) if isinstance(moment, float)]
+    if sum(shares) >= 1:
         raise ValueError(
             f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: shares must add up to "
             "less than 1"
@@ -58,9 +71,12 @@ def check_window(dense_start: Moment, dense_end: Moment) -> None:
 
 
 def resolve_window(
-    owner: object, dense_start: Moment, dense_end: Moment, planned_steps: int | None
+    owner: object,
+    dense_start: Moment,
+    dense_end: Moment,
+    planned_steps: int | None,
 ) -> tuple[int, ...]:
-    """The training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
+    """Return the training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
     Args:
         owner: The object that is scheduled, for the errors.
@@ -70,32 +86,41 @@ def resolve_window(
 
     Raises:
         ValueError: If it takes the number of steps and that is not known, or no step is left.
+
+    Example:
+        >>> resolve_window(None, 0.1, 0.2, 1000), resolve_window(None, 50, 0, None), resolve_window(None, 0, 0, None)
+        ((100, 800), (50,), ())
     """
     start = resolve_moment(owner, "dense_start", dense_start, planned_steps)
     end = 0
     if dense_end:
-        end = resolve_moment(
-            owner, "dense_end", dense_end, _known(owner, "dense_end", dense_end, planned_steps)
-        )
+        # Also a number of steps counts from the end, which must be known.
+        steps = _known_steps(owner, "dense_end", dense_end, planned_steps)
+        end = resolve_moment(owner, "dense_end", dense_end, steps)
+    without_end = (start,) if start else ()
     if planned_steps is None:
-        return (start,) if start else ()
+        return without_end
     stop = planned_steps - end
     if start >= stop:
         raise ValueError(
             f"{type(owner).__name__} would never be sparse: dense_start={dense_start} ends at step {start} and "
             f"dense_end={dense_end} begins at step {stop} of {planned_steps}"
         )
-    if end:  # a share may round to no step: then nothing is left to be trained densely, and the masks stay
-        return start, stop
-    return (start,) if start else ()
+    # A share may round to no step: then nothing is left to be trained densely, and the masks stay.
+    if end == 0:
+        return without_end
+    return start, stop
 
 
 def within(window: Sequence[int], clock: int) -> bool:
-    """Whether a training step lies in a window of :func:`resolve_window`.
+    """Tell whether a training step lies in a window of :func:`resolve_window`.
 
     Example::
 
         >>> within((), 5), within((6,), 5), within((2, 5), 5)
         (True, False, False)
     """
-    return (not window or window[0] <= clock) and (len(window) < 2 or clock < window[1])
+    if window and clock < window[0]:
+        return False
+    has_end = len(window) == 2
+    return not has_end or clock < window[1]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message, ``"; did you mean '...'?"`` with the closest of the known names; empty if none is close.
+    """Return the end of a message, ``"; did you mean '...'?"`` with the closest known name; empty if none is close.
 
     Case and signs do not count.
 
@@ -19,10 +19,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     by_letters: dict[str, str] = {}
     for name in known:
+        # Of names with the same letters, the first one is proposed.
         by_letters.setdefault(_letters(name), name)
     close = get_close_matches(_letters(word), by_letters, n=1)
-    return f"; did you mean '{by_letters[close[0]]}'?" if close else ""
+    if not close:
+        return ""
+    meant = by_letters[close[0]]
+    return f"; did you mean '{meant}'?"
 
 
 def _letters(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, name.lower()))

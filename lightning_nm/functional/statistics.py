@@ -8,13 +8,16 @@ all tensors of a call have one shape, any shape; other tensors raise TypeError o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import _check_blocks
 from lightning_nm.functional.pattern import NMPattern, PatternLike
+
+NamedTensors: TypeAlias = Mapping[str, Tensor]
+"""Arguments by the names that errors give them."""
 
 
 class Ratio(NamedTuple):
@@ -23,6 +26,11 @@ class Ratio(NamedTuple):
     Args:
         empty: The value where the second sum is zero.
         root: Whether the statistic is the root of the quotient.
+
+    Example:
+        >>> share = Ratio(empty=1.0)
+        >>> share(1, 4), share(0, 0)
+        (tensor(0.2500), tensor(1.))
     """
 
     empty: float
@@ -30,28 +38,33 @@ class Ratio(NamedTuple):
 
     def exact(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
         """Return the statistic in float64."""
-        part = torch.as_tensor(part, dtype=torch.float64)
-        whole = torch.as_tensor(whole, dtype=torch.float64, device=part.device)
+        # Counts beyond 2**24 would lose their last digits in float32.
+        wide = torch.float64
+        part = torch.as_tensor(part, dtype=wide)
+        whole = torch.as_tensor(whole, dtype=wide, device=part.device)
         value = part / whole
         if self.root:
             value = value.sqrt()
+        # A select and not a branch: reading `whole` would wait for the device.
         return torch.where(whole == 0, self.empty, value)
 
     def __call__(self, part: Tensor | float, whole: Tensor | float) -> Tensor:
         """Return the statistic in float32, divided in float64."""
-        return self.exact(part, whole).float()
+        value = self.exact(part, whole)
+        return value.float()
 
 
-DENSITY = Ratio(torch.nan)
-FLIP_RATE = Ratio(0.0)
-OVERLAP = Ratio(1.0)
-KEPT_MAGNITUDE = Ratio(1.0)
-OSCILLATION = Ratio(0.0)
-GRADIENT_SNR = Ratio(torch.inf, root=True)
+# What a statistic is worth where there is nothing to divide by: no entries, no kept entries, no magnitude, no error.
+DENSITY = Ratio(empty=torch.nan)
+FLIP_RATE = Ratio(empty=0.0)
+OVERLAP = Ratio(empty=1.0)
+KEPT_MAGNITUDE = Ratio(empty=1.0)
+OSCILLATION = Ratio(empty=0.0)
+GRADIENT_SNR = Ratio(empty=torch.inf, root=True)
 
 
 def mask_density(tensor: Tensor) -> Tensor:
-    """Share of the entries that are not zero: ``#{j : x[j] != 0} / #x``, in [0, 1]; NaN without entries.
+    """Return the share of the entries that are not zero: ``#{j : x[j] != 0} / #x``, in [0, 1]; NaN without entries.
 
     Args:
         tensor: A bool mask, or values of any dtype. A NaN is a nonzero, ``-0`` is not.
@@ -60,11 +73,14 @@ def mask_density(tensor: Tensor) -> Tensor:
         >>> mask_density(torch.tensor([True, False, False, True]))
         tensor(0.5000)
     """
-    return DENSITY(*density_counts(tensor))
+    nonzeros, entries = density_counts(tensor)
+    return DENSITY(nonzeros, entries)
 
 
 def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
-    r"""Share of the entries that an update of a mask changed: :math:`\|m_t - m_{t-1}\|_1 / D`, in [0, 1]; 0 if D is 0.
+    r"""Return the share of the entries that an update of a mask changed, in [0, 1]; 0 without entries.
+
+    .. math:: \|m_t - m_{t-1}\|_1 / D
 
     With exactly N of M kept, half of the flips are pruned entries and half are regrown ones.
 
@@ -84,11 +100,12 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
     Zhou et al., ICLR 2021, arXiv:2102.04010.
     """
     check_masks({"before": before, "after": after})
-    return FLIP_RATE(torch.count_nonzero(before ^ after), before.numel())
+    flips = torch.count_nonzero(before ^ after)
+    return FLIP_RATE(flips, before.numel())
 
 
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
-    r"""Share of the forward mask's entries that the backward mask also keeps: :math:`|F \cap B| / |F|`, in [0, 1].
+    r"""Return the share of the forward mask's entries that the backward mask also keeps, :math:`|F \cap B| / |F|`.
 
     It is 1 if the forward mask keeps nothing. Below 1, dX is computed from fewer weights than Y, and differs from the
     gradient of the sparse model. Masks and errors are as in :func:`mask_flip_rate`.
@@ -97,11 +114,12 @@ def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
         >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         tensor(0.5000)
     """
-    return OVERLAP(*overlap_counts(forward, backward))
+    both, forward_entries = overlap_counts(forward, backward)
+    return OVERLAP(both, forward_entries)
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
-    r"""Share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`, in [0, 1].
+    r"""Return the share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
 
     It is 1 if all weights are zero, NaN if one is NaN or infinite.
 
@@ -117,11 +135,12 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
         >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         tensor(0.7000)
     """
-    return KEPT_MAGNITUDE(*magnitude_sums(weight, mask))
+    kept, total = magnitude_sums(weight, mask)
+    return KEPT_MAGNITUDE(kept, total)
 
 
 def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
-    r"""How often entries flip back, per entry and update.
+    r"""Return how often entries flip back, per entry and update.
 
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
@@ -148,13 +167,15 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
     if before is None:
         raise ValueError("no masks were given: pass the masks of one weight in the order of time")
     check_masks({"masks[0]": before})
-    flipped = torch.zeros_like(before)
+    flipped = torch.zeros_like(before)  # where an entry ever flipped
     returns = torch.zeros((), dtype=torch.int64, device=before.device)
     entries = 0
     for step, after in enumerate(history, 1):
         check_masks({f"masks[{step - 1}]": before, f"masks[{step}]": after})
         flips = before ^ after
-        returns = returns + torch.count_nonzero(flips & flipped)
+        # A flip of an entry that flipped before takes it back.
+        flips_back = flips & flipped
+        returns = returns + torch.count_nonzero(flips_back)
         entries += after.numel()
         flipped = flipped | flips
         before = after
@@ -162,7 +183,7 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
-    r"""Signal-to-noise ratio of a gradient estimate: :math:`\|G\|_2 / \|\hat G - G\|_2`, not in decibels.
+    r"""Return the signal-to-noise ratio of a gradient estimate: :math:`\|G\|_2 / \|\hat G - G\|_2`, not in decibels.
 
     It cannot tell bias from noise. It is infinite if there is no error, NaN if a gradient holds NaN or an infinity.
 
@@ -178,11 +199,12 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
         >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         tensor(2.5000)
     """
-    return GRADIENT_SNR(*gradient_energies(exact, estimate))
+    signal, error = gradient_energies(exact, estimate)
+    return GRADIENT_SNR(signal, error)
 
 
 def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
-    r"""Gap between the last kept and the first dropped weight of a block, relative to the larger of them.
+    r"""Return the gap between the last kept and the first dropped weight of a block, relative to the larger of them.
 
     .. math:: \frac{a - b}{\max(a, b)}, \quad a = \min_{j \in m} |W_j|, \quad b = \max_{j \notin m} |W_j|
 
@@ -209,34 +231,44 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
     """
     pattern = NMPattern.parse(pattern)
     _check_weight(weight, mask)
-    axis = _check_blocks(weight, pattern, dim)
+    block_axis = _check_blocks(weight, pattern, dim)
+    entry_axis = block_axis + 1  # of the tensors that are cut into blocks
     wide = torch.promote_types(weight.dtype, torch.float32)
-    magnitude = weight.detach().to(wide).abs().unflatten(axis, (-1, pattern.m))
-    mask = mask.unflatten(axis, (-1, pattern.m))
-    nan = torch.isnan(magnitude).any(axis + 1)
-    kept = torch.where(mask, magnitude, torch.inf).amin(axis + 1)
-    dropped = torch.where(mask, -torch.inf, magnitude).amax(axis + 1)
+    magnitude = weight.detach().to(wide).abs()
+    magnitude = magnitude.unflatten(block_axis, (-1, pattern.m))
+    mask = mask.unflatten(block_axis, (-1, pattern.m))
+    nan = torch.isnan(magnitude).any(entry_axis)
+    # The infinities stand for entries of the other kind, which are never chosen.
+    kept = torch.where(mask, magnitude, torch.inf).amin(entry_axis)
+    dropped = torch.where(mask, -torch.inf, magnitude).amax(entry_axis)
     larger = torch.maximum(kept, dropped)
-    margin = torch.where(larger == 0, 0, (kept - dropped) / larger)
+    gap = kept - dropped
+    margin = torch.where(larger == 0, 0, gap / larger)
     # A block without kept or without dropped entries has no gap.
-    one_sided = mask.all(axis + 1) | ~mask.any(axis + 1)
+    none_dropped = mask.all(entry_axis)
+    none_kept = ~mask.any(entry_axis)
+    one_sided = none_dropped | none_kept
     return torch.where(one_sided | nan, torch.nan, margin)
 
 
 def density_counts(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the number of nonzeros and of entries."""
-    return torch.count_nonzero(tensor.detach()), tensor.numel()
+    nonzeros = torch.count_nonzero(tensor.detach())
+    return nonzeros, tensor.numel()
 
 
 def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the entries that both masks keep, and those that the forward mask keeps."""
     check_masks({"forward": forward, "backward": backward}, layer)
-    return torch.count_nonzero(forward & backward), torch.count_nonzero(forward)
+    both = torch.count_nonzero(forward & backward)
+    forward_entries = torch.count_nonzero(forward)
+    return both, forward_entries
 
 
 def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of kept and of all magnitudes, in float64."""
     _check_weight(weight, mask, layer)
+    # A select and not a product: a pruned NaN does not count as kept.
     kept = torch.where(mask, weight.detach(), 0)
     return magnitude_sum(kept), magnitude_sum(weight)
 
@@ -254,18 +286,23 @@ def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple
     common = torch.promote_types(exact.dtype, estimate.dtype)
     wide = torch.promote_types(common, torch.float32)
     exact = exact.detach().to(wide)
-    error = estimate.detach().to(wide) - exact
+    # In half precision the difference of close gradients would be rounded.
+    estimate = estimate.detach().to(wide)
+    error = estimate - exact
     return _energy(exact), _energy(error)
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Sum of squares in float64, without a copy in it."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    """Return the sum of squares in float64."""
+    # The norm converts as it reads: no copy of x in float64 is made.
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
 
 
-def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
+def check_masks(masks: NamedTensors, layer: str = "") -> None:
     """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
     for name, mask in masks.items():
+        # Not even uint8: of other dtypes, & and ^ are not those of sets.
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`"
@@ -273,18 +310,20 @@ def check_masks(masks: Mapping[str, Tensor], layer: str = "") -> None:
     _check_shapes(masks, layer)
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], layer: str = "") -> None:
+def _check_shapes(tensors: NamedTensors, layer: str = "") -> None:
+    """Refuse tensors of different shapes, by a ``ValueError`` with their names."""
     first = next(iter(tensors))
-    one = tuple(tensors[first].shape)
+    first_shape = tuple(tensors[first].shape)
     for name, tensor in tensors.items():
-        other = tuple(tensor.shape)
-        if other != one:
+        shape = tuple(tensor.shape)
+        if shape != first_shape:
             raise ValueError(
-                f"{first}{_of(layer)} has shape {one} and {name} has shape {other}: pass one shape"
+                f"{first}{_of(layer)} has shape {first_shape} and {name} has shape {shape}: pass one shape"
             )
 
 
-def _check_floating(tensors: Mapping[str, Tensor], layer: str = "") -> None:
+def _check_floating(tensors: NamedTensors, layer: str = "") -> None:
+    """Refuse tensors that are not of a floating dtype, by a ``TypeError`` with their names."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise TypeError(
@@ -293,10 +332,12 @@ def _check_floating(tensors: Mapping[str, Tensor], layer: str = "") -> None:
 
 
 def _check_weight(weight: Tensor, mask: Tensor, layer: str = "") -> None:
+    """Refuse a weight that is not floating, and what is no bool mask of its shape."""
     check_masks({"mask": mask}, layer)
     _check_floating({"weight": weight}, layer)
     _check_shapes({"weight": weight, "mask": mask}, layer)
 
 
 def _of(layer: str) -> str:
+    """Return the words that name a layer in an error, none for a lone tensor."""
     return f" of layer '{layer}'" if layer else ""

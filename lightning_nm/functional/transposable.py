@@ -10,6 +10,9 @@ table holds all its solutions; beyond, shortest augmenting paths solve it, for m
    with the same column counts keeps more: the sum of the prices paid is the same for all of them.
 3. Where a column has too many entries and another one too few, entries move along the path of columns that gains most
    or loses least. That keeps the property of step 2, and once all columns have N entries it is optimality.
+
+Tiles are ``[M, M, B]``, rows first: an operation on one entry of all tiles then runs over consecutive memory. Names of
+local tensors end in their axes: i is a row of a tile, j a column and b the tile.
 """
 
 from __future__ import annotations
@@ -25,19 +28,22 @@ from lightning_nm.functional.pattern import NMPattern, PatternLike
 
 # Up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040.
 _MAX_TABLE_M = 4
-_CHUNK = (
-    1 << 18
-)  # entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache
-_DEVICE_CHUNK = (
-    1 << 24
-)  # likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table
+
+# Entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache.
+_CHUNK = 1 << 18
+
+# Likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table.
+_DEVICE_CHUNK = 1 << 24
+
 # Passes over rows and columns that set the prices; more of them leave fewer augmenting paths.
 _PRICE_ROUNDS = 8
-_NEVER = -(1 << 29)  # the gain from an entry that is not there; an int32 holds the sum of four
+
+# The gain from an entry that is not there; an int32 holds the sum of four.
+_NEVER = -(1 << 29)
 
 
 def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> Tensor:
-    r"""Mask that is N:M along ``in`` and along ``out`` and keeps as much magnitude as such a mask can.
+    r"""Return the mask that is N:M along ``in`` and along ``out`` and keeps as much magnitude as such a mask can.
 
     ``argmax_S sum(S * |W|)`` over the binary S whose M x M tiles of ``[out, in]`` hold exactly N ones in every row and
     in every column; for a convolution, for each kernel tap alone. The optimum is exact up to the rounding of
@@ -71,82 +77,112 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
     if weight.numel() == 0:
         return mask
-    rows, columns = (size // pattern.m for size in weight.shape[:2])
-    tiles = weight.reshape(rows, pattern.m, columns, pattern.m, -1)
-    found = mask.view(tiles.shape)
+    m = pattern.m
+    rows = weight.shape[0] // m
+    columns = weight.shape[1] // m
+    tiles = weight.reshape(rows, m, columns, m, -1)  # [rows, M, columns, M, taps]
+    mask_tiles = mask.view(tiles.shape)
     table = None
-    if pattern.m <= _MAX_TABLE_M:
+    if m <= _MAX_TABLE_M:
         table = _masks_of_a_tile(pattern).to(weight.device)
-    chunk = _CHUNK * torch.get_num_threads() if weight.device.type == "cpu" else _DEVICE_CHUNK
+    on_cpu = weight.device.type == "cpu"
+    chunk = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
     # Pieces of whole rows of tiles, or of one if that is already too much.
     step_rows = max(1, chunk // tiles[0].numel())
-    step_columns = columns if step_rows > 1 else max(1, chunk // tiles[0, :, 0].numel())
-    for some, some_found in zip(tiles.split(step_rows), found.split(step_rows), strict=True):
-        pieces = zip(
-            some.split(step_columns, dim=2), some_found.split(step_columns, dim=2), strict=True
-        )
-        for piece, piece_found in pieces:
-            # [M, M, tiles]: an operation on the same entry of all tiles runs over consecutive memory
-            spread = piece.permute(1, 3, 0, 2, 4)
-            values = _integers(spread.reshape(pattern.m, pattern.m, -1), pattern)
-            best = _by_paths(values, pattern) if table is None else _by_table(values, table)
-            piece_found.permute(1, 3, 0, 2, 4).copy_(best.view(spread.shape))
+    step_columns = columns
+    if step_rows == 1:
+        step_columns = max(1, chunk // tiles[0, :, 0].numel())
+    for some_tiles, some_masks in zip(
+        tiles.split(step_rows), mask_tiles.split(step_rows), strict=True
+    ):
+        for piece, piece_mask in zip(
+            some_tiles.split(step_columns, dim=2),
+            some_masks.split(step_columns, dim=2),
+            strict=True,
+        ):
+            _solve_piece(piece, piece_mask, pattern, table)
     return mask
 
 
+def _solve_piece(piece: Tensor, mask: Tensor, pattern: NMPattern, table: Tensor | None) -> None:
+    """Write the best mask of tiles ``[rows, M, columns, M, taps]`` into ``mask``, of the same shape."""
+    entries_first = (1, 3, 0, 2, 4)  # [M, M, rows, columns, taps]
+    spread = piece.permute(entries_first)
+    tiles_ijb = spread.reshape(pattern.m, pattern.m, -1)
+    values_ijb = _integers(tiles_ijb, pattern)
+    if table is None:
+        best_ijb = _by_paths(values_ijb, pattern)
+    else:
+        best_ijb = _by_table(values_ijb, table)
+    mask.permute(entries_first).copy_(best_ijb.view(spread.shape))
+
+
 def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
+    """Refuse a weight that cannot be cut into tiles of M x M within its groups."""
     shape = tuple(weight.shape)
+    m = pattern.m
     if len(shape) < 2:
         raise ValueError(
             f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]"
         )
-    if groups < 1 or shape[0] % groups:
+    out, columns = shape[:2]
+    if groups < 1 or out % groups:
         raise ValueError(
-            f"groups={groups} does not split {shape[0]} output rows into equal runs: pass the layer's"
+            f"groups={groups} does not split {out} output rows into equal runs: pass the layer's"
         )
-    for name, size in (("in", shape[1]), ("out", shape[0] // groups)):
-        if size % pattern.m:
-            per_group = f" in each of {groups} groups" if name == "out" and groups > 1 else ""
+    for name, size in (("in", columns), ("out", out // groups)):
+        if size % m:
+            per_group = ""
+            if name == "out" and groups > 1:
+                per_group = f" in each of {groups} groups"
             raise ValueError(
-                f"shape {shape} has no tiles of {pattern}: M={pattern.m} does not divide the size {size} of `{name}`"
+                f"shape {shape} has no tiles of {pattern}: M={m} does not divide the size {size} of `{name}`"
                 f"{per_group}; choose another pattern, name the layer in `exclude`, or use a mask of one axis (nm_mask)"
             )
 
 
 def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
-    """Magnitudes of tiles [M, M, B] as int32 from 0 to ``2**28 / M``; -1 for NaN.
+    """Return the magnitudes of tiles ``[M, M, B]`` as int32 from 0 to ``2**28 / M``; -1 for NaN.
 
     The unit is a power of two per tile, so that numbers of few bits stay what they are. An infinity is worth more than
     all finite entries together that a mask could keep in its place.
     """
     top = 28 - pattern.m.bit_length()  # M losses add up to less than half of `_NEVER`
-    magnitudes = (
-        tiles.double().abs()
-    )  # neither a denormal float32 nor the integer -2**31 is in trouble
+    # In float64, neither a denormal float32 nor the integer -2**31 is in trouble.
+    magnitudes = tiles.double().abs()
     nan = magnitudes.isnan()
     infinite = magnitudes.isinf()
     magnitudes.masked_fill_(nan | infinite, 0)
-    exponents = magnitudes.amax((0, 1)).frexp().exponent
+    largest_b = magnitudes.amax((0, 1))
+    exponent_b = largest_b.frexp().exponent.long()  # largest < 2**exponent
+    # Where there is an infinity, finite entries stay so small that N M of them are worth less.
     room = (pattern.n * pattern.m).bit_length()
-    bits = torch.where(infinite.any((0, 1)), top - room, top)
-    shift = bits - exponents.long()
-    first = shift.clamp(max=1000)
-    for part in (first, shift - first):  # one factor could overflow for float64
-        exponent_bits = (part + 1023) << 52
-        magnitudes *= exponent_bits.view(
-            torch.float64
-        )  # 2 ** part, without the rounding that a power may have
+    has_infinite_b = infinite.any((0, 1))
+    bits_b = torch.where(has_infinite_b, top - room, top)
+    shift_b = bits_b - exponent_b
+    # Two factors, as one could overflow for float64.
+    first_b = shift_b.clamp(max=1000)
+    second_b = shift_b - first_b
+    for part_b in (first_b, second_b):
+        # 2 ** part from its bits (the exponent of a float64 has an offset of 1023 and lies above 52 bits of fraction):
+        # without the rounding that a power may have.
+        exponent_bits = (part_b + 1023) << 52
+        magnitudes *= exponent_bits.view(torch.float64)
     values = magnitudes.round_().int()
     values.masked_fill_(infinite, 1 << top)
     return values.masked_fill_(nan, -1)
 
 
 def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
-    """Boolean [masks, M, M]: all with N ones in every row and column, in lexicographic order of the rows' choices."""
+    """Return all masks with N ones in every row and column, bool ``[masks, M, M]``.
+
+    They are in lexicographic order of the rows' choices.
+    """
     m = pattern.m
-    rows = [
-        [column in chosen for column in range(m)] for chosen in combinations(range(m), pattern.n)
-    ]
+    rows = []
+    for chosen in combinations(range(m), pattern.n):
+        row = [column in chosen for column in range(m)]
+        rows.append(row)
     masks = []
     for mask in product(rows, repeat=m):
         column_counts = map(sum, zip(*mask, strict=True))
@@ -155,73 +191,80 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     return torch.tensor(masks)
 
 
-def _by_table(values: Tensor, table: Tensor) -> Tensor:
-    """The best mask for every tile of values [M, M, B], by trying all; the first of equals."""
-    scores = (
-        table.view(len(table), -1).double() @ values.flatten(0, 1).double()
-    )  # exact: sums of integers
-    return table[scores.max(0).indices].permute(1, 2, 0)
+def _by_table(values_ijb: Tensor, table: Tensor) -> Tensor:
+    """Return the best mask for every tile of values ``[M, M, B]``, by trying all; the first of equals."""
+    values_eb = values_ijb.flatten(0, 1).double()  # e: the M M entries of a tile
+    masks_te = table.view(len(table), -1).double()  # t: the masks of the table
+    scores_tb = masks_te @ values_eb  # exact: sums of integers
+    best_b = scores_tb.max(0).indices
+    return table[best_b].permute(1, 2, 0)
 
 
-def _by_paths(values: Tensor, pattern: NMPattern) -> Tensor:
-    """The best mask for every tile of values [M, M, B]."""
-    mask = _rows_alone(values - _prices(values, pattern), pattern)
-    unsettled = _unbalanced(mask, pattern)
-    values = values.index_select(2, unsettled)
-    some = mask.index_select(2, unsettled)
-    for _ in range(
-        pattern.n * pattern.m
-    ):  # enough: every round takes one surplus entry from every tile left
-        if len(unsettled) == 0:
+def _by_paths(values_ijb: Tensor, pattern: NMPattern) -> Tensor:
+    """Return the best mask for every tile of values ``[M, M, B]``, by prices and augmenting paths."""
+    mask_ijb = _rows_alone(values_ijb - _prices(values_ijb, pattern), pattern)
+    # Only tiles whose columns are not balanced go on, fewer in every round.
+    unbalanced = _unbalanced(mask_ijb, pattern)
+    values_iju = values_ijb.index_select(2, unbalanced)
+    mask_iju = mask_ijb.index_select(2, unbalanced)
+    # N M rounds are enough: every one takes one surplus entry from every tile left.
+    for _ in range(pattern.n * pattern.m):
+        if len(unbalanced) == 0:
             break
-        _augment(values, some, pattern)
-        mask.index_copy_(2, unsettled, some)
-        left = _unbalanced(some, pattern)
-        unsettled = unsettled.index_select(0, left)
-        values = values.index_select(2, left)
-        some = some.index_select(2, left)
-    return mask
+        _augment(values_iju, mask_iju, pattern)
+        mask_ijb.index_copy_(2, unbalanced, mask_iju)
+        left = _unbalanced(mask_iju, pattern)
+        unbalanced = unbalanced.index_select(0, left)
+        values_iju = values_iju.index_select(2, left)
+        mask_iju = mask_iju.index_select(2, left)
+    return mask_ijb
 
 
-def _unbalanced(mask: Tensor, pattern: NMPattern) -> Tensor:
-    """The numbers of the tiles of ``mask [M, M, B]`` with a column that does not have N entries."""
-    wrong = mask.sum(0) != pattern.n
-    return wrong.any(0).nonzero().squeeze(1)
+def _unbalanced(mask_ijb: Tensor, pattern: NMPattern) -> Tensor:
+    """Return the numbers of the tiles of a mask ``[M, M, B]`` with a column that does not have N entries."""
+    wrong_jb = mask_ijb.sum(0) != pattern.n
+    wrong_b = wrong_jb.any(0)
+    return wrong_b.nonzero().squeeze(1)
 
 
 def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
-    """The N largest of every row of values [M, M, B]; among equals row i takes the first from column i on, round about.
+    """Mark the N largest of every row of values ``[M, M, B]``, whatever the columns get.
 
-    Thus rows that are equal differ in what they keep, and a tile of one number is settled at once.
+    Among equals row i takes the first from column i on, round about: rows that are equal differ in what they keep, and
+    a tile of one number is balanced at once.
     """
     m = pattern.m
     index = torch.arange(m, device=values.device)
     row = index.unsqueeze(1)
-    turned = row * m + (row + index) % m  # row i of a tile begins at its entry i
-    back = turned.flatten().argsort()
-    flat = values.flatten(0, 1)
-    mask = nm_mask(flat[turned], pattern, dim=1)
-    return mask.flatten(0, 1)[back].view(values.shape)
+    # Row i of a tile begins at its entry i, since of equals nm_mask keeps the first.
+    rotated = row * m + (row + index) % m
+    inverse = rotated.flatten().argsort()
+    flat_eb = values.flatten(0, 1)
+    rotated_mask = nm_mask(flat_eb[rotated], pattern, dim=1)
+    mask_eb = rotated_mask.flatten(0, 1)[inverse]
+    return mask_eb.view(values.shape)
 
 
 def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
-    """Prices [M, B] of the columns at which about N rows have each of them among their N best.
+    """Return prices ``[M, B]`` of the columns at which about N rows have each of them among their N best.
 
     Coordinate descent on the dual of the linear program,
     ``min over u, v of sum_i N u_i + sum_j N v_j + sum_ij max(w_ij - u_i - v_j, 0)``: it is lowest in u_i anywhere from
     the N-th to the next largest of ``w_ij - v_j`` over j, and the middle leads furthest.
     """
-    prices = torch.zeros_like(values[0])
+    prices_jb = torch.zeros_like(values[0])
     for _ in range(_PRICE_ROUNDS):
-        row_prices = _margin((values - prices).unbind(1), pattern.n)
-        prices = _margin((values - row_prices.unsqueeze(1)).unbind(0), pattern.n)
-    return prices
+        row_prices_ib = _margin((values - prices_jb).unbind(1), pattern.n)
+        row_prices_i1b = row_prices_ib.unsqueeze(1)
+        prices_jb = _margin((values - row_prices_i1b).unbind(0), pattern.n)
+    return prices_jb
 
 
 def _margin(entries: Sequence[Tensor], n: int) -> Tensor:
-    """The middle between the n-th and the next largest of the entries, elementwise, by insertion."""
+    """Return the middle between the n-th and the next largest of the entries, elementwise, by insertion."""
     top: list[Tensor] = []
     for entry in entries:
+        # The larger stays in its place, and the smaller goes on to the next one.
         for k, held in enumerate(top):
             top[k] = torch.maximum(held, entry)
             if k < n:
@@ -241,44 +284,80 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
     column twice and its parents, which change only for a strict gain, lead back to its start.
     """
     m = pattern.m
-    give = torch.where(mask, -values, _NEVER)
-    take = torch.where(mask, _NEVER, values)
-    gain = give[0].unsqueeze(1) + take[0]
-    step = torch.empty_like(gain)
-    for i in range(1, m):
-        torch.add(give[i].unsqueeze(1), take[i], out=step)
-        torch.maximum(gain, step, out=gain)
+    # [M, M, U], for the U tiles that are not balanced yet: what a row gains when it gives or takes an entry.
+    give_iju = torch.where(mask, -values, _NEVER)
+    take_iku = torch.where(mask, _NEVER, values)
+    gain_jku = _step_gains(give_iju, take_iku)
+    counts_ju = mask.sum(0, dtype=torch.int32)
+    parent_ju, end_1u = _best_paths(gain_jku, counts_ju, pattern)
 
-    counts = mask.sum(0, dtype=torch.int32)
-    total = torch.full_like(counts, 2 * _NEVER).masked_fill_(counts > pattern.n, 0)
-    parent = torch.arange(m, device=values.device).unsqueeze(1).repeat(1, counts.shape[1])
-    for _ in range(m - 1):
-        before = total.clone()
-        for via in range(m):
-            reached = total[via] + gain[via]
-            parent.masked_fill_(reached > total, via)
-            torch.maximum(total, reached, out=total)
-        if torch.equal(before, total):
-            break
-
-    # Paths end where a column has too few, and are followed back to where they start.
-    ends = total.masked_fill(counts >= pattern.n, 4 * _NEVER)
-    column = ends.max(0).indices.unsqueeze(0)
+    # Paths are followed back to where they start.
+    column_1u = end_1u
     cells = mask.view(m * m, -1)
     for _ in range(m - 1):
-        source = parent.gather(0, column)
-        moves = source != column
-        gains = _pick(give, source) + _pick(take, column)
-        row = gains.max(0).indices
-        for end in (source, column):
-            cell = row * m + end
-            flipped = (
-                cells.gather(0, cell) ^ moves
-            )  # where the path has ended already, nothing moves
-            cells.scatter_(0, cell, flipped)
-        column = source
+        source_1u = parent_ju.gather(0, column_1u)
+        # Where the path has ended already, nothing moves.
+        moves_1u = source_1u != column_1u
+        given_i1u = _pick(give_iju, source_1u)
+        taken_i1u = _pick(take_iku, column_1u)
+        gains_i1u = given_i1u + taken_i1u
+        row_1u = gains_i1u.max(0).indices
+        for flipped_column in (source_1u, column_1u):
+            cell_1u = row_1u * m + flipped_column
+            flipped = cells.gather(0, cell_1u) ^ moves_1u
+            cells.scatter_(0, cell_1u, flipped)
+        column_1u = source_1u
+
+
+def _step_gains(give_iju: Tensor, take_iku: Tensor) -> Tensor:
+    """Return what a step from column j to column k gains in the best of the rows, ``[M, M, U]``."""
+    gain_jku = give_iju[0].unsqueeze(1) + take_iku[0]
+    step_jku = torch.empty_like(gain_jku)  # one buffer for all rows
+    for i in range(1, len(give_iju)):
+        torch.add(give_iju[i].unsqueeze(1), take_iku[i], out=step_jku)
+        torch.maximum(gain_jku, step_jku, out=gain_jku)
+    return gain_jku
+
+
+def _best_paths(
+    gain_jku: Tensor,
+    counts_ju: Tensor,
+    pattern: NMPattern,
+) -> tuple[Tensor, Tensor]:
+    """Find the paths of most gain from columns with too many entries to those with too few, by Bellman and Ford.
+
+    Args:
+        gain_jku: What a step from column j to column k gains, ``[M, M, U]``.
+        counts_ju: Entries of each column, ``[M, U]``.
+        pattern: N is the count at which a column is full.
+
+    Returns:
+        The column before each column on the path to it, ``[M, U]``: itself where the path starts; and the column at
+        which the best path of each tile ends, ``[1, U]``.
+    """
+    m = len(gain_jku)
+    # Paths start at no cost where a column has too many.
+    is_start_ju = counts_ju > pattern.n
+    total_ju = torch.full_like(counts_ju, 2 * _NEVER)
+    total_ju.masked_fill_(is_start_ju, 0)
+    index = torch.arange(m, device=gain_jku.device)
+    parent_ju = index.unsqueeze(1).repeat(1, counts_ju.shape[1])
+    for _ in range(m - 1):
+        before_ju = total_ju.clone()
+        for via in range(m):
+            reached_ju = total_ju[via] + gain_jku[via]
+            parent_ju.masked_fill_(reached_ju > total_ju, via)
+            torch.maximum(total_ju, reached_ju, out=total_ju)
+        if torch.equal(before_ju, total_ju):
+            break
+    # They end where a column has too few.
+    is_no_end_ju = counts_ju >= pattern.n
+    at_end_ju = total_ju.masked_fill(is_no_end_ju, 4 * _NEVER)
+    end_u = at_end_ju.max(0).indices
+    return parent_ju, end_u.unsqueeze(0)
 
 
 def _pick(entries: Tensor, column: Tensor) -> Tensor:
-    """Of entries [M, M, B], one column per tile: [M, 1, B]."""
-    return entries.gather(1, column.expand(len(entries), 1, -1))
+    """Take one column per tile of entries ``[M, M, U]``: ``[M, 1, U]``."""
+    index = column.expand(len(entries), 1, -1)
+    return entries.gather(1, index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, reduce
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from lightning_nm.functional.pattern import NMPattern, PatternLike
 _CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 25
 
-Planes = list[Tensor]  # one tensor per entry of a block
+Planes: TypeAlias = list[Tensor]
+"""M tensors of one shape: the first entries of all blocks, the second entries, ..."""
 
 
 def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -54,9 +55,10 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
     Source: Chmiel et al., arXiv:2203.10991, as :func:`mvue`, for 1:2 and 2:4.
     """
     pattern = NMPattern.parse(pattern)
-    no_numbers = _uniform(x, pattern, dim, 0, None, None)
+    # This checks the arguments, as for the estimators; probabilities need no random numbers.
+    no_numbers = _uniform(x, pattern, dim, rows=0, uniform=None, generator=None)
     function = partial(_probabilities, n=pattern.n)
-    return _map_blocks(function, x, pattern, dim, no_numbers, _wide(x))
+    return _map_blocks(function, x, pattern, dim, no_numbers, _wide_dtype(x))
 
 
 def mvue(
@@ -98,9 +100,9 @@ def mvue(
     """
     pattern = NMPattern.parse(pattern)
     given = None if uniform is None else uniform.unsqueeze(0)
-    rows = _uniform(x, pattern, dim, 1, given, generator)
+    numbers = _uniform(x, pattern, dim, rows=1, uniform=given, generator=generator)
     function = partial(_sample, n=pattern.n)
-    return _map_blocks(function, x, pattern, dim, rows, x.dtype)
+    return _map_blocks(function, x, pattern, dim, numbers, x.dtype)
 
 
 def approx_mvue(
@@ -136,11 +138,11 @@ def approx_mvue(
         raise ValueError(
             f"approx_mvue is defined for 2:4, not for {pattern}: use mvue, which takes any pattern"
         )
-    rows = _uniform(x, pattern, dim, 2, uniform, generator)
-    return _map_blocks(_sample_two_of_four, x, pattern, dim, rows, x.dtype)
+    numbers = _uniform(x, pattern, dim, rows=2, uniform=uniform, generator=generator)
+    return _map_blocks(_sample_two_of_four, x, pattern, dim, numbers, x.dtype)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -153,15 +155,18 @@ def _uniform(
     uniform: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Check the arguments; return ``rows`` random numbers per block, given or drawn, as [rows, *blocks]."""
-    if not x.dtype.is_floating_point:  # torch 2.6 cannot trace the method in a backward pass
+    """Check the arguments; return ``rows`` random numbers per block, given or drawn, as ``[rows, *blocks]``."""
+    # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass.
+    if not x.dtype.is_floating_point:
         raise TypeError(
             f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype"
         )
     dim = _check_blocks(x, pattern, dim)
-    shape = (rows, *x.shape[:dim], x.shape[dim] // pattern.m, *x.shape[dim + 1 :])
+    blocks = x.shape[dim] // pattern.m
+    shape = (rows, *x.shape[:dim], blocks, *x.shape[dim + 1 :])
+    dtype = _wide_dtype(x)
     if uniform is None:
-        return torch.rand(shape, generator=generator, dtype=_wide(x), device=x.device)
+        return torch.rand(shape, generator=generator, dtype=dtype, device=x.device)
     if generator is not None:
         raise ValueError(
             "uniform and generator are two sources of the same numbers: pass one of them"
@@ -175,7 +180,7 @@ def _uniform(
         raise ValueError(
             f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}"
         )
-    return uniform.detach().to(_wide(x))
+    return uniform.detach().to(dtype)
 
 
 def _map_blocks(
@@ -189,45 +194,80 @@ def _map_blocks(
     """Apply ``function(planes of x, random numbers, careful)``, which returns planes, to all blocks along ``dim``."""
     x = x.detach()
     dim = dim % x.dim()
-    wide = _wide(x)
     m = pattern.m
     if torch.compiler.is_compiling():
-        entries = x.to(wide).unflatten(dim, (-1, m)).unbind(dim + 1)
-        results = function(list(entries), uniform, True)
-        return torch.stack(results, dim + 1).flatten(dim, dim + 1).to(dtype)
+        # One expression for all blocks, which the compiler fuses; nothing may be read, hence careful.
+        wide_x = x.to(_wide_dtype(x))
+        entry_axis = dim + 1
+        planes = wide_x.unflatten(dim, (-1, m)).unbind(entry_axis)
+        results = function(list(planes), uniform, True)
+        blocks = torch.stack(results, entry_axis)
+        return blocks.flatten(dim, entry_axis).to(dtype)
     # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
-    order = sorted(range(x.dim()), key=lambda axis: x.stride()[axis], reverse=True)
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
     dense = x.permute(order)
-    inner = dense.shape[order.index(dim) + 1 :].numel()
     result = torch.empty(dense.shape, dtype=dtype, device=x.device)
     if x.numel():
-        on_cpu = x.device.type == "cpu"
-        entries_at_once = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
-        chunk = max(1, entries_at_once // m)
-        # Pieces of whole rows of blocks, or of one row if that is already too much.
-        height = max(1, chunk // inner)
-        width = min(chunk, inner)
-        axes = [axis + 1 for axis in order]
-        numbers = uniform.permute(0, *axes).reshape(len(uniform), x.numel() // (m * inner), inner)
-        readable = (
-            on_cpu and type(x) is Tensor
-        )  # a fake tensor has no values, and reading stalls an accelerator
-        for part, draw, out in zip(
-            dense.reshape(-1, m, inner).split(height),
-            numbers.split(height, 1),
-            result.view(-1, m, inner).split(height),
+        # [B, M, I]: I entries lie between two neighbours of a block in memory.
+        inner = dense.shape[order.index(dim) + 1 :].numel()
+        x_bmi = dense.reshape(-1, m, inner)
+        # The random numbers have one axis more, in front: [rows, B, I].
+        number_order = [0, *(axis + 1 for axis in order)]
+        numbers_rbi = uniform.permute(number_order).reshape(len(uniform), len(x_bmi), inner)
+        _map_chunks(function, x_bmi, numbers_rbi, result.view(-1, m, inner))
+    inverse_order = [order.index(axis) for axis in range(x.dim())]
+    return result.permute(inverse_order)
+
+
+def _map_chunks(
+    function: Callable[[Planes, Tensor, bool], Planes],
+    x_bmi: Tensor,
+    numbers_rbi: Tensor,
+    result_bmi: Tensor,
+) -> None:
+    """Apply a function of :func:`_map_blocks` to blocks ``[B, M, I]``, in pieces, and write what it returns."""
+    m, inner = x_bmi.shape[1:]
+    on_cpu = x_bmi.device.type == "cpu"
+    entries_at_once = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
+    blocks_at_once = max(1, entries_at_once // m)
+    # Pieces of whole rows of blocks, or of one row if that is already too much.
+    height = max(1, blocks_at_once // inner)
+    width = min(blocks_at_once, inner)
+    for rows_bmi, row_numbers_rbi, to_rows_bmi in zip(
+        x_bmi.split(height),
+        numbers_rbi.split(height, 1),
+        result_bmi.split(height),
+        strict=True,
+    ):
+        for piece_bmi, piece_numbers_rbi, to_bmi in zip(
+            rows_bmi.split(width, 2),
+            row_numbers_rbi.split(width, 2),
+            to_rows_bmi.split(width, 2),
             strict=True,
         ):
-            for block, u, to in zip(
-                part.split(width, 2), draw.split(width, 2), out.split(width, 2), strict=True
-            ):
-                planes = torch.stack([plane.to(wide) for plane in block.unbind(1)])
-                # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
-                careful = not readable or not bool(planes.abs().sum() < torch.finfo(wide).max / 4)
-                results = function(list(planes), u, careful)
-                for row, plane in zip(to.unbind(1), results, strict=True):
-                    row.copy_(plane)
-    return result.permute([order.index(axis) for axis in range(x.dim())])
+            results = _apply_to_piece(function, piece_bmi, piece_numbers_rbi)
+            for to_bi, result_bi in zip(to_bmi.unbind(1), results, strict=True):
+                to_bi.copy_(result_bi)
+
+
+def _apply_to_piece(
+    function: Callable[[Planes, Tensor, bool], Planes],
+    x_bmi: Tensor,
+    numbers_rbi: Tensor,
+) -> Planes:
+    """Apply a function of :func:`_map_blocks` to the planes of one piece; be careful only where values demand it."""
+    wide = _wide_dtype(x_bmi)
+    planes_mbi = torch.stack([plane.to(wide) for plane in x_bmi.unbind(1)])
+    # A fake tensor has no values, and reading stalls an accelerator.
+    readable = x_bmi.device.type == "cpu" and type(x_bmi) is Tensor
+    careful = True
+    if readable:
+        # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
+        limit = torch.finfo(wide).max / 4
+        is_small = planes_mbi.abs().sum() < limit
+        careful = not bool(is_small)
+    return function(list(planes_mbi), numbers_rbi, careful)
 
 
 class _Saturated(NamedTuple):
@@ -250,20 +290,19 @@ def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
     due = n - n * few
     exact = [few * entry for entry in live]
     tail = magnitudes
+    # A round takes at least one entry, or none exceeds the level. N - 1 rounds are enough: where only one is due, the
+    # level is the total, which no entry exceeds.
     for _ in range(n - 1):
         part, _ = _scale(tail, careful)
         total = reduce(torch.add, part)
+        # Above the level, entry > total / due; the product avoids dividing by 0.
         over = [_less(total, due * entry) for entry in part]
         taken = reduce(torch.add, over)
         if not careful and not taken.any():
             break
         due = due - taken
         exact = list(map(torch.add, exact, over))
-        # The entries that were taken leave the tail: x - x * 1 is 0.
-        tail = [
-            torch.addcmul(entry, entry, more, value=-1)
-            for entry, more in zip(tail, over, strict=True)
-        ]
+        tail = _without(tail, over)
     part, unit = _scale(tail, careful)
     reach = list(accumulate(part, torch.add))
     if n > 1:  # entries may have left the tail
@@ -272,13 +311,24 @@ def _saturate(magnitudes: Planes, n: int, careful: bool) -> _Saturated:
     return _Saturated(exact, live, part, reach, due, level)
 
 
+def _without(entries: Planes, taken: Planes) -> Planes:
+    """Return the entries with zeros in place of those that were taken: x - x * 1 is 0."""
+    left = []
+    for entry, hit in zip(entries, taken, strict=True):
+        left.append(torch.addcmul(entry, entry, hit, value=-1))
+    return left
+
+
 def _probabilities(planes: Planes, _: Tensor, careful: bool, n: int) -> Planes:
+    """Compute :func:`mvue_probabilities` of planes."""
     magnitudes, broken = _clean(planes, careful)
     blocks = _saturate(magnitudes, n, careful)
+    total = blocks.reach[-1]
     result = []
     for part, exact in zip(blocks.part, blocks.exact, strict=True):
         # Nothing is due where few entries are nonzero, and all of those are exact.
-        p = part / blocks.reach[-1] * blocks.due
+        p = part / total * blocks.due
+        # 0 / 0 in a block without anything left to be drawn.
         p = p.clamp(max=1).nan_to_num(nan=0.0)
         p = torch.where(exact > 0, 1, p)
         if broken is not None:
@@ -288,11 +338,13 @@ def _probabilities(planes: Planes, _: Tensor, careful: bool, n: int) -> Planes:
 
 
 def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
+    """Draw the sample of :func:`mvue` of planes, with one random number per block."""
     magnitudes, broken = _clean(planes, careful)
     blocks = _saturate(magnitudes, n, careful)
     due = blocks.due
     total = blocks.reach[-1]
     taken = torch.zeros_like(due)
+    # How many of the entries seen so far must have been taken for those to come to suffice.
     wanted = due - reduce(torch.add, blocks.live)
     result = []
     for i, (live, reach) in enumerate(zip(blocks.live, blocks.reach, strict=True)):
@@ -303,43 +355,55 @@ def _sample(planes: Planes, uniform: Tensor, careful: bool, n: int) -> Planes:
         # Rounding may put two of them into one part, and one beyond the last nonzero: what exceeds one goes to the next
         # entry, and the last entries are taken if as many are due as are left.
         wanted = wanted + live
-        take = _less(taken, torch.maximum(count, wanted)) * live
+        needed = torch.maximum(count, wanted)
+        take = _less(taken, needed) * live
         taken = taken + take
-        result.append(
-            _assemble(planes[i], magnitudes[i], blocks.exact[i], take, blocks.level, broken)
-        )
+        exact = blocks.exact[i]
+        x = planes[i]
+        drawn = _assemble(x, magnitudes[i], exact, take, blocks.level, broken)
+        result.append(drawn)
     return result
 
 
 def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Planes:
+    """Draw the sample of :func:`approx_mvue` of planes, with two random numbers per block."""
     magnitudes, broken = _clean(planes, careful)
     live = [_positive(entry) for entry in magnitudes]
     nonzeros = reduce(torch.add, live)
+    # All of a block with at most two nonzeros is kept.
     few = (nonzeros <= 2).to(nonzeros.dtype)
     a, unit = _scale(magnitudes, careful)
     first, total = _draw(a, uniform[0])
-    rest = [torch.addcmul(entry, entry, hit, value=-1) for entry, hit in zip(a, first, strict=True)]
+    rest = _without(a, first)
     second, _ = _draw(rest, uniform[1])
     # S - a_k as a sum of the others: a difference would cancel where one entry is most of the block.
     low = a[0] + a[1]
     high = a[2] + a[3]
-    others = [a[1] + high, a[0] + high, a[3] + low, a[2] + low]
+    others = [
+        a[1] + high,
+        a[0] + high,
+        a[3] + low,
+        a[2] + low,
+    ]
     # The clamps only keep 0 / 0 out: nothing lies between 0 and the least subnormal number, and a p below the smallest
     # normal number is beyond the resolution of any draw.
-    tiny = torch.finfo(total.dtype).tiny
-    least = tiny * torch.finfo(total.dtype).eps
-    others = [rest.clamp(min=least) for rest in others]
-    share = [entry / total.clamp(min=least) for entry in a]
+    limits = torch.finfo(total.dtype)
+    smallest_normal = limits.tiny
+    least_subnormal = limits.tiny * limits.eps
+    others = [entry.clamp(min=least_subnormal) for entry in others]
+    share = [entry / total.clamp(min=least_subnormal) for entry in a]
     result = []
     for i, x in enumerate(planes):
+        # p_i = a_i / S + sum_{k != i} (a_k / S) a_i / (S - a_k)
         p = share[i]
         for k in range(4):
             if k != i:
                 p = p + share[k] * (a[i] / others[k])
         exact = few * live[i]
         take = (first[i] + second[i]) * (1 - few)
-        value = a[i] / p.clamp(min=tiny) / unit
-        result.append(_assemble(x, magnitudes[i], exact, take, value, broken))
+        value = a[i] / p.clamp(min=smallest_normal) / unit
+        drawn = _assemble(x, magnitudes[i], exact, take, value, broken)
+        result.append(drawn)
     return result
 
 
@@ -361,29 +425,40 @@ def _clean(planes: Planes, careful: bool) -> tuple[Planes, Tensor | None]:
     if not careful:
         return magnitudes, None
     largest = reduce(torch.maximum, magnitudes)
-    broken = ~(largest < torch.inf)  # negated, because a NaN is not below either
-    return [torch.where(broken, 1, magnitude) for magnitude in magnitudes], broken
+    # Negated, because a NaN is not below either.
+    broken = ~(largest < torch.inf)
+    cleaned = [torch.where(broken, 1, magnitude) for magnitude in magnitudes]
+    return cleaned, broken
 
 
 def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
     """Scale blocks whose sum might overflow by a power of two; return the scaled magnitudes and the scales."""
     if not careful:
         return magnitudes, 1.0
+    # A power of two scales without rounding. M entries of this share of the range add up to less than half of it.
     room = 2.0 ** -(2 * len(magnitudes)).bit_length()
-    top = reduce(torch.maximum, magnitudes)
-    large = top > torch.finfo(top.dtype).max * room
-    unit = torch.where(large, room, 1.0).to(top.dtype)
-    return [magnitude * unit for magnitude in magnitudes], unit
+    largest = reduce(torch.maximum, magnitudes)
+    limit = torch.finfo(largest.dtype).max * room
+    is_large = largest > limit
+    unit = torch.where(is_large, room, 1.0).to(largest.dtype)
+    scaled = [magnitude * unit for magnitude in magnitudes]
+    return scaled, unit
 
 
 def _assemble(
-    x: Tensor, magnitude: Tensor, exact: Tensor, take: Tensor, value: Tensor, broken: Tensor | None
+    x: Tensor,
+    magnitude: Tensor,
+    exact: Tensor,
+    take: Tensor,
+    value: Tensor,
+    broken: Tensor | None,
 ) -> Tensor:
     """Return x where exact, sign(x) times the value where taken, and +0 elsewhere."""
     if broken is None:
-        # Adding zero makes +0 of the -0 that a negative sign makes of 0.
         size = torch.addcmul(magnitude * exact, value, take)
+        # Adding zero makes +0 of the -0 that a negative sign makes of 0.
         return size * x.sign() + 0.0
+    # Products with a value that is not finite would be NaN: select.
     signed = torch.copysign(value, x)
     drawn = torch.where(broken, torch.nan, signed)
     sampled = torch.where(take > 0, drawn, 0)
@@ -400,6 +475,5 @@ def _less(x: Tensor, y: Tensor) -> Tensor:
     """Return 1 where x < y, else 0, in the dtype of y."""
     if torch.compiler.is_compiling():
         return (x < y).to(y.dtype)
-    return torch.lt(
-        x, y, out=torch.empty_like(y)
-    )  # on a CPU many times faster than a comparison into bool
+    # On a CPU many times faster than a comparison into bool.
+    return torch.lt(x, y, out=torch.empty_like(y))

@@ -19,49 +19,71 @@ Layers: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 class NMMetric(Metric):
-    """A statistic between 0 and 1, unless a subclass says otherwise."""
+    """Base class of the metrics: a statistic between 0 and 1, unless a subclass says otherwise."""
 
+    # Class attributes of torchmetrics. full_state_update=False: forward() computes the value of the batch alone and
+    # merges the states, instead of updating twice.
     is_differentiable = False
     full_state_update = False
     plot_lower_bound = 0.0
     plot_upper_bound: float | None = 1.0
 
     def plot(
-        self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None
+        self,
+        val: Tensor | Sequence[Tensor] | None = None,
+        ax: Axes | None = None,
     ) -> tuple[Any, Any]:
         """Plot values in the order of time, ``compute()`` by default; return the figure, None with ``ax``, and axes."""
         return self._plot(val, ax)
 
 
 class RatioMetric(NMMetric):
-    """A ratio of two sums over layers, updates and processes; subclasses define the class attributes and ``update``."""
+    """A ratio of two sums over layers, updates and processes; subclasses define the class attributes and ``update``.
+
+    Example:
+        >>> from lightning_nm.functional.statistics import DENSITY
+        >>> class Density(RatioMetric):
+        ...     ratio = DENSITY
+        ...     sums = ("nonzeros", "entries")
+        ...     def update(self, masks):
+        ...         self.add((mask.count_nonzero(), mask.numel()) for mask in by_name(masks).values())
+        >>> density = Density()
+        >>> density.update(torch.tensor([True, False]))
+        >>> density.compute()
+        tensor(0.5000)
+    """
 
     ratio: Ratio
     sums: tuple[str, str]
-    """Names of the two states."""
+    """Names of the two states, numerator first."""
     sum_dtype = torch.int64
+    """Dtype of the sums: int64 for counts, which stay exact, float64 for magnitudes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         for name in self.sums:
-            self.add_state(
-                name, default=torch.zeros((), dtype=self.sum_dtype), dist_reduce_fx="sum"
-            )
+            zero = torch.zeros((), dtype=self.sum_dtype)
+            self.add_state(name, default=zero, dist_reduce_fx="sum")
 
     def add(self, parts: Iterable[tuple[Tensor | int, Tensor | int]]) -> None:
         """Add pairs to the two sums; nothing is added if an error is raised.
 
         Sums are not changed in place: one that was reset in inference mode may be updated outside of it.
         """
-        totals = [getattr(self, name) for name in self.sums]
-        for pair in parts:
-            totals = [total + part for total, part in zip(totals, pair, strict=True)]
-        for name, total in zip(self.sums, totals, strict=True):
-            setattr(self, name, total)
+        numerator, denominator = self.sums
+        numerator_sum = getattr(self, numerator)
+        denominator_sum = getattr(self, denominator)
+        # `parts` may be a generator that checks as it goes, and raises at a later layer.
+        for numerator_part, denominator_part in parts:
+            numerator_sum = numerator_sum + numerator_part
+            denominator_sum = denominator_sum + denominator_part
+        setattr(self, numerator, numerator_sum)
+        setattr(self, denominator, denominator_sum)
 
     def compute(self) -> Tensor:
         """Return the ratio, float32 and without axes."""
-        return self.ratio(*(getattr(self, name) for name in self.sums))
+        numerator, denominator = self.sums
+        return self.ratio(getattr(self, numerator), getattr(self, denominator))
 
 
 def by_name(layers: Layers) -> Mapping[str, Tensor]:
@@ -81,11 +103,14 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
 
 
 def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Yield the two tensors of each layer, and its name. Refuse different layers by a ValueError."""
-    first, second = by_name(one), by_name(other)
+    """Return an iterator over the two tensors and the name of each layer. Refuse different layers by a ValueError."""
+    first = by_name(one)
+    second = by_name(other)
     if first.keys() != second.keys():
-        lone = ", ".join(repr(name) for name in first.keys() ^ second.keys())
+        unmatched = first.keys() ^ second.keys()
+        names = ", ".join(repr(name) for name in unmatched)
         raise ValueError(
-            f"both arguments name the same layers, or are two tensors: only one of them has {lone}"
+            f"both arguments name the same layers, or are two tensors: only one of them has {names}"
         )
+    # A generator expression and not `yield`: the check above runs when the function is called.
     return ((tensor, second[name], name) for name, tensor in first.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,20 @@ from lightning_nm.functional.mask_storage import count_bits
 from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_masks
 from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
+# What the keys of stored masks begin with in a state_dict: `memory.<layer>.shape` and `memory.<layer>.bits`.
 _KEY = "memory."
+
+
+class _StoredMask(NamedTuple):
+    """What is kept of a layer's mask until the next update.
+
+    Args:
+        shape: The shape of the mask.
+        rows: Its bits and what else the metric remembers, packed by :func:`pack_mask`, uint8 ``[rows, bytes]``.
+    """
+
+    shape: tuple[int, ...]
+    rows: Tensor
 
 
 class MaskHistory(RatioMetric):
@@ -26,13 +39,14 @@ class MaskHistory(RatioMetric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._memory: dict[
-            str, tuple[tuple[int, ...], Tensor]
-        ] = {}  # by layer: the mask's shape; packed rows
-        self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
+        self._memory: dict[str, _StoredMask] = {}  # by layer
+        self._before_forward: dict[str, _StoredMask] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
-        """Add the changes of a layer of so many entries; return new rows, as ``forward`` may restore the old ones."""
+        """Add the changes of a layer of so many entries, and return its new rows.
+
+        The old rows must not be changed in place: ``forward`` may restore them.
+        """
         raise NotImplementedError
 
     def remember(self, packed: Tensor) -> Tensor:
@@ -42,22 +56,28 @@ class MaskHistory(RatioMetric):
     def update(self, masks: Layers) -> None:
         """Compare bool masks with the last ones of the same names and shapes, and store them."""
         layers = by_name(masks)
+        # All masks are checked before one is compared: nothing changes if an error is raised.
         for name, mask in layers.items():
-            check_masks({"mask": mask}, name)
-            shape = tuple(mask.shape)
-            if name in self._memory and self._memory[name][0] != shape:
-                shapes = f"has shape {shape}, but had {self._memory[name][0]} before"
-                raise ValueError(
-                    f"the mask of layer '{name}' {shapes}: name layers apart, or call forget()"
-                )
+            self._check(name, mask)
         for name, mask in layers.items():
             packed = pack_mask(mask)
-            if name in self._memory:
-                _, known = self._memory[name]
-                rows = self.compare(packed, known, mask.numel())
-            else:
+            known = self._memory.get(name)
+            if known is None:
                 rows = self.remember(packed)
-            self._memory[name] = tuple(mask.shape), rows
+            else:
+                rows = self.compare(packed, known.rows, mask.numel())
+            self._memory[name] = _StoredMask(tuple(mask.shape), rows)
+
+    def _check(self, name: str, mask: Tensor) -> None:
+        """Refuse what is no mask, and a mask of another shape than the last one of this name."""
+        check_masks({"mask": mask}, name)
+        shape = tuple(mask.shape)
+        known = self._memory.get(name)
+        if known is not None and known.shape != shape:
+            raise ValueError(
+                f"the mask of layer '{name}' has shape {shape}, but had {known.shape} before: name layers apart, or "
+                "call forget()"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Update, and return the value of this update only: the changes since the previous update."""
@@ -70,51 +90,65 @@ class MaskHistory(RatioMetric):
     def reset(self) -> None:
         """Clear the sums and keep the masks for the next update."""
         super().reset()
-        if self._before_forward is not None:  # torchmetrics' second update must see the same change
+        # Where forward() synchronizes, torchmetrics updates, resets and updates again: the second update must see the
+        # same change.
+        if self._before_forward is not None:
             self._memory = dict(self._before_forward)
 
     def forget(self) -> None:
         """Clear the sums and the masks: the next update is the first."""
-        self.reset()
+        self.reset()  # before the masks are cleared: it may restore them
         self._memory = {}
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> torch.nn.Module:
+        # torchmetrics moves the states here, as torch moves buffers. Only the device concerns packed bits: a change of
+        # dtype, which `fn` may be, would break them.
         module = super()._apply(fn, exclude_state)
-        self._memory = {
-            name: (shape, rows.to(self.device)) for name, (shape, rows) in self._memory.items()
-        }
+        moved = {}
+        for name, stored in self._memory.items():
+            moved[name] = _StoredMask(stored.shape, stored.rows.to(self.device))
+        self._memory = moved
         return module
 
     def state_dict(  # type: ignore[override]  # torchmetrics' signature
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Return the sums, and for each layer the shape and the bits of its mask, where they are persistent."""
         destination = super().state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         if any(self._persistent.values()):
-            for name, (shape, rows) in self._memory.items():
-                destination[f"{prefix}{_KEY}{name}.shape"] = torch.tensor(shape, dtype=torch.int64)
-                destination[f"{prefix}{_KEY}{name}.bits"] = rows.clone()
+            for name, stored in self._memory.items():
+                key = f"{prefix}{_KEY}{name}"
+                destination[f"{key}.shape"] = torch.tensor(stored.shape, dtype=torch.int64)
+                destination[f"{key}.bits"] = stored.rows.clone()
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torch would report the keys of masks, which are no states, as unexpected.
         start = prefix + _KEY
         saved = {}
         for key in list(state_dict):
             if key.startswith(start):
                 saved[key.removeprefix(start)] = state_dict.pop(key)
-        if any(
-            prefix + key in state_dict for key in self._defaults
-        ):  # else they were not persistent
-            memory = {}
-            for key, bits in saved.items():
-                if key.endswith(".bits"):
-                    name = key.removesuffix(".bits")
-                    shape = saved[f"{name}.shape"]
-                    memory[name] = (tuple(shape.tolist()), bits.to(self.device))
-            self._memory = memory
+        # Without its sums, the metric was not persistent: it keeps the masks that it has.
+        was_persistent = any(prefix + key in state_dict for key in self._defaults)
+        if was_persistent:
+            self._memory = self._stored_masks(saved)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _stored_masks(self, saved: dict[str, Tensor]) -> dict[str, _StoredMask]:
+        """Return the masks that :meth:`state_dict` wrote, by layer."""
+        masks = {}
+        for key, rows in saved.items():
+            if key.endswith(".bits"):
+                name = key.removesuffix(".bits")
+                shape = saved[f"{name}.shape"].tolist()
+                masks[name] = _StoredMask(tuple(shape), rows.to(self.device))
+        return masks
 
 
 class MaskFlipRate(MaskHistory):
@@ -138,7 +172,8 @@ class MaskFlipRate(MaskHistory):
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
         """Count the flips."""
-        self.add([(count_bits(packed ^ rows[0]), entries)])
+        flips = packed ^ rows[0]
+        self.add([(count_bits(flips), entries)])
         return self.remember(packed)
 
 
@@ -166,11 +201,14 @@ class MaskOscillation(MaskHistory):
 
     def remember(self, packed: Tensor) -> Tensor:
         """Return the mask, and that no entry flipped yet."""
-        return torch.stack([packed, torch.zeros_like(packed)])
+        flipped = torch.zeros_like(packed)
+        return torch.stack([packed, flipped])
 
     def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
         """Count the flips of entries that flipped before."""
         before, flipped = rows
+        # Eight entries a byte: a bit of `flips` is 1 where the entry changed.
         flips = packed ^ before
-        self.add([(count_bits(flips & flipped), entries)])
+        flips_back = flips & flipped
+        self.add([(count_bits(flips_back), entries)])
         return torch.stack([packed, flipped | flips])

@@ -34,7 +34,7 @@ class MaskDensity(RatioMetric):
         tensor(0.3750)
     """
 
-    higher_is_better = None
+    higher_is_better = None  # the pattern decides
     ratio = DENSITY
     sums = ("nonzeros", "entries")
 
@@ -104,7 +104,7 @@ class GradientSNR(RatioMetric):
     """
 
     higher_is_better = True
-    plot_upper_bound = None
+    plot_upper_bound = None  # infinite for an exact estimate
     ratio = GRADIENT_SNR
     sums = ("signal", "error")
     sum_dtype = torch.float64
@@ -146,13 +146,11 @@ class MaskViolations(NMMetric):
         super().__init__(**kwargs)
         self.pattern = NMPattern.parse(pattern)
         self.dim = dim
+        # The masks of all processes are equal: a sum over them would count every block several times.
         self.add_state("violations", default=torch.tensor(0), dist_reduce_fx="max")
         # A MetricCollection updates only one of several metrics whose states are equal after the first update.
-        self.add_state(
-            "blocks",
-            default=torch.tensor([self.pattern.n, self.pattern.m, dim]),
-            dist_reduce_fx="max",
-        )
+        blocks = torch.tensor([self.pattern.n, self.pattern.m, dim])
+        self.add_state("blocks", default=blocks, dist_reduce_fx="max")
 
     def update(self, masks: Layers) -> None:
         """Count the blocks of masks or values that break the pattern."""
@@ -161,7 +159,10 @@ class MaskViolations(NMMetric):
             try:
                 violations = violations + count_violations(mask, self.pattern, self.dim)
             except (ValueError, IndexError) as error:
-                raise type(error)(f"layer '{name}': {error}" if name else str(error)) from None
+                # A lone tensor has no name.
+                where = f"layer '{name}': " if name else ""
+                raise type(error)(f"{where}{error}") from None
+        # Assigned once, at the end: nothing changes if a layer raises an error.
         self.violations = violations
 
     def compute(self) -> Tensor:
