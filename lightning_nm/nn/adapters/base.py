@@ -249,7 +249,7 @@ def adapter_of(
     name: str, module: nn.Module, named: Collection[str] = ()
 ) -> tuple[type[Adapter], type[nn.Module]] | None:
     """The adapter for a module: :func:`find_adapter`'s, or one for parameters that it recognizes or `named` names."""
-    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
+    kind = original_class(module)
     found = find_adapter(kind)
     if found is not None:
         return found
@@ -268,6 +268,11 @@ def adapter_of(
 def adapters_by_parameters() -> list[type[Adapter]]:
     """The adapters for modules of any class."""
     return [adapter for adapter in _ADAPTERS if adapter.by_parameters]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has, or had before it was adapted."""
+    return type(module).nm_base if isinstance(module, Adapter) else type(module)
 
 
 def adapted_class(base: type[nn.Module]) -> type[nn.Module]:

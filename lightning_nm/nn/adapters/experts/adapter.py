@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, original_class, register_adapter
 from lightning_nm.nn.adapters.experts import operators  # noqa: F401  (registers the operators)
 from lightning_nm.nn.adapters.experts.products import ExpertsInUse
 from lightning_nm.nn.adapters.experts.weight import ExpertWeight, Part
@@ -54,7 +54,7 @@ class NMExperts(Adapter):
         if cls.transposed is None:
             return (
                 getattr(module, "is_transposed", False) is True
-                or _class_of(module).__name__ in _TRANSPOSED
+                or original_class(module).__name__ in _TRANSPOSED
             )
         return cls.transposed if isinstance(cls.transposed, bool) else parameter in cls.transposed
 
@@ -69,7 +69,7 @@ class NMExperts(Adapter):
             hasattr(module, "is_transposed") and hasattr(module, "has_gate")
         ):
             return True
-        names = (_class_of(module).__name__, name.rpartition(".")[2], parameter)
+        names = (original_class(module).__name__, name.rpartition(".")[2], parameter)
         return len(getattr(module, parameter)) > 1 and any(
             "expert" in each.lower() for each in names
         )
@@ -162,10 +162,6 @@ def register_experts(
 
     decorator: Callable[[Kind], Kind] = register
     return decorator if kind is None else register(kind)
-
-
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    return type(module).nm_base if isinstance(module, Adapter) else type(module)
 
 
 def _holds_matrices(parameter: nn.Parameter | None) -> bool:
