@@ -78,9 +78,9 @@ class _MaskedDelta(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_ti, a_ri, b_or, mask_oi)
         ctx.scaling = scaling
-        delta_oi = _delta(a_ri, b_or, mask_oi, scaling)
-        # A and B keep their own dtype, often float32, until their product is made.
-        return F.linear(x_ti, delta_oi.to(x_ti.dtype))
+        # A and B keep their own dtype, often float32, until their product is made. The delta has no name of its own
+        # in that dtype: its memory is given back before the product.
+        return F.linear(x_ti, _delta(a_ri, b_or, mask_oi, scaling).to(x_ti.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -89,8 +89,7 @@ class _MaskedDelta(torch.autograd.Function):
         needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
         dx_ti = da_ri = db_or = None
         if needs_x:
-            delta_oi = _delta(a_ri, b_or, mask_oi, ctx.scaling)
-            dx_ti = dy_to @ delta_oi.to(x_ti.dtype)
+            dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
         if needs_a or needs_b:
             # The gradient of the unmasked product B A.
             grad_oi = masked((dy_to.t() @ x_ti).to(a_ri.dtype), mask_oi) * ctx.scaling

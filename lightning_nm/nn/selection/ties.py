@@ -171,7 +171,7 @@ class Ties:
         # Any number of embeddings may join a layer with a product, but no second such layer.
         if sum(not member.is_embedding for member in members) > 1:
             return f"its weight is shared with '{others[0].key}', which would change with it"
-        # Neither process-wide nor reordered rows are those that an embedding looks up.
+        # An embedding looks up plain rows of the whole weight.
         if is_sharded(candidate.weight):
             return f"its weight is sharded, and shared with '{others[0].key}'"
         if any(member.spec.layout != "plain" for member in members):
