@@ -390,7 +390,20 @@ def _wgrad(
     dy_to = gradient.dy_to
     seed = gradient.seed
     if product.key.sparsity == "outputs":
-        return _wgrad_at_kept_entries(layer, router, kernel, product, dy_to, weight, x_ti)
+
+        def operand() -> MaskedMatrix:
+            return forward_operand(layer, weight, product.key)
+
+        # The kernel computes the entries that the forward mask keeps, and no others.
+        def at_kept_entries() -> Tensor:
+            layout = layout_of(layer, router, kernel, product, operand)
+            return kernel.sampled(layout, dy_to, plain(x_ti))
+
+        def at_all_entries() -> Tensor:
+            return dy_to.t() @ x_ti
+
+        return run_kernel(router, kernel, product, at_kept_entries, at_all_entries)
+    # Without an estimator no operand of wgrad is sparse.
     if seed is None:
         return dy_to.t() @ x_ti
     if layer.observation.active:
@@ -401,30 +414,6 @@ def _wgrad(
 
     def dense() -> Tensor:
         return layer.estimate(dy_to, seed).t() @ x_ti
-
-    return run_kernel(router, kernel, product, sparse, dense)
-
-
-def _wgrad_at_kept_entries(
-    layer: NMLayer,
-    router: Router,
-    kernel: Any,
-    product: Product,
-    dy_to: Tensor,
-    weight: Tensor,
-    x_ti: Tensor,
-) -> Tensor:
-    """Return dW, of which the kernel computes the entries that the forward mask keeps, and no others."""
-
-    def operand() -> MaskedMatrix:
-        return forward_operand(layer, weight, product.key)
-
-    def sparse() -> Tensor:
-        layout = layout_of(layer, router, kernel, product, operand)
-        return kernel.sampled(layout, dy_to, plain(x_ti))
-
-    def dense() -> Tensor:
-        return dy_to.t() @ x_ti
 
     return run_kernel(router, kernel, product, sparse, dense)
 
