@@ -71,8 +71,11 @@ class AttentionForward(nn.Module):
         # Self-attention: one product of all rows.
         if query is key and key is value:
             return list(joint(query).chunk(3, dim=-1))
+        # Rows of the weight for q, then k, then v.
         return [
-            joint(x, rows=(i * width, (i + 1) * width)) for i, x in enumerate((query, key, value))
+            joint(query, rows=(0, width)),
+            joint(key, rows=(width, 2 * width)),
+            joint(value, rows=(2 * width, 3 * width)),
         ]
 
     def forward(
@@ -100,12 +103,8 @@ class AttentionForward(nn.Module):
         elif not mha.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         batch, targets, _ = q.shape
-        # Keys that belong to no token: learned ones, and zeros.
-        if mha.bias_k is not None:
-            k = torch.cat([k, mha.bias_k.to(k.dtype).expand(batch, 1, -1)], dim=1)
-            v = torch.cat([v, mha.bias_v.to(v.dtype).expand(batch, 1, -1)], dim=1)
-        if mha.add_zero_attn:
-            k, v = (torch.cat([x, x.new_zeros(batch, 1, x.shape[-1])], dim=1) for x in (k, v))
+        if mha.bias_k is not None or mha.add_zero_attn:
+            k, v = self._with_extra_keys(k, v)
         sources = k.shape[1]
         # [batch, heads, tokens, head_dim]
         heads_and_size = (mha.num_heads, mha.head_dim)
@@ -138,6 +137,20 @@ class AttentionForward(nn.Module):
             weights = weights.squeeze(0)
         return output, weights
 
+    def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys that belong to no token, a learned one and zeros; all are ``[batch, sources, embed_dim]``."""
+        mha: Any = self
+        batch, _, width = k.shape
+        if mha.bias_k is not None:
+            learned_k = mha.bias_k.to(k.dtype).expand(batch, 1, -1)
+            learned_v = mha.bias_v.to(v.dtype).expand(batch, 1, -1)
+            k = torch.cat([k, learned_k], dim=1)
+            v = torch.cat([v, learned_v], dim=1)
+        if mha.add_zero_attn:
+            k = torch.cat([k, k.new_zeros(batch, 1, width)], dim=1)
+            v = torch.cat([v, v.new_zeros(batch, 1, width)], dim=1)
+        return k, v
+
     def _attention_bias(
         self,
         attn_mask: Tensor | None,
@@ -150,8 +163,10 @@ class AttentionForward(nn.Module):
         bias = None
         if attn_mask is not None:
             bias = _additive(attn_mask, dtype)
-            # [batch x heads, targets, sources], or [targets, sources] for all of them.
-            bias = bias.unflatten(0, (batch, -1)) if bias.dim() == 3 else bias[None, None]
+            if bias.dim() == 3:
+                bias = bias.unflatten(0, (batch, -1))  # [batch x heads, targets, sources]
+            else:
+                bias = bias[None, None]  # [targets, sources], for all of them
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, dtype).view(batch, 1, 1, -1)
             bias = padding if bias is None else bias + padding

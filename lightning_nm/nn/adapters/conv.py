@@ -61,7 +61,7 @@ class _NMConv(Adapter):
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
-        conv: Any = self
+        conv: Any = self  # the attributes are those of torch's class
         x, padding, unbatched = padded_input(conv, input, self.weight.dim() - 2)
         y = nm_conv(
             x,
@@ -96,6 +96,7 @@ def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[
     x = input.unsqueeze(0) if unbatched else input
     # (before, after) for each spatial dimension
     sides = []
+    # torch takes padding as numbers or by one of two names.
     if conv.padding == "same":
         for dilation, taps in zip(conv.dilation, conv.kernel_size, strict=True):
             total = dilation * (taps - 1)

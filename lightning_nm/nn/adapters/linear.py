@@ -98,4 +98,5 @@ class NMTransposedLinear(Adapter):
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the one argument of a call, by position or by name, with a dimension for tokens."""
     (x,) = (*args, *kwargs.values())
+    # One token without a batch.
     return x if x.dim() > 1 else x.unsqueeze(0)

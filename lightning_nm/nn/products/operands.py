@@ -77,7 +77,9 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
 
     matrix_oi = _operand(layer, values, masks.bits, bit, key, order, dense)
     # Values and bits are views; only `dense` makes a transposed copy.
-    return matrix_oi._replace(values=matrix_oi.values.t(), bits=matrix_oi.bits.t())
+    values_io = matrix_oi.values.t()
+    bits_io = matrix_oi.bits.t()
+    return matrix_oi._replace(values=values_io, bits=bits_io)
 
 
 def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
@@ -89,9 +91,9 @@ def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> Maske
 
     matrix_io = backward_operand(layer, weight, key)
     # Not transposed, as for a linear layer: the layout of the forward serves both products.
-    return matrix_io._replace(
-        values=matrix_io.values.t(), bits=matrix_io.bits.t(), order=None, dense=dense
-    )
+    values_oi = matrix_io.values.t()
+    bits_oi = matrix_io.bits.t()
+    return matrix_io._replace(values=values_oi, bits=bits_oi, order=None, dense=dense)
 
 
 def _operand(
@@ -105,9 +107,9 @@ def _operand(
 ) -> MaskedMatrix:
     """Return values and mask bits as the matrix ``[out, in]`` that kernels take."""
     assert bits is not None  # a product without masks has no sparse operand
-    return MaskedMatrix(
-        layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense
-    )
+    values_oi = layer.matrix(values)
+    bits_oi = layer.matrix(bits)
+    return MaskedMatrix(values_oi, bits_oi, bit, key.pattern, key.dtype, order, dense)
 
 
 def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:

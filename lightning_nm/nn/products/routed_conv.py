@@ -79,6 +79,7 @@ def _product(
     layer: NMLayer, router: Router, gemm: GemmName, x: Tensor, conv: Convolution
 ) -> Product:
     """Return one of the layer's products as it would run now."""
+    # As of matrices: [outputs, in / groups * taps], and a token for each output position of each image.
     width = math.prod(conv.weight_shape[1:])
     positions = len(x) * math.prod(conv.positions)
     return product_now(layer, router, gemm, x, conv.outputs, width, conv, positions)
@@ -107,6 +108,7 @@ def forward_conv(
         tag: The layer's handle tensor.
         router: The router's handle.
     """
+    # The size of the tag is the layer's handle.
     layer: NMLayer = lookup(tag.shape[0])
     active_router: Router = lookup(router)
     conv = _convolution(x, weight, geometry)
@@ -118,6 +120,7 @@ def forward_conv(
     kernel = active_router.kernel(product)
 
     def dense() -> Tensor:
+        # The shape of the weight has the height of 1, too.
         forward_weight = layer.spec.method.forward_weight(layer, weight).to(x.dtype)
         return F.conv2d(x, forward_weight.view(conv.weight_shape), bias, *conv.arguments)
 
@@ -163,7 +166,8 @@ def _forward_flops(
     x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
     """``2 positions out in / groups taps``: as the dense product, whatever kernel makes it."""
-    return int(2 * math.prod(out_shape) * math.prod(weight_shape[1:]))
+    width = math.prod(weight_shape[1:])
+    return int(2 * math.prod(out_shape) * width)
 
 
 @torch.library.custom_op("lightning_nm::backward_convs", **OPTIONS)
@@ -194,6 +198,7 @@ def backward_convs(
     Returns:
         dX and ``dW [out, in / groups * taps]``.
     """
+    # The size of the tag is the layer's handle.
     layer: NMLayer = lookup(tag.shape[0])
     active_router: Router = lookup(router)
     conv = _convolution(x, weight, geometry)
@@ -202,6 +207,7 @@ def backward_convs(
         dgrad = _product(layer, active_router, "dgrad", x, conv)
     if needs_weight:
         wgrad = _product(layer, active_router, "wgrad", x, conv)
+    # Before the kernels are chosen: now all products of the batch are known, if they shall be measured.
     active_router.tune_if_single()
     if dgrad is None:
         dx = grad.new_empty(0)
@@ -249,7 +255,8 @@ def _backward_flops(
 ) -> int:
     """``2 positions out in / groups taps`` for each product: as the dense ones, whatever kernels make them."""
     number = int(needs_input) + int(needs_weight)
-    return int(number * 2 * math.prod(grad_shape) * math.prod(weight_shape[1:]))
+    width = math.prod(weight_shape[1:])
+    return int(number * 2 * math.prod(grad_shape) * width)
 
 
 def _dgrad(
@@ -298,6 +305,7 @@ def _wgrad(
         dweight = conv_weight_gradient(dy, x, shape, conv.arguments)
         return dweight.contiguous().view(len(weight), -1)
 
+    # Called only where there is no layout of these masks yet.
     def operand() -> MaskedMatrix:
         return forward_operand(layer, weight, product.key)
 

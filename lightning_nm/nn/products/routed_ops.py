@@ -92,6 +92,7 @@ def product_now(
     if reason or sparsity is None:
         key = GemmKey(gemm, *size, x.dtype, spec.pattern, device)
         return Product(spec.name, key, reason)
+    # A masked operand is not N:M along its depth, but its mask is N:M along the other axis.
     pattern = gemm_now.pattern or spec.method.current_pattern(layer)
     # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
     has_order = masks.has_backward and masks.permutation is not None
@@ -132,6 +133,7 @@ def record_dense(
         out = layer.rows(weight).shape[0]
         size = _size(gemm, tokens, out, weight.numel() // out)
         key = GemmKey(gemm, *size, x.dtype, layer.spec.pattern, str(x.device))
+        # Asking for a kernel is what the router counts; with a reason it is always the dense one.
         router.kernel(Product(layer.spec.name, key, reason))
 
 
@@ -168,6 +170,7 @@ def forward_gemm(
     Returns:
         ``[tokens, out]``.
     """
+    # An operator takes tensors and numbers alone: the objects are looked up.
     layer: NMLayer = lookup(tag.shape[0])
     active_router: Router = lookup(router)
     # The router measures all products of a layer at once, so it hears of those to come with the first.
@@ -247,10 +250,12 @@ def backward_gemms(
         dgrad = product_now(layer, active_router, "dgrad", x, out, width)
     if needs_weight:
         wgrad = product_now(layer, active_router, "wgrad", x, out, width)
+    # Before the kernels are chosen: now all products of the batch are known, if they shall be measured.
     active_router.tune_if_single()
     dgrad_kernel = None if dgrad is None else active_router.kernel(dgrad)
     wgrad_kernel = None if wgrad is None else active_router.kernel(wgrad)
     gradient = _OutputGradient(layer, active_router, plain(grad), noise if needs_weight else None)
+    # Where wgrad is dense, it makes E(dY) in the form that a dense product takes.
     gradient.packed = wgrad_kernel not in (None, active_router.registry.reference)
     # dX first: what it needs of dY may be made in one pass with what dW needs.
     if dgrad is None:

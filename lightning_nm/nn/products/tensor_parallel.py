@@ -38,6 +38,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
         )
     mesh = weight.device_mesh
     (placement,) = weight.placements
+    # A plain input is the same in all processes.
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     by_rows = placement.is_shard(0)
@@ -45,7 +46,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     last_dimension = x.dim() - 1
     x = x.redistribute(mesh, [Shard(last_dimension) if by_columns else Replicate()])
     # Each process with rows of its own has a part of the sum that is dX.
-    local_x = x.to_local(grad_placements=[Partial()] if by_rows else x.placements)
+    grad_placements = [Partial()] if by_rows else x.placements
+    local_x = x.to_local(grad_placements=grad_placements)
     local_weight = weight.to_local(grad_placements=weight.placements)
     # Processes with columns add their products up: the bias is added once, to the sum.
     local_bias = None if by_columns else bias
@@ -55,6 +57,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     if not by_columns:
         placements = [Shard(last_dimension) if by_rows else Replicate()]
         return DTensor.from_local(y, mesh, placements, run_check=False)
+    # Each process made the products of its inputs; their sum is Y.
     partial = DTensor.from_local(y, mesh, [Partial()], run_check=False)
     whole = partial.redistribute(mesh, [Replicate()])
     return whole if bias is None else whole + bias

@@ -78,7 +78,7 @@ def _still_skipped(
     roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
     found = {}
     for name, reason in saved.items():
-        role = roles.get(name)
+        role = roles.get(name)  # None of a layer that is no longer there
         if role == "convolution" and not skip_first:
             continue
         if role == "linear" and not skip_last:
@@ -102,8 +102,10 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
     all_inputs = {inputs for _, inputs in sizes}
     last = linears[-1]
     last_outputs, _ = sizes[-1]
+    # Outputs that no layer takes are those of the model, as they should be.
     if last_outputs not in all_inputs:
         return ""
+    # Layers of repeated blocks have equal names but for the numbers.
     layers_of_kind = Counter(_without_numbers(candidate) for candidate in linears)
     for candidate, (outputs, _) in zip(linears, sizes, strict=True):
         feeds_none = outputs < last_outputs and outputs not in all_inputs

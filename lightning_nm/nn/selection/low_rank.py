@@ -92,7 +92,9 @@ class _MaskedDelta(torch.autograd.Function):
             dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
         if needs_a or needs_b:
             # The gradient of the unmasked product B A.
-            grad_oi = masked((dy_to.t() @ x_ti).to(a_ri.dtype), mask_oi) * ctx.scaling
+            grad_oi = (dy_to.t() @ x_ti).to(a_ri.dtype)
+            grad_oi = masked(grad_oi, mask_oi)
+            grad_oi = grad_oi * ctx.scaling
             da_ri = b_or.t() @ grad_oi
             db_or = grad_oi @ a_ri.t()
         return dx_ti, da_ri, db_or, None, None
@@ -142,5 +144,7 @@ def _breaks_when_merged(module: Any, patterns: Sequence[NMPattern]) -> bool:
 
 def _is_sparse(rows: Tensor, pattern: NMPattern) -> bool:
     """Whether a weight ``[out, in, ...]`` is N:M along its inputs, and not all zeros."""
+    if rows.shape[1] % pattern.m != 0:
+        return False
     # A weight of zeros is N:M by any pattern, and says nothing.
-    return rows.shape[1] % pattern.m == 0 and is_nm(rows, pattern, dim=1) and bool(rows.any())
+    return is_nm(rows, pattern, dim=1) and bool(rows.any())

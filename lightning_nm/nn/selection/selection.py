@@ -274,6 +274,7 @@ def _plan(
     if gains_nothing and needs_masks:
         needed = [forward_reason, dgrad_reason] if method.sparse_dgrad else [forward_reason]
         return None, "; ".join(reason for reason in needed if reason)
+    tied = [(other.module, other.spec.parameter) for other in ties.tied(candidate)]
     layer_spec = LayerSpec(
         candidate.name,
         candidate.module,
@@ -288,7 +289,7 @@ def _plan(
         forward_reason=forward_reason,
         dgrad_reason=dgrad_reason,
         tensor_parallel=bool(cuts),
-        tied=tuple((other.module, other.spec.parameter) for other in ties.tied(candidate)),
+        tied=tuple(tied),
     )
     return NMLayer(layer_spec, seed=seed, wrappers=wrappers), ""
 
@@ -482,8 +483,10 @@ def _check_globs(
     layer_names = list(dict.fromkeys(layer_names))  # without duplicates, in order
     modules = {plain_name(name): module for name, module in model.named_modules()}
     for option, glob in _globs_of(rules, exclude):
+        allowed = list(layer_names)
         # Excluding a module without layers does no harm; including one is a mistake.
-        allowed = [*layer_names, *modules] if option == "`exclude`" else layer_names
+        if option == "`exclude`":
+            allowed += modules
         if not any(fnmatchcase(name, glob) for name in allowed):
             raise ValueError(_no_match(option, glob, layer_names, modules, selection.skipped))
 
@@ -550,9 +553,16 @@ def _advice(selection: Selection) -> str:
     """Return why nothing is left to mask."""
     if not selection.skipped:
         return "The model has no linear, convolution or attention layer."
-    # A shape that does not fit is the reason that a user can least guess.
-    telling = sorted(selection.skipped.items(), key=lambda item: "%" not in item[1])
-    reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
+    # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
+    misfits = []
+    others = []
+    for name, reason in selection.skipped.items():
+        shown = f"'{name}': {reason}"
+        if "%" in reason:
+            misfits.append(shown)
+        else:
+            others.append(shown)
+    reasons = "; ".join([*misfits, *others][:10])
     return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
 
 

@@ -114,6 +114,7 @@ class Ties:
     def names(self, candidate: Candidate) -> tuple[str, ...]:
         """The names by which globs find a candidate: also the others' if one of them is in ``include``."""
         own = (candidate.module_name, candidate.name)
+        # A glob in `include` that names one module means the weight, and so all that hold it.
         every = [*own]
         for holder in self._others(candidate):
             every += holder.names
@@ -137,12 +138,14 @@ class Ties:
         for member in members:
             if not member.is_embedding:
                 return member is not candidate
+        # Embeddings alone.
         return members[0] is not candidate
 
     def why_not(self, candidate: Candidate) -> str:
         """Why a shared weight is not masked; empty if it may be."""
         others = self._others(candidate)
         fault = self._fault(candidate)
+        # Whoever names one of them knows of both; then only a fault counts.
         if not others or self.is_named(candidate):
             return fault
         reason = f"its weight is shared with '{others[0].key}', which would change with it"
