@@ -1,4 +1,4 @@
-"""What an adapter is, and the registry of adapters.
+"""The base class of adapters, and the registry of adapters.
 
 A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
 parameters and its state-dict keys stay the same.

@@ -52,10 +52,10 @@ class PackedProduct(Protocol):
     """A packed weight, which a module of a registered adapter has in the place of a layer when it is for inference."""
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """``x @ W^T + bias``."""
+        """Return ``x @ W^T + bias``, or the columns of these rows of W."""
 
     def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """The convolution of x with W; stride, padding, dilation and groups."""
+        """Return the convolution of x with W; the geometry is stride, padding, dilation and groups."""
 
 
 def nm_linear(
@@ -68,7 +68,7 @@ def nm_linear(
     routed: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x @ W_F^T + bias`` whose input gradient uses W_B.
+    """Return ``x @ W_F^T + bias``, whose input gradient uses W_B.
 
     Args:
         x: ``[..., in]``.
@@ -119,7 +119,7 @@ def nm_conv(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Convolution with W_F whose input gradient uses W_B.
+    """Return the convolution with W_F, whose input gradient uses W_B.
 
     Args:
         x: ``[batch, in, *positions]``.
@@ -175,7 +175,9 @@ def nm_embedding(
     padding_idx: int | None,
     scale_grad_by_freq: bool,
 ) -> Tensor:
-    """Rows of W_F, whose gradient is routed to W by the method; no estimator, because dW is a sum and no product.
+    """Return rows of W_F, whose gradient is routed to W by the method.
+
+    There is no estimator, because dW is a sum and no product.
 
     Args:
         tokens: Integers ``[...]``.

@@ -35,7 +35,9 @@ if TYPE_CHECKING:  # for the types only: imports point one way
 
 @dataclass(frozen=True)
 class Rule:
-    """What the layers that match get; ``include`` holds globs over module names, ``None`` matches every layer.
+    """A pattern, a method and an estimator, and the layers that get them.
+
+    ``include`` holds globs over module names; ``None`` matches every layer.
 
     Example:
         >>> from lightning_nm.methods import ASP
@@ -161,7 +163,7 @@ def select(
         if rule is None:
             selection.skipped[candidate.name] = "not in `include`"
             continue
-        # A saved state has its masks, so it was masked by the rules of that training.
+        # A saved state has masks for it: it stays masked, even if it is frozen or the last layer now.
         is_continued = candidate.name in continued
         wrappers = _wrappers_around(candidate, fsdp_modules)
         reason = _why_left_out(candidate, ties, exclude, selection, is_continued=is_continued)
@@ -305,11 +307,11 @@ def _named_but_dense(candidate: Candidate, rule: Rule, reason: str) -> str:
 def candidates_of(
     model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str] = ()
 ) -> Iterator[Candidate]:
-    """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
-    low_rank: dict[
-        str, nn.Module
-    ] = {}  # start of the names of their parts -> modules with adapters
-    read_by: dict[str, str] = {}  # child -> class that reads its weight without calling it
+    """Yield every weight of a known layer kind; other modules that own a matrix become skipped layers."""
+    # Start of the names of its parts -> module with low-rank adapters.
+    low_rank: dict[str, nn.Module] = {}
+    # Child -> class that reads the child's weight without calling it.
+    read_by: dict[str, str] = {}
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if is_low_rank(module):
@@ -321,8 +323,10 @@ def candidates_of(
         # An adapter for any class would also take, say, a bilinear layer for experts.
         if found is None or (known_reason and found[0].by_parameters):
             if quantised_reason or matrices(module):
-                no_adapter = f"no adapter for {kind.__name__}{_hint(module)}"
-                selection.skipped[name] = quantised_reason or known_reason or no_adapter
+                reason = quantised_reason or known_reason
+                if not reason:
+                    reason = f"no adapter for {kind.__name__}{_hint(module)}"
+                selection.skipped[name] = reason
             continue
         adapter, handled = found
         reason = quantised_reason or _fault_of_module(module, kind, adapter, handled)
@@ -376,7 +380,7 @@ _HINT = "; if it holds experts' weights, name it in `include` or see register_ex
 
 
 def _hint(module: nn.Module) -> str:
-    """What to do about a module without an adapter that may hold experts."""
+    """Return what to do about a module without an adapter that may hold experts; empty if it holds none."""
     for adapter in adapters_by_parameters():
         for spec in adapter.specs(module, "channels"):
             # A parameter [1, ...] is one position or the like, not one expert.
@@ -417,7 +421,7 @@ def _size(weight: Tensor) -> int:
 
 
 def _fault_of_weight(candidate: Candidate) -> str:
-    """Why the tensor of a weight cannot be masked; empty if it can."""
+    """Return why the tensor of a weight cannot be masked; empty if it can."""
     stored = candidate.module._parameters
     parameter = candidate.spec.parameter
     weight = stored.get(parameter)

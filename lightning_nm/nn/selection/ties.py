@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter."""
+        """The parameter as the module's attribute."""
         return getattr(self.module, self.spec.parameter)
 
     def spec_in(self, conv_layout: ConvLayout) -> WeightSpec:
@@ -112,9 +112,9 @@ class Ties:
         return [holder for holder in holders if holder.candidate is not candidate]
 
     def names(self, candidate: Candidate) -> tuple[str, ...]:
-        """The names by which globs find a candidate: also the others' if one of them is in ``include``."""
+        """Return the names by which globs find a candidate: also the others' if one of them is in ``include``."""
         own = (candidate.module_name, candidate.name)
-        # A glob in `include` that names one module means the weight, and so all that hold it.
+        # Who names one of the modules in `include` means the weight, and so every module that holds it.
         every = [*own]
         for holder in self._others(candidate):
             every += holder.names
@@ -125,7 +125,7 @@ class Ties:
         return not self._named.isdisjoint(self.names(candidate))
 
     def tied(self, candidate: Candidate) -> list[Candidate]:
-        """The other candidates that are masked with it."""
+        """Return the other candidates that are masked with it."""
         if not self.is_named(candidate) or self._fault(candidate):
             return []
         return _candidates_in(self._others(candidate))
@@ -142,7 +142,7 @@ class Ties:
         return members[0] is not candidate
 
     def why_not(self, candidate: Candidate) -> str:
-        """Why a shared weight is not masked; empty if it may be."""
+        """Return why a shared weight is not masked; empty if it may be."""
         others = self._others(candidate)
         fault = self._fault(candidate)
         # Whoever names one of them knows of both; then only a fault counts.
@@ -154,7 +154,7 @@ class Ties:
         return reason
 
     def why_dense(self, candidate: Candidate) -> str:
-        """Why an embedding that is not named stays dense; empty for other candidates."""
+        """Return why an embedding that is not named stays dense; empty for other candidates."""
         if not candidate.is_embedding or self.is_named(candidate):
             return ""
         others = self._others(candidate)

@@ -21,7 +21,7 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 def unmaskable(kind: type[nn.Module]) -> str:
-    """Why no weight of a module class is masked; empty if nothing is known about it."""
+    """Return why no weight of a module class is masked; empty if nothing is known about it."""
     for base, reason in _KINDS.items():
         if issubclass(kind, base):
             return reason
@@ -29,7 +29,7 @@ def unmaskable(kind: type[nn.Module]) -> str:
 
 
 def quantised(module: nn.Module) -> str:
-    """What shows that a module's weight is quantised; empty if nothing does.
+    """Return what shows that a module's weight is quantised; empty if nothing does.
 
     That is an integer or 8-bit floating parameter, a quantised tensor class, a buffer that holds a quantised weight, or
     a class of ``torch.ao`` that packs its weight.
@@ -49,7 +49,7 @@ def quantised(module: nn.Module) -> str:
 
 
 def matrices(module: nn.Module) -> list[Tensor]:
-    """The module's own parameters of two or more dimensions."""
+    """Return the module's own parameters of two or more dimensions."""
     return _known_matrices(module._parameters.values())
 
 

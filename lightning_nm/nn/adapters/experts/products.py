@@ -131,7 +131,7 @@ class ExpertsInUse:
 
 
 class _Routed(torch.autograd.Function):
-    """The latent weight, whose gradient the method routes."""
+    """Passes the latent weight on; in the backward pass the method routes its gradient."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Routed(torch.autograd.Function):
 
 
 class _ForwardWeight(torch.autograd.Function):
-    """W_F of the latent weight; the gradient passes unchanged."""
+    """Makes W_F of the latent weight; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, layer: NMLayer, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a module of experts reads as its weight while it runs: a tensor whose products are masked operators.
+"""The tensor that a module of experts reads as its weight while it runs: its products are masked operators.
 
 Products, and what leads to them (indexing, transposing, casting), are recognised. Any other operator gets W_F, if the
 layer's dgrad and wgrad are those of W_F and dY; otherwise it is refused, and never computed with wrong gradients.
@@ -58,7 +58,7 @@ _METADATA = {
 
 
 class Part(NamedTuple):
-    """Which part of the weight, and in which form."""
+    """A part of a layer's weight, and the form that the module gave it."""
 
     use: ExpertsInUse
     experts: int | Tensor | None = None  # one expert, int64 indices of any shape, or all of them
