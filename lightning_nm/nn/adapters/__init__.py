@@ -1,4 +1,4 @@
-"""The layer kinds: how each module class runs its products through the op seam."""
+"""The layer kinds: how each module class runs its products by the masked operators."""
 
 from lightning_nm.nn.adapters.attention import FUSED_PATHS, NMMultiheadAttention
 from lightning_nm.nn.adapters.base import (

@@ -22,6 +22,11 @@ FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
 )
 """Module class, attribute, and the value that switches its fused path off."""
 
+_INPUTS = ("query", "key", "value")
+
+# The parameters that project them where query, key and value have different sizes.
+_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
 
 class AttentionForward(nn.Module):
     """The forward of ``nn.MultiheadAttention`` with projections that are called one by one, by :meth:`project`.
@@ -31,42 +36,46 @@ class AttentionForward(nn.Module):
 
     @classmethod
     def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
-        """Multiply-adds of ``out_proj``, whose result is the first one of the module."""
+        """Return the multiply-adds of ``out_proj``, whose result is the first one of the module."""
         attention: Tensor = output[0]
         return attention.numel() * module.embed_dim
 
     def project(
         self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
     ) -> Tensor:
-        """``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
+        """Return ``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
         raise NotImplementedError
 
     @classmethod
     def inputs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """Query, key and value for the joint projection, else the one that this weight projects."""
-        given = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
-        tokens = [x.flatten(0, -2) for x in given]
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return tokens if parameter == "in_proj_weight" else [tokens[names.index(parameter)]]
+        """Return query, key and value for the joint projection, else the one that this weight projects."""
+        given = _given_inputs(args, kwargs)
+        tokens = [x.flatten(0, -2) for x in given]  # [tokens, in]
+        if parameter == "in_proj_weight":
+            return tokens
+        return [tokens[_PROJECTIONS.index(parameter)]]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the projected query, key and value."""
         mha: Any = self
         width = mha.embed_dim
-        if mha.in_proj_weight is not None:
-            joint = partial(self.project, parameter="in_proj_weight", bias=mha.in_proj_bias)
-            if query is key and key is value:
-                return list(joint(query).chunk(3, dim=-1))
+        if mha.in_proj_weight is None:
+            biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
             return [
-                joint(x, rows=(i * width, (i + 1) * width))
-                for i, x in enumerate((query, key, value))
+                self.project(x, name, bias)
+                for x, name, bias in zip((query, key, value), _PROJECTIONS, biases, strict=True)
             ]
-        biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        joint = partial(self.project, parameter="in_proj_weight", bias=mha.in_proj_bias)
+        # Self-attention: one product of all rows.
+        if query is key and key is value:
+            return list(joint(query).chunk(3, dim=-1))
+        # Rows of the weight for q, then k, then v.
         return [
-            self.project(x, name, bias)
-            for x, name, bias in zip((query, key, value), names, biases, strict=True)
+            joint(query, rows=(0, width)),
+            joint(key, rows=(width, 2 * width)),
+            joint(value, rows=(2 * width, 3 * width)),
         ]
 
     def forward(
@@ -80,7 +89,7 @@ class AttentionForward(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, with every projection through the op seam."""
+        """Attend as ``nn.MultiheadAttention.forward`` does, with every projection by :meth:`project`."""
         mha: Any = self
         if is_causal and attn_mask is None:
             raise RuntimeError(
@@ -88,41 +97,59 @@ class AttentionForward(nn.Module):
             )
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value)
+        # All three as [batch, tokens, embed_dim].
         if not batched:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         elif not mha.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         batch, targets, _ = q.shape
-        if mha.bias_k is not None:
-            k = torch.cat([k, mha.bias_k.to(k.dtype).expand(batch, 1, -1)], dim=1)
-            v = torch.cat([v, mha.bias_v.to(v.dtype).expand(batch, 1, -1)], dim=1)
-        if mha.add_zero_attn:
-            k, v = (torch.cat([x, x.new_zeros(batch, 1, x.shape[-1])], dim=1) for x in (k, v))
+        if mha.bias_k is not None or mha.add_zero_attn:
+            k, v = self._with_extra_keys(k, v)
         sources = k.shape[1]
-        q, k, v = (
-            x.unflatten(-1, (mha.num_heads, mha.head_dim)).transpose(1, 2) for x in (q, k, v)
-        )
+        # [batch, heads, tokens, head_dim]
+        heads_and_size = (mha.num_heads, mha.head_dim)
+        q, k, v = (x.unflatten(-1, heads_and_size).transpose(1, 2) for x in (q, k, v))
 
         bias = self._attention_bias(attn_mask, key_padding_mask, batch, sources, q.dtype)
         dropout = mha.dropout if self.training else 0.0
+        weights = None
         if need_weights:
+            # The fused function returns no weights: [batch, heads, targets, sources].
             scores = (q / math.sqrt(mha.head_dim)) @ k.transpose(-2, -1)
-            weights = F.softmax(scores if bias is None else scores + bias, dim=-1)
-            weights = F.dropout(weights, dropout) if dropout else weights
+            if bias is not None:
+                scores = scores + bias
+            weights = F.softmax(scores, dim=-1)
+            if dropout:
+                weights = F.dropout(weights, dropout)
             heads = weights @ v
         else:
-            weights = None
             heads = F.scaled_dot_product_attention(q, k, v, bias, dropout)
         merged = heads.transpose(1, 2).reshape(batch, targets, mha.embed_dim)
+        # Back to the shape of the query.
         if not batched:
             merged = merged.squeeze(0)
         elif not mha.batch_first:
             merged = merged.transpose(0, 1)
         output = mha.out_proj(merged)
-        if weights is not None:
-            weights = weights.mean(dim=1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if weights is not None and not batched:
+            weights = weights.squeeze(0)
         return output, weights
+
+    def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys that belong to no token, a learned one and zeros; all are ``[batch, sources, embed_dim]``."""
+        mha: Any = self
+        batch, _, width = k.shape
+        if mha.bias_k is not None:
+            learned_k = mha.bias_k.to(k.dtype).expand(batch, 1, -1)
+            learned_v = mha.bias_v.to(v.dtype).expand(batch, 1, -1)
+            k = torch.cat([k, learned_k], dim=1)
+            v = torch.cat([v, learned_v], dim=1)
+        if mha.add_zero_attn:
+            k = torch.cat([k, k.new_zeros(batch, 1, width)], dim=1)
+            v = torch.cat([v, v.new_zeros(batch, 1, width)], dim=1)
+        return k, v
 
     def _attention_bias(
         self,
@@ -132,17 +159,19 @@ class AttentionForward(nn.Module):
         sources: int,
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """Both masks as one additive bias ``[batch or 1, heads or 1, targets or 1, sources]``."""
+        """Return both masks as one additive bias ``[batch or 1, heads or 1, targets or 1, sources]``."""
         bias = None
         if attn_mask is not None:
             bias = _additive(attn_mask, dtype)
-            bias = bias.unflatten(0, (batch, -1)) if bias.dim() == 3 else bias[None, None]
+            if bias.dim() == 3:
+                bias = bias.unflatten(0, (batch, -1))  # [batch x heads, targets, sources]
+            else:
+                bias = bias[None, None]  # [targets, sources], for all of them
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, dtype).view(batch, 1, 1, -1)
             bias = padding if bias is None else bias + padding
-        if (
-            bias is not None and bias.shape[-1] < sources
-        ):  # bias_k and add_zero_attn append keys that all may see
+        # bias_k and add_zero_attn append keys that all may see.
+        if bias is not None and bias.shape[-1] < sources:
             bias = F.pad(bias, (0, sources - bias.shape[-1]))
         return bias
 
@@ -159,49 +188,47 @@ class NMMultiheadAttention(AttentionForward, Adapter):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """The joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
+        """Yield the joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
         if module.in_proj_weight is not None:
             yield WeightSpec("in_proj_weight", groups=3)
         else:
-            for parameter in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            for parameter in _PROJECTIONS:
                 yield WeightSpec(parameter)
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """Multiply-adds of the projections of query, key and value that use this weight."""
-        inputs = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))
-        sizes = dict(
-            zip(
-                ("q_proj_weight", "k_proj_weight", "v_proj_weight"),
-                (x.numel() for x in inputs),
-                strict=False,
-            )
-        )
-        return module.embed_dim * (
-            sum(sizes.values()) if parameter == "in_proj_weight" else sizes[parameter]
-        )
-
-    @classmethod
-    def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
-        """Multiply-adds of ``out_proj``, whose result is the first one of the module."""
-        attention: Tensor = output[0]
-        return attention.numel() * module.embed_dim
+        """Return the multiply-adds of the projections of query, key and value that use this weight."""
+        given = _given_inputs(args, kwargs)
+        if parameter == "in_proj_weight":
+            entries = sum(x.numel() for x in given)
+        else:
+            entries = given[_PROJECTIONS.index(parameter)].numel()
+        return module.embed_dim * entries
 
     def project(
         self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
     ) -> Tensor:
-        """``x @ W_F^T + bias`` of a projection, or of some rows of it."""
-        weight, layer = getattr(self, parameter), self.nm_layers.get(parameter)
+        """Return ``x @ W_F^T + bias`` of a projection, or of some rows of it."""
+        weight = getattr(self, parameter)
+        layer = self.nm_layers.get(parameter)
         if layer is not None:
             return nm_linear(x, weight, bias, layer, rows)
+        # A projection that is not masked, beside others that are.
         part = slice(None) if rows is None else slice(*rows)
         return F.linear(x, weight[part], None if bias is None else bias[part])
 
 
+def _given_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return query, key and value of a call, by position or by name."""
+    named = [kwargs[name] for name in _INPUTS if name in kwargs]
+    # Further positional arguments are masks and flags.
+    return (*args, *named)[:3]
+
+
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (True = not allowed) or an additive one, as an additive one."""
+    """Return a bool mask (True = not allowed) or an additive one as an additive one."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
     return mask.to(dtype)

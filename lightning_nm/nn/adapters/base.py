@@ -1,4 +1,4 @@
-"""What an adapter is, and the registry of adapters.
+"""The base class of adapters, and the registry of adapters.
 
 A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
 parameters and its state-dict keys stay the same.
@@ -42,12 +42,16 @@ class Adapter(nn.Module):
     :func:`register_adapter` makes it known. The state dict, loading, copies and devices are handled here.
     """
 
-    handles: ClassVar[type[nn.Module]]  # the class whose forward this adapter replaces
+    handles: ClassVar[type[nn.Module]]
+    """The class whose forward this adapter replaces."""
+
     role: ClassVar[Literal["linear", "convolution", "embedding", ""]] = ""
     """What ``skip_first_last`` takes it for. An embedding is a lookup, not a product: it is masked by name
     alone, and has neither a dgrad GEMM nor an estimator."""
-    # Whether forward can run while tensor parallelism shards the weight.
+
     tensor_parallel: ClassVar[bool] = False
+    """Whether forward can run while tensor parallelism shards the weight."""
+
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
@@ -57,12 +61,15 @@ class Adapter(nn.Module):
     wraps_forward: ClassVar[bool] = False
     """Whether the module's own forward runs; :meth:`macs` then knows only the products of masked weights."""
 
-    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before the swap
+    nm_base: ClassVar[type[nn.Module]]
+    """The class that the module had before the swap."""
+
     nm_layers: dict[str, NMLayer]
+    """Parameter name -> layer, for the weights of this module that are masked."""
 
     @classmethod
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
-        """The class that the adapter handles, if a module class is derived from it; else ``None``."""
+        """Return the class that the adapter handles, if a module class is derived from it; else ``None``."""
         return cls.handles if issubclass(kind, cls.handles) else None
 
     @classmethod
@@ -72,14 +79,14 @@ class Adapter(nn.Module):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """The weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
+        """Yield the weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
         raise NotImplementedError
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int | None:
-        """Multiply-adds of the dense forward GEMM of a weight in one call; ``None`` if its operators must be counted.
+        """Return the multiply-adds of a weight's dense forward GEMM in one call; ``None`` if operators must be counted.
 
         Args:
             module: The module.
@@ -92,7 +99,7 @@ class Adapter(nn.Module):
 
     @classmethod
     def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
-        """Multiply-adds of a child in :attr:`reads_children`, in one call of a module that was not adapted.
+        """Return the multiply-adds of a child in :attr:`reads_children`, in one call of a module that was not adapted.
 
         Such a module reads the child's weight without calling the child. ``output`` is the result of the module.
         """
@@ -102,7 +109,7 @@ class Adapter(nn.Module):
     def inputs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """What a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
+        """Return what a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
 
         :func:`lightning_nm.prune` needs it for calibration. The columns are those of a row of the weight,
         ``rows.flatten(1)``; the arguments are those of :meth:`macs`.
@@ -116,15 +123,14 @@ class Adapter(nn.Module):
 
     @classmethod
     def wrapping(cls) -> dict[str, Any]:
-        """Attributes of adapted classes, before those of the class that a module had."""
+        """Return attributes of adapted classes, which come before those of the class that a module had."""
         return {}
 
     @classmethod
     def needed_around(cls, module: Any) -> bool:
         """Whether a module of the handled class must be adapted though none of its own weights is masked."""
-        return any(
-            isinstance(getattr(module, child, None), Adapter) for child in cls.reads_children
-        )
+        children = [getattr(module, child, None) for child in cls.reads_children]
+        return any(isinstance(child, Adapter) for child in children)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -135,24 +141,27 @@ class Adapter(nn.Module):
             destination[prefix + parameter] = _saved_by_another(self, layer, destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        loaded = [
-            layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
-        ]
+        loaded = []
+        for parameter, layer in self.nm_layers.items():
+            if prefix + parameter in state_dict:
+                loaded.append(layer)
         for layer in loaded:
             # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
                 layer.remember_state(layer_state(layer))
         super()._load_from_state_dict(state_dict, prefix, *args)
         for layer in loaded:
-            replaced = layer.replaced_state
-            assert replaced is not None
+            before = layer.replaced_state
+            assert before is not None
             with layer.full():
-                if fits(layer, replaced):
-                    restore_weights(layer, replaced)  # its counters went on
+                if fits(layer, before):
+                    # The weights of that time are back. Their counters went on, and stay.
+                    restore_weights(layer, before)
                 else:
                     layer.method.init_masks(layer)  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The way of torch to move and cast a module: the layers' tensors follow its parameters.
         result = super()._apply(fn, recurse)
         for layer in self.nm_layers.values():
             layer.to_weight_device()
@@ -161,6 +170,7 @@ class Adapter(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The swapped class has no importable name: pickle and deepcopy make it again from the class it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
+        # (function, arguments, state, ...): the state is the module's own.
         return _new, (type(self).nm_base,), *reduced[2:]
 
 
@@ -168,18 +178,22 @@ class _Saved(NamedTuple):
     """W_F of a tied weight, as one of its modules put it into a state dict."""
 
     tensor: weakref.ref[Tensor]
-    module: int
-    version: int
+    module: int  # its id
+    version: int  # of the weight, which counts the writes to it
 
 
+# Layers with a tied weight -> what was saved of them last.
 _SAVED: weakref.WeakKeyDictionary[NMLayer, _Saved] = weakref.WeakKeyDictionary()
 
 
 def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, Any]) -> Tensor:
-    """W_F for a state dict: of a tied weight the tensor that another of its modules put there, so that it is one."""
-    found, version = _SAVED.get(layer), layer.param._version
-    if found is not None and found.module != id(module) and found.version == version:
-        tensor = found.tensor()
+    """Return W_F for a state dict: of a tied weight the tensor that another of its modules put there."""
+    # One tensor under two keys, as the dense model has it: files then hold it once.
+    saved = _SAVED.get(layer)
+    version = layer.param._version
+    if saved is not None and saved.module != id(module) and saved.version == version:
+        tensor = saved.tensor()
+        # Perhaps it was put into another state dict than this one.
         if tensor is not None and any(tensor is value for value in destination.values()):
             return tensor
     made = as_sharded(layer.local_forward_weight(), layer.param)
@@ -188,7 +202,10 @@ def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, 
     return made
 
 
+# Every adapter, the last one that was registered first.
 _ADAPTERS: list[type[Adapter]] = []
+
+# Module class -> the adapted class that was made of it.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -222,24 +239,28 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
         raise TypeError(
             f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}"
         )
-    inherited = inspect.getattr_static(adapter, "handled") is inspect.getattr_static(
-        Adapter, "handled"
-    )
+    # An adapter that overrides handled() may do without `handles`.
+    own = inspect.getattr_static(adapter, "handled")
+    inherited = own is inspect.getattr_static(Adapter, "handled")
     if inherited and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(
             f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts"
         )
     if adapter not in _ADAPTERS:
         _ADAPTERS.insert(0, adapter)
+        # The new adapter may fit classes better than the one that they were made with.
         _CLASSES.clear()
     return adapter
 
 
 def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]] | None:
-    """The adapter for a module class, and the class it handles, from which ``kind`` may be derived."""
-    kind = kind.nm_base if issubclass(kind, Adapter) else kind
+    """Return the adapter for a module class, and the class it handles, from which ``kind`` may be derived."""
+    if issubclass(kind, Adapter):
+        kind = kind.nm_base
     for adapter in _ADAPTERS:
-        handled = None if adapter.by_parameters else adapter.handled(kind)
+        if adapter.by_parameters:
+            continue  # a class alone does not tell whether it fits
+        handled = adapter.handled(kind)
         if handled is not None:
             return adapter, handled
     return None
@@ -248,41 +269,56 @@ def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]]
 def adapter_of(
     name: str, module: nn.Module, named: Collection[str] = ()
 ) -> tuple[type[Adapter], type[nn.Module]] | None:
-    """The adapter for a module: :func:`find_adapter`'s, or one for parameters that it recognizes or `named` names."""
-    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
+    """Return the adapter for a module, and the class it handles.
+
+    It is the one that :func:`find_adapter` finds, or one for parameters that it recognizes or that are in `named`.
+    """
+    kind = original_class(module)
     found = find_adapter(kind)
     if found is not None:
         return found
     for adapter in adapters_by_parameters():
         for spec in adapter.specs(module, "channels"):
             is_named = name in named or layer_name(name, spec.parameter) in named
-            if (
-                is_named
-                or isinstance(module, adapter)
-                or adapter.recognizes(name, module, spec.parameter)
-            ):
+            is_adapted = isinstance(module, adapter)
+            if is_named or is_adapted or adapter.recognizes(name, module, spec.parameter):
                 return adapter, kind
     return None
 
 
 def adapters_by_parameters() -> list[type[Adapter]]:
-    """The adapters for modules of any class."""
+    """Return the adapters for modules of any class."""
     return [adapter for adapter in _ADAPTERS if adapter.by_parameters]
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module has, or had before it was adapted."""
+    return type(module).nm_base if isinstance(module, Adapter) else type(module)
+
+
 def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that mixes the fitting adapter into ``base``; one per base class, made at first use."""
-    if base not in _CLASSES:
-        found = find_adapter(base)
-        adapter = adapters_by_parameters()[0] if found is None else found[0]
-        # The names of a class whose forward stays must not be hidden by an adapter's.
-        bases = (base, adapter) if adapter.wraps_forward else (adapter, base)
-        attributes = {**adapter.wrapping(), "nm_base": base, "__module__": __name__}
-        _CLASSES[base] = type(f"NM{base.__name__}", bases, attributes)
-    return _CLASSES[base]
+    """Return the class that mixes the fitting adapter into ``base``; one per base class, made at first use.
+
+    Example::
+
+        >>> adapted_class(nn.Linear).__mro__[1].__name__, adapted_class(nn.Linear).nm_base.__name__
+        ('NMLinear', 'Linear')
+    """
+    if base in _CLASSES:
+        return _CLASSES[base]
+    found = find_adapter(base)
+    # Only a module whose parameters fit is adapted without an adapter for its class.
+    adapter = adapters_by_parameters()[0] if found is None else found[0]
+    # The names of a class whose forward stays must not be hidden by an adapter's.
+    bases = (base, adapter) if adapter.wraps_forward else (adapter, base)
+    attributes = {**adapter.wrapping(), "nm_base": base, "__module__": __name__}
+    made = type(f"NM{base.__name__}", bases, attributes)
+    _CLASSES[base] = made
+    return made
 
 
 def _new(base: type[nn.Module]) -> nn.Module:
-    """An empty module of the adapted class, for pickle and deepcopy to fill."""
+    """Return an empty module of the adapted class, for pickle and deepcopy to fill."""
+    # Pickles name this function: it keeps its name and place.
     cls = adapted_class(base)
     return cls.__new__(cls)

@@ -11,84 +11,110 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.products.ops import CONVOLUTIONS, nm_conv
 
 
 class _NMConv(Adapter):
+    """What the convolutions of all dimensions have in common."""
+
     role = "convolution"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """One weight, its output rows in the convolution's groups."""
-        yield WeightSpec("weight", "flat" if conv_layout == "flat" else "plain", module.groups)
+        """Yield one weight, its output rows in the convolution's groups."""
+        layout: Layout = "flat" if conv_layout == "flat" else "plain"
+        yield WeightSpec("weight", layout, module.groups)
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """``batch * positions * out * in / groups * taps``."""
+        """Return ``batch * positions * out * in / groups * taps``."""
         return output.numel() * math.prod(module.weight.shape[1:])
 
     @classmethod
     def inputs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """The patches of the input, for each group: a convolution by filters that each copy one entry of a patch."""
+        """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``.
+
+        A convolution makes them by filters that each copy one entry of a patch.
+        """
         (x,) = (*args, *kwargs.values())
-        weight, groups = module.weight, module.groups
-        size = math.prod(weight.shape[1:])
-        copies = torch.eye(size, dtype=x.dtype, device=x.device).view(size, *weight.shape[1:])
-        copies = copies.repeat(groups, *[1] * (weight.dim() - 1))
-        x, padding, _ = padded_input(module, x, weight.dim() - 2)
-        patches = CONVOLUTIONS[weight.dim() - 3](
-            x, copies, None, module.stride, padding, module.dilation, groups
-        )
-        return list(
-            patches.unflatten(1, (groups, size)).flatten(3).permute(1, 0, 3, 2).flatten(1, 2)
-        )
+        weight = module.weight
+        groups = module.groups
+        spatial = weight.dim() - 2
+        patch_shape = weight.shape[1:]  # in / groups, and the taps
+        size = math.prod(patch_shape)
+        identity = torch.eye(size, dtype=x.dtype, device=x.device)
+        one_group = identity.view(size, *patch_shape)
+        filters = one_group.repeat(groups, *[1] * (spatial + 1))
+        x, padding, _ = padded_input(module, x, spatial)
+        convolve = CONVOLUTIONS[spatial - 1]
+        patches = convolve(x, filters, None, module.stride, padding, module.dilation, groups)
+        # [batch, groups x size, *positions] -> [groups, batch x positions, size]
+        patches = patches.unflatten(1, (groups, size)).flatten(3)
+        return list(patches.permute(1, 0, 3, 2).flatten(1, 2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
-        conv: Any = self
+        conv: Any = self  # the attributes are those of torch's class
         x, padding, unbatched = padded_input(conv, input, self.weight.dim() - 2)
-        layer = self.nm_layers["weight"]
         y = nm_conv(
-            x, self.weight, self.bias, layer, conv.stride, padding, conv.dilation, conv.groups
+            x,
+            self.weight,
+            self.bias,
+            self.nm_layers["weight"],
+            conv.stride,
+            padding,
+            conv.dilation,
+            conv.groups,
         )
         return y.squeeze(0) if unbatched else y
 
 
 def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[int, ...], bool]:
-    """The input of a convolution's product.
+    """Return the input of a convolution's product, padded as far as the product does not pad it.
+
+    Args:
+        conv: The convolution.
+        input: With or without a batch.
+        spatial: How many spatial dimensions it has.
 
     Returns:
         The input with a batch, padded where equal zeros on both sides do not do it; those zeros per spatial dimension;
         and whether the input had no batch.
     """
-    if input.dim() not in (spatial + 1, spatial + 2):
+    unbatched = input.dim() == spatial + 1
+    if not unbatched and input.dim() != spatial + 2:
         raise RuntimeError(
             f"expected {spatial + 1}-d (unbatched) or {spatial + 2}-d input, got {list(input.shape)}"
         )
-    unbatched = input.dim() == spatial + 1
     x = input.unsqueeze(0) if unbatched else input
-    padding = conv.padding
-    if isinstance(padding, str):
-        extra = (
-            [0] * spatial
-            if padding == "valid"
-            else [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        )
-        sides = [(total // 2, total - total // 2) for total in extra]
+    # (before, after) for each spatial dimension
+    sides = []
+    # torch takes padding as numbers or by one of two names.
+    if conv.padding == "same":
+        for dilation, taps in zip(conv.dilation, conv.kernel_size, strict=True):
+            total = dilation * (taps - 1)
+            # An even number of taps needs one more after than before.
+            sides.append((total // 2, total - total // 2))
+    elif conv.padding == "valid":
+        sides = [(0, 0)] * spatial
     else:
-        sides = [(p, p) for p in padding]
-    if conv.padding_mode != "zeros" or any(left != right for left, right in sides):
+        sides = [(zeros, zeros) for zeros in conv.padding]
+    if conv.padding_mode != "zeros" or any(before != after for before, after in sides):
         # As torch does: the input is padded first. F.pad counts dimensions from the last.
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        x = F.pad(x, [p for side in reversed(sides) for p in side], mode=mode)
+        widths: list[int] = []
+        for before_and_after in reversed(sides):
+            widths += before_and_after
+        x = F.pad(x, widths, mode=mode)
         sides = [(0, 0)] * spatial
-    return x, tuple(left for left, _ in sides), unbatched
+    return x, tuple(before for before, _ in sides), unbatched
 
 
 @register_adapter

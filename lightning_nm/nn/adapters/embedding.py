@@ -21,7 +21,7 @@ class NMEmbedding(Adapter):
 
     @classmethod
     def refusal(cls, module: Any) -> str:
-        """Sparse gradients and renormalised rows cannot be masked."""
+        """Why this embedding cannot be masked: for sparse gradients or renormalised rows."""
         if module.sparse:
             return "sparse=True: no method takes a sparse gradient"
         if module.max_norm is not None:
@@ -30,18 +30,18 @@ class NMEmbedding(Adapter):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """One weight."""
+        """Yield the one weight."""
         yield WeightSpec("weight")
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """None: rows are looked up."""
+        """Return 0: rows are looked up."""
         return 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of W_F."""
+        """Return rows of W_F."""
         module: Any = self
         layer = self.nm_layers["weight"]
         return nm_embedding(

@@ -27,29 +27,31 @@ class NMLinear(Adapter):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """One weight."""
+        """Yield the one weight."""
         yield WeightSpec("weight")
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """``tokens * in * out``."""
+        """Return ``tokens * in * out``."""
         return output.numel() * module.in_features
 
     @classmethod
     def inputs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """The input."""
-        return [_only(args, kwargs).flatten(0, -2)]
+        """Return the input as ``[tokens, in]``."""
+        return [_only_input(args, kwargs).flatten(0, -2)]
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ W_F^T + bias``."""
+        """Return ``input @ W_F^T + bias``."""
         layer = self.nm_layers["weight"]
-        is_packed = not isinstance(layer, NMLayer)  # in a subclass of a user's, for inference
-        if not is_packed and (isinstance(self.weight, DTensor) or layer.spec.tensor_parallel):
-            return parallel_linear(input, self.weight, self.bias, layer)
+        # A subclass of a user's may hold a packed weight instead, for inference.
+        if isinstance(layer, NMLayer):
+            is_sharded = isinstance(self.weight, DTensor)
+            if is_sharded or layer.spec.tensor_parallel:
+                return parallel_linear(input, self.weight, self.bias, layer)
         return nm_linear(input, self.weight, self.bias, layer)
 
 
@@ -62,38 +64,39 @@ class NMTransposedLinear(Adapter):
 
     @classmethod
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
-        """The class of Hugging Face's transformers, which is imported if the model uses it."""
+        """Return the class of Hugging Face's transformers, if a module class is derived from it."""
+        # A model that uses the class has imported it; nobody else shall wait for transformers.
         hugging_face = sys.modules.get("transformers.pytorch_utils")
-        return (
-            hugging_face.Conv1D
-            if hugging_face is not None and issubclass(kind, hugging_face.Conv1D)
-            else None
-        )
+        if hugging_face is None or not issubclass(kind, hugging_face.Conv1D):
+            return None
+        return hugging_face.Conv1D
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """One transposed weight."""
+        """Yield the one weight, which is transposed."""
         yield WeightSpec("weight", "transposed")
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """``tokens * in * out``."""
+        """Return ``tokens * in * out``."""
         return output.numel() * module.weight.shape[0]
 
     @classmethod
     def inputs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """The input."""
-        return [_only(args, kwargs).flatten(0, -2)]
+        """Return the input as ``[tokens, in]``."""
+        return [_only_input(args, kwargs).flatten(0, -2)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ W_F + bias``."""
+        """Return ``x @ W_F + bias``."""
         return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
 
 
-def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the one argument of a call, by position or by name, with a dimension for tokens."""
     (x,) = (*args, *kwargs.values())
+    # One token without a batch.
     return x if x.dim() > 1 else x.unsqueeze(0)

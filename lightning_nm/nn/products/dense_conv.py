@@ -19,7 +19,7 @@ def conv_gradients(
     needs_input: bool = False,
     needs_weight: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and weight that are needed, and ``None`` for the others.
+    """Return the gradients of input and weight that are needed, and ``None`` for the others.
 
     dX depends on W and dY, dW on X and dY: one call makes both also where dX is of another weight than the forward's.
     Given the real X it keeps X's memory format, and converts dY to the backend's format once instead of twice.
@@ -42,25 +42,39 @@ def conv_gradients(
     if weight is None:
         # As torch.nn.grad does: the operator reads the shape alone.
         weight = x.new_empty(1).expand(weight_shape)
-    no_output_padding = [0] * len(stride)
+    # The operator also knows transposed convolutions, the only ones with output padding.
+    transposed = False
+    output_padding = [0] * len(stride)
+    # The gradient of the bias is a sum, which the caller makes.
+    bias_sizes = None
     wanted = [needs_input, needs_weight, False]
-    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, stride, padding, dilation, False, no_output_padding, groups, wanted
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        grad,
+        x,
+        weight,
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        wanted,
     )
-    return grad_x, grad_weight
+    return dx, dweight
 
 
 def conv_weight_gradient(
     grad: Tensor, x: Tensor, weight_shape: torch.Size, geometry: Geometry
 ) -> Tensor:
-    """DW in ``weight_shape``; the arguments are those of :func:`conv_gradients`."""
-    _, found = conv_gradients(grad, x, None, weight_shape, geometry, needs_weight=True)
-    assert found is not None
-    return found
+    """Return dW in ``weight_shape``; the arguments are those of :func:`conv_gradients`."""
+    _, dweight = conv_gradients(grad, x, None, weight_shape, geometry, needs_weight=True)
+    assert dweight is not None
+    return dweight
 
 
 def conv_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """DX in the shape and memory format of ``x``, likewise."""
-    found, _ = conv_gradients(grad, x, weight, weight.shape, geometry, needs_input=True)
-    assert found is not None
-    return found
+    """Return dX in the shape and memory format of ``x``; the arguments are those of :func:`conv_gradients`."""
+    dx, _ = conv_gradients(grad, x, weight, weight.shape, geometry, needs_input=True)
+    assert dx is not None
+    return dx

@@ -1,4 +1,7 @@
-"""Sparse operands of a layer's products for kernels: masked, laid out, packed, and kept while nothing changed."""
+"""Sparse operands of a layer's products for kernels: masked, laid out, packed, and kept while nothing changed.
+
+The last letters of a name are the dimensions of its tensor: i inputs, o outputs.
+"""
 
 from __future__ import annotations
 
@@ -17,69 +20,80 @@ from lightning_nm.nn.layer.memory import memory_state
 
 
 def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
-    method, masks = layer.spec.method, layer.masks
+    """Return W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
+    method = layer.spec.method
+    masks = layer.masks
     bits = masks.bits if masks.has_forward and method.selects_entries else None
+    # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
-        return layer.matrix(method.forward_weight(layer, weight)).to(dtype).contiguous()
+        weight_oi = layer.matrix(method.forward_weight(layer, weight))
+        return weight_oi.to(dtype).contiguous()
     return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
 
 
 def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B^T ``[in, out]`` likewise, its columns in the order of the permutation if there is a backward mask."""
-    method, masks = layer.spec.method, layer.masks
-    own = masks.has_backward
-    order = masks.permutation if own else None
-    bits = masks.bits if (masks.has_forward or own) and method.selects_entries else None
+    """Return W_B^T ``[in, out]`` as kernels pack it, contiguous; its columns in the order of a backward mask."""
+    method = layer.spec.method
+    masks = layer.masks
+    own_backward = masks.has_backward
+    order = masks.permutation if own_backward else None
+    has_mask = masks.has_forward or own_backward
+    bits = masks.bits if has_mask and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
-        return _transposed(layer.matrix(method.backward_weight(layer, weight)).to(dtype), order)
-    return masked_backward(layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own)
+        weight_oi = layer.matrix(method.backward_weight(layer, weight))
+        return _transposed(weight_oi.to(dtype), order)
+    return masked_backward(
+        layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own_backward
+    )
 
 
 def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_F ``[out, in]`` for kernels."""
-    method, bits = layer.spec.method, layer.masks.bits
-    if method.selects_entries:
-        return _operand(
-            layer,
-            weight,
-            bits,
-            FORWARD_BIT,
-            key,
-            None,
-            lambda: packable_forward(layer, weight, key.dtype),
-        )
-    values = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
-    return _operand(layer, values, bits, FORWARD_BIT, key, None, values.contiguous)
+    """Return W_F ``[out, in]`` for kernels."""
+    method = layer.spec.method
+    bits = layer.masks.bits
+    if not method.selects_entries:
+        weight_oi = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
+        return _operand(layer, weight_oi, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
+
+    def dense() -> Tensor:
+        return packable_forward(layer, weight, key.dtype)
+
+    return _operand(layer, weight, bits, FORWARD_BIT, key, None, dense)
 
 
 def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
-    method, masks = layer.spec.method, layer.masks
+    """Return W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
+    method = layer.spec.method
+    masks = layer.masks
     values = weight if method.selects_entries else method.backward_weight(layer, weight)
-    bit, order = (BACKWARD_BIT, masks.permutation) if masks.has_backward else (FORWARD_BIT, None)
+    # Without a backward mask, dgrad uses the forward one, which has no permutation.
+    bit = BACKWARD_BIT if masks.has_backward else FORWARD_BIT
+    order = masks.permutation if masks.has_backward else None
 
     def dense() -> Tensor:
         if method.selects_entries:
             return packable_backward(layer, weight, key.dtype)
         return _transposed(layer.matrix(values).to(key.dtype), order)
 
-    found = _operand(layer, values, masks.bits, bit, key, order, dense)
-    return found._replace(values=found.values.t(), bits=found.bits.t())
+    matrix_oi = _operand(layer, values, masks.bits, bit, key, order, dense)
+    # Values and bits are views; only `dense` makes a transposed copy.
+    values_io = matrix_oi.values.t()
+    bits_io = matrix_oi.bits.t()
+    return matrix_oi._replace(values=values_io, bits=bits_io)
 
 
 def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
-    """W_B ``[out, in / groups * taps]`` of a convolution for kernels: not transposed, and in the order of memory."""
+    """Return W_B ``[out, in / groups * taps]`` of a convolution for kernels, in the order of memory."""
 
     def dense() -> Tensor:
-        return (
-            layer.matrix(layer.spec.method.backward_weight(layer, weight))
-            .to(key.dtype)
-            .contiguous()
-        )
+        weight_oi = layer.matrix(layer.spec.method.backward_weight(layer, weight))
+        return weight_oi.to(key.dtype).contiguous()
 
-    found = backward_operand(layer, weight, key)
-    return found._replace(values=found.values.t(), bits=found.bits.t(), order=None, dense=dense)
+    matrix_io = backward_operand(layer, weight, key)
+    # Not transposed, as for a linear layer: the layout of the forward serves both products.
+    values_oi = matrix_io.values.t()
+    bits_oi = matrix_io.bits.t()
+    return matrix_io._replace(values=values_oi, bits=bits_oi, order=None, dense=dense)
 
 
 def _operand(
@@ -91,15 +105,18 @@ def _operand(
     order: Tensor | None,
     dense: Callable[[], Tensor],
 ) -> MaskedMatrix:
+    """Return values and mask bits as the matrix ``[out, in]`` that kernels take."""
     assert bits is not None  # a product without masks has no sparse operand
-    return MaskedMatrix(
-        layer.matrix(values), layer.matrix(bits), bit, key.pattern, key.dtype, order, dense
-    )
+    values_oi = layer.matrix(values)
+    bits_oi = layer.matrix(bits)
+    return MaskedMatrix(values_oi, bits_oi, bit, key.pattern, key.dtype, order, dense)
 
 
 def _transposed(rows: Tensor, order: Tensor | None) -> Tensor:
-    """Rows in an order, transposed and contiguous."""
-    return (rows if order is None else rows[order]).t().contiguous()
+    """Return rows, first put in an order, as contiguous columns."""
+    if order is not None:
+        rows = rows[order]
+    return rows.t().contiguous()
 
 
 def layout_of(
@@ -110,14 +127,27 @@ def layout_of(
     matrix: Callable[[], MaskedMatrix],
     side: str = "",
 ) -> Any:
-    """What a packed operand has of the masks, which is kept while they stand still.
+    """Return what a packed operand has of the masks, which is kept while they stand still.
 
-    `side` names the operand; by default dgrad has one of its own. Products of another dtype may take another layout.
+    Args:
+        layer: The layer.
+        router: Keeps the layout.
+        kernel: Makes the layout.
+        product: One of the layer's products.
+        matrix: Makes the operand; called if there is no layout of these masks yet.
+        side: Names the operand; by default dgrad has one of its own, and the others share that of the forward.
     """
-    stamp: Hashable = (layer.masks.state, product.key.pattern)
-    side = side or ("dgrad" if product.key.gemm == "dgrad" else "forward")
+    if not side:
+        side = "dgrad" if product.key.gemm == "dgrad" else "forward"
+    # Products of another dtype may take another layout.
     name = (kernel.name, "layout", side, product.key.dtype)
-    return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
+    # A method may change its pattern without moving the masks.
+    stamp: Hashable = (layer.masks.state, product.key.pattern)
+
+    def make() -> Any:
+        return kernel.layout(matrix())
+
+    return router.layout(layer, name, stamp, make)
 
 
 def pack_of(
@@ -131,7 +161,7 @@ def pack_of(
     keep: bool = True,
     side: str = "",
 ) -> Any:
-    """The packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
+    """Return the packed operand of a weight, which changes with the weight, the masks, or anything that a step does.
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted. A
     kernel that only gathers values makes its packs anew: nothing is gained by asking whether the weight changed.
@@ -139,17 +169,17 @@ def pack_of(
 
     def make() -> Any:
         matrix = operand(layer, weight, product.key)
-        return kernel.pack_masked(
-            matrix, layout_of(layer, router, kernel, product, lambda: matrix, side)
-        )
+        layout = layout_of(layer, router, kernel, product, lambda: matrix, side)
+        return kernel.pack_masked(matrix, layout)
 
     if not keep or not kernel.keeps_packs:
         return make()
-    tensors = tuple(memory_state(tensor) for tensor in (weight, *layer.read_tensors()))
-    # Not every optimizer leaves a version, so steps count; and memory belongs to the stream where it was made.
+    tensors = (weight, *layer.read_tensors())
+    # Memory belongs to the stream where it was made.
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+    # Not every optimizer leaves a version of the weight, so steps count, too.
     stamp: Hashable = (
-        tensors,
+        tuple(memory_state(tensor) for tensor in tensors),
         layer.masks.state,
         layer.progress.step,
         layer.progress.clock,

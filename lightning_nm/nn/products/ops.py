@@ -1,4 +1,4 @@
-"""The op seam: one autograd function per layer kind, with separate weights for the forward and the dgrad GEMM.
+"""The masked operators: one autograd function per layer kind, with its own weights in the forward and the dgrad GEMM.
 
 For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
 
@@ -8,6 +8,9 @@ For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
 
 Only X, W, the estimator's noise and the masks are saved for backward; W_F and W_B are made again. Autograd then notices
 masks that move between forward and backward.
+
+The last letters of a name are the dimensions of its tensor: t tokens, i inputs, o outputs. A name without them, such as
+``weight``, is of a tensor whose layout depends on the layer.
 """
 
 from __future__ import annotations
@@ -36,18 +39,23 @@ from lightning_nm.nn.products.routed_ops import (
 # Convolutions by the number of spatial dimensions, less one.
 CONVOLUTIONS: list[Callable[..., Tensor]] = [F.conv1d, F.conv2d, F.conv3d]
 
-# Why a product that no router runs is dense.
-_PART = "a part of a joint projection"
+# Why the product of some rows alone is dense.
+_PART_REASON = "a part of a joint projection"
+
+# Where the layer's own tensors begin among the arguments of the two functions: those before are named in forward.
+_LINEAR_TENSORS = 8
+_CONV_TENSORS = 9
+_EMBEDDING_TENSORS = 5
 
 
 class PackedProduct(Protocol):
     """A packed weight, which a module of a registered adapter has in the place of a layer when it is for inference."""
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """``x @ W^T + bias``."""
+        """Return ``x @ W^T + bias``, or the columns of these rows of W."""
 
     def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """The convolution of x with W; stride, padding, dilation and groups."""
+        """Return the convolution of x with W; the geometry is stride, padding, dilation and groups."""
 
 
 def nm_linear(
@@ -60,7 +68,7 @@ def nm_linear(
     routed: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``x @ W_F^T + bias`` whose input gradient uses W_B.
+    """Return ``x @ W_F^T + bias``, whose input gradient uses W_B.
 
     Args:
         x: ``[..., in]``.
@@ -77,17 +85,17 @@ def nm_linear(
     if not isinstance(layer, NMLayer):
         return layer.linear(x, bias, rows)
     x, bias, dtype = _autocast(x, dtype or weight.dtype, bias)
-    router = (
-        active() if routed and x.dtype == dtype else None
-    )  # a mismatch is the dense product's to refuse
+    # A mismatch of dtypes is the dense product's to refuse.
+    router = active() if routed and x.dtype == dtype else None
     if rows is not None and bias is not None:
         bias = bias[rows[0] : rows[1]]
     with _without_autocast(x.device.type):
         # Outside of the function, so that its output is no view: that may be changed in place.
-        tokens = x.reshape(-1, x.shape[-1])
+        x_ti = x.reshape(-1, x.shape[-1])
+        # Within the function gradients are always off, so it is told whether a backward pass will follow.
         route = None if router is None else (router, torch.is_grad_enabled())
-        y = _Linear.apply(
-            tokens,
+        y_to = _Linear.apply(
+            x_ti,
             weight,
             bias,
             layer,
@@ -98,7 +106,7 @@ def nm_linear(
             *layer.read_tensors(),
         )
         # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
-        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
 
 
 def nm_conv(
@@ -111,7 +119,7 @@ def nm_conv(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Convolution with W_F whose input gradient uses W_B.
+    """Return the convolution with W_F, whose input gradient uses W_B.
 
     Args:
         x: ``[batch, in, *positions]``.
@@ -125,21 +133,17 @@ def nm_conv(
     """
     if not isinstance(layer, NMLayer):
         return layer.conv(x, bias, stride, padding, dilation, groups)
-    if (
-        active() is not None
-        and {*stride, *dilation, *weight.shape[2:], groups} == {1}
-        and not any(padding)
-    ):
+    router = active()
+    # The router first: most calls have none, and then need not look at the geometry.
+    if router is not None and _is_pointwise(weight, stride, padding, dilation, groups):
         tokens = x.movedim(1, -1)
-        if (
-            tokens.is_contiguous()
-        ):  # channels last: a matrix product, [batch x positions, in] with [in, out]
+        # Channels last: a matrix product, [batch x positions, in] with [in, out].
+        if tokens.is_contiguous():
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
     x, bias, dtype = _autocast(x, weight.dtype, bias)
-    router = active()
     with _without_autocast(x.device.type):
         geometry = (stride, padding, dilation, groups)
-        # A mismatch of dtypes is the dense product's to refuse.
+        # A mismatch of dtypes is the dense product's to refuse. The routed operators take planes at most.
         routed = (
             router is not None
             and x.dim() < 5
@@ -147,8 +151,21 @@ def nm_conv(
             and router.convolves(x.device.type)
         )
         route = (router, torch.is_grad_enabled()) if routed else None
+        # Without a route the function still reports its dense products to the router.
         arguments = (x, weight, bias, layer, dtype, geometry, router, route)
         return _Conv.apply(*arguments, layer.noise.words, *layer.read_tensors())
+
+
+def _is_pointwise(
+    weight: Tensor,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> bool:
+    """Whether each output position of a convolution is a product of one input position with the whole weight."""
+    taps = weight.shape[2:]
+    return not any(padding) and {*stride, *dilation, *taps, groups} == {1}
 
 
 def nm_embedding(
@@ -158,7 +175,9 @@ def nm_embedding(
     padding_idx: int | None,
     scale_grad_by_freq: bool,
 ) -> Tensor:
-    """Rows of W_F, whose gradient is routed to W by the method; no estimator, because dW is a sum and no product.
+    """Return rows of W_F, whose gradient is routed to W by the method.
+
+    There is no estimator, because dW is a sum and no product.
 
     Args:
         tokens: Integers ``[...]``.
@@ -179,7 +198,11 @@ def nm_embedding(
 def _autocast(
     x: Tensor, own: torch.dtype, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    """Cast as autocast casts for a matmul; the weight is cast inside the op so that the parameter itself is saved."""
+    """Return input, bias and the dtype of the product, cast as autocast casts for a matmul.
+
+    The weight is cast inside the operator, so that the parameter itself is saved for backward. `own` is its dtype
+    without autocast.
+    """
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -188,50 +211,60 @@ def _autocast(
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Within, autocast is off. Entering torch's own context takes as long as a small product: not where it is off."""
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    )
+    """Return a context in which autocast is off."""
+    # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
-def _wgrad(
+def _weight_gradient(
     layer: NMLayer,
-    grad: Tensor,
+    dy: Tensor,
     noise: Tensor | None,
-    gemm: Callable[[Tensor], Tensor],
-    row: int = 0,
+    multiply: Callable[[Tensor], Tensor],
+    first_row: int = 0,
 ) -> Tensor:
-    """``gemm(E(dY))`` for ``dY [batch, out, *positions]`` or ``[tokens, out]``, whose first output is `row`."""
+    """Return dW, which is ``multiply(E(dY))``, before the method routes it.
+
+    Args:
+        layer: The layer.
+        dy: ``dY [batch, out, *positions]`` or ``[tokens, out]``.
+        noise: The estimator's noise in the forward pass.
+        multiply: Makes dW of dY.
+        first_row: The row of the weight that belongs to the first output in `dy`.
+    """
     if layer.spec.estimator is None or noise is None or not layer.progress.estimating:
-        return gemm(grad)
-    by_token = grad.movedim(1, -1)  # blocks lie along batch x positions, for one output
-    tokens = by_token.flatten(0, -2)
-    pruned = layer.estimate(tokens, layer.noise.for_call(noise, layer.first_row + row))
-    estimate = pruned.reshape(by_token.shape).movedim(-1, 1)
+        return multiply(dy)
+    by_token = dy.movedim(1, -1)  # blocks lie along batch x positions, for one output
+    estimate_to = layer.estimate(
+        by_token.flatten(0, -2), layer.noise.for_call(noise, layer.first_row + first_row)
+    )
+    estimate = estimate_to.reshape(by_token.shape).movedim(-1, 1)
     compiling = torch.compiler.is_compiling()
     # Convolutions are several times slower where X and dY lie in different orders, channels last and first. A compiler
     # chooses the order itself, and torch 2.6's does not let a graph ask for strides in a backward pass.
-    if grad.dim() > 2 and not compiling and estimate.stride() != grad.stride():
-        estimate = torch.empty_like(grad).copy_(estimate)
-    found = gemm(estimate)
+    if dy.dim() > 2 and not compiling and estimate.stride() != dy.stride():
+        estimate = torch.empty_like(dy).copy_(estimate)
+    dweight = multiply(estimate)
     if not compiling and layer.observation.active:  # a compiled graph cannot hand figures out
-        layer.observation.add(layer.progress.clock, estimate, gemm(grad), found)
-    return found
+        layer.observation.add(layer.progress.clock, estimate, multiply(dy), dweight)
+    return dweight
 
 
 def _route(
-    layer: NMLayer, weight: Tensor, grad: Tensor, tensors: int
+    layer: NMLayer, weight: Tensor, dweight: Tensor, number: int
 ) -> tuple[Tensor | None, list[Any]]:
-    """Gradients of the weight and of the layer's tensors, of which only the method's own parameters have one."""
+    """Return the gradients of the weight and of the layer's tensors, of which there are `number`.
+
+    Of those tensors, only the method's own parameters have a gradient. They are the last ones.
+    """
+    dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
-        return grad.to(weight.dtype), [None] * tensors
-    grad_weight, *grad_parameters = layer.spec.method.weight_gradient(
-        layer, weight, grad.to(weight.dtype)
-    )
-    rest: list[Any] = [None] * (tensors - len(layer.parameters))
-    return grad_weight, rest + grad_parameters
+        return dweight, [None] * number
+    routed, *dparameters = layer.spec.method.weight_gradient(layer, weight, dweight)
+    without_gradient: list[Any] = [None] * (number - len(layer.parameters))
+    return routed, without_gradient + dparameters
 
 
 def _differentiated() -> bool:
@@ -244,96 +277,118 @@ def _differentiated() -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    """The three products of a linear layer."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         layer: NMLayer
         route: tuple[Router, bool] | None
-        x, weight, bias, layer, dtype, rows, route, noise, *tensors = inputs
-        ctx.save_for_backward(x, weight, noise, *tensors)
-        ctx.layer, ctx.dtype, ctx.rows = layer, dtype, slice(None) if rows is None else slice(*rows)
+        x_ti, weight, bias, layer, dtype, rows, route, noise, *tensors = inputs
+        ctx.save_for_backward(x_ti, weight, noise, *tensors)
+        ctx.layer = layer
+        ctx.dtype = dtype
+        ctx.rows = slice(None) if rows is None else slice(*rows)
         ctx.router = None if route is None else route[0]
         if route is not None and rows is None:
             router, trains = route
             out = layer.matrix(weight).shape[0]
             return forward_gemm(
-                x, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
+                x_ti, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
             )
-        record_dense(layer, ctx.router, "forward", len(x), x, _PART)
-        return F.linear(
-            x,
-            layer.matrix(layer.spec.method.forward_weight(layer, weight))[ctx.rows].to(dtype),
-            bias,
-        )
+        record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
+        # One name for W_F and its cast: the memory of the first is free during the product.
+        weight_oi = layer.matrix(layer.spec.method.forward_weight(layer, weight))
+        weight_oi = weight_oi[ctx.rows].to(dtype)
+        return F.linear(x_ti, weight_oi, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, noise, *tensors = ctx.saved_tensors
+        x_ti, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
-        (grad,) = grads
-        needs_input = ctx.needs_input_grad[0]
-        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[8:])
-        grad_x = grad_weight = grad_bias = None
-        rest: list[Any] = [None] * len(tensors)
-        whole = ctx.rows == slice(None)
-        if ctx.router is not None and whole and not _differentiated():
-            made = backward_gemms(
-                grad,
-                x,
+        (dy_to,) = grads
+        needs_x = ctx.needs_input_grad[0]
+        # The method's parameters get their gradients with the weight's, perhaps while the weight itself is frozen.
+        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[_LINEAR_TENSORS:])
+        needs_bias = ctx.needs_input_grad[2]
+        dx_ti = dweight = dbias = None
+        dtensors: list[Any] = [None] * len(tensors)
+        is_whole = ctx.rows == slice(None)
+        if ctx.router is not None and is_whole and not _differentiated():
+            dx_ti, dweight_oi = backward_gemms(
+                dy_to,
+                x_ti,
                 weight,
                 noise,
                 tensors,
-                needs_input,
+                needs_x,
                 needs_weight,
                 layer.handle_tensor,
                 ctx.router.handle,
             )
-            grad_x, found = made[0] if needs_input else None, made[1]
+            if not needs_x:
+                dx_ti = None  # what the operator returned is empty
         else:
-            if needs_input:
-                record_dense(layer, ctx.router, "dgrad", len(x), x, _PART)
-                grad_x = grad @ layer.matrix(layer.spec.method.backward_weight(layer, weight))[
-                    ctx.rows
-                ].to(ctx.dtype)
+            if needs_x:
+                record_dense(layer, ctx.router, "dgrad", len(x_ti), x_ti, _PART_REASON)
+                weight_oi = layer.matrix(layer.spec.method.backward_weight(layer, weight))
+                weight_oi = weight_oi[ctx.rows].to(ctx.dtype)
+                dx_ti = dy_to @ weight_oi
+                del weight_oi  # its memory is free for dW
             if needs_weight:
-                record_dense(layer, ctx.router, "wgrad", len(x), x, _PART)
-                found = _wgrad(layer, grad, noise, lambda dy: dy.t() @ x, ctx.rows.start or 0)
+                record_dense(layer, ctx.router, "wgrad", len(x_ti), x_ti, _PART_REASON)
+
+                def multiply(dy_to: Tensor) -> Tensor:
+                    return dy_to.t() @ x_ti
+
+                dweight_oi = _weight_gradient(layer, dy_to, noise, multiply, ctx.rows.start or 0)
         if needs_weight:
-            if not whole:
-                part, found = found, torch.zeros_like(layer.matrix(weight), dtype=found.dtype)
-                found[ctx.rows] = part
-            full = layer.unrows(found.view(layer.rows(weight).shape))
-            grad_weight, rest = _route(layer, weight, full, len(tensors))
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, *rest
+            if not is_whole:
+                part_oi = dweight_oi
+                dweight_oi = torch.zeros_like(layer.matrix(weight), dtype=part_oi.dtype)
+                dweight_oi[ctx.rows] = part_oi
+            # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
+            dweight = layer.unrows(dweight_oi.view(layer.rows(weight).shape))
+            dweight, dtensors = _route(layer, weight, dweight, len(tensors))
+        if needs_bias:
+            dbias = dy_to.sum(0)
+        return dx_ti, dweight, dbias, None, None, None, None, None, *dtensors
 
 
 class _Embedding(torch.autograd.Function):
+    """The rows of W_F that tokens name, and the sum of their gradients."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         layer: NMLayer
         tokens, weight, layer, padding, by_frequency, *tensors = inputs
         ctx.save_for_backward(tokens, weight, *tensors)
-        ctx.layer, ctx.padding, ctx.by_frequency = layer, padding, by_frequency
+        ctx.layer = layer
+        ctx.padding = padding
+        ctx.by_frequency = by_frequency
         method = layer.spec.method
         if not method.selects_entries:
             return F.embedding(tokens, method.forward_weight(layer, weight))
-        rows, mask = F.embedding(tokens, weight), layer.forward_mask_view
+        # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
+        rows = F.embedding(tokens, weight)
+        mask = layer.forward_mask_view
         return rows if mask is None else masked(rows, mask[tokens])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tokens, weight, *tensors = ctx.saved_tensors
-        grad_weight, rest = None, [None] * len(tensors)
-        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[5:]):
-            found = torch.ops.aten.embedding_dense_backward(
+        dweight = None
+        dtensors: list[Any] = [None] * len(tensors)
+        if ctx.needs_input_grad[1] or any(ctx.needs_input_grad[_EMBEDDING_TENSORS:]):
+            dweight = torch.ops.aten.embedding_dense_backward(
                 grads[0], tokens, len(weight), ctx.padding, ctx.by_frequency
             )
-            grad_weight, rest = _route(ctx.layer, weight, found, len(tensors))
-        return None, grad_weight, None, None, None, *rest
+            dweight, dtensors = _route(ctx.layer, weight, dweight, len(tensors))
+        return None, dweight, None, None, None, *dtensors
 
 
 class _Conv(torch.autograd.Function):
+    """The three products of a convolution of ``[batch, in, *positions]`` with ``[out, in / groups, *kernel]``."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         layer: NMLayer
@@ -341,26 +396,30 @@ class _Conv(torch.autograd.Function):
         route: tuple[Router, bool] | None
         x, weight, bias, layer, dtype, geometry, router, route, noise, *tensors = inputs
         ctx.save_for_backward(x, weight, noise, *tensors)
-        ctx.layer, ctx.dtype, ctx.geometry, ctx.router, ctx.routed = (
-            layer,
-            dtype,
-            geometry,
-            router,
-            route is not None,
-        )
+        ctx.layer = layer
+        ctx.dtype = dtype
+        ctx.geometry = geometry
+        ctx.router = router
+        ctx.routed = route is not None
         if route is not None:
-            flat, tag = flattened(*geometry), layer.handle_tensor
+            known_router, trains = route
             y = forward_conv(
-                _planes(x), weight, bias, tensors, route[1], flat, tag, route[0].handle
+                _planes(x),
+                weight,
+                bias,
+                tensors,
+                trains,
+                flattened(*geometry),
+                layer.handle_tensor,
+                known_router.handle,
             )
-            return (
-                y
-                if x.dim() == 4
-                else torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
-            )
-        y = CONVOLUTIONS[x.dim() - 3](
-            x, layer.spec.method.forward_weight(layer, weight).to(dtype), bias, *geometry
-        )
+            if x.dim() == 4:
+                return y
+            # Without the height of 1 that _planes added; no view, as in nm_linear.
+            return torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
+        convolve = CONVOLUTIONS[x.dim() - 3]
+        forward_weight = layer.spec.method.forward_weight(layer, weight).to(dtype)
+        y = convolve(x, forward_weight, bias, *geometry)
         record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y
 
@@ -368,52 +427,66 @@ class _Conv(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, noise, *tensors = ctx.saved_tensors
         layer: NMLayer = ctx.layer
-        (grad,) = grads
+        (dy,) = grads
         geometry = ctx.geometry
-        grad_x = grad_weight = grad_bias = full = None
-        rest: list[Any] = [None] * len(tensors)
-        tokens = grad.numel() // grad.shape[1]
-        needs_input = ctx.needs_input_grad[0]
-        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[9:])
+        dx = dweight = dbias = None
+        dtensors: list[Any] = [None] * len(tensors)
+        tokens = dy.numel() // dy.shape[1]
+        needs_x = ctx.needs_input_grad[0]
+        needs_weight = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[_CONV_TENSORS:])
+        needs_bias = ctx.needs_input_grad[2]
         routed = ctx.routed and not _differentiated()
         estimated = noise is not None and is_estimating(layer)
-        exact = needs_weight and not estimated
-        if routed and (needs_input or needs_weight):
-            flat = flattened(*geometry)
-            tag, handle = layer.handle_tensor, ctx.router.handle
-            made = backward_convs(
-                _planes(grad), _planes(x), weight, tensors, needs_input, exact, flat, tag, handle
+        # One call makes dX and dW, unless dW is of another dY than dX.
+        needs_weight_of_dy = needs_weight and not estimated
+        if routed and (needs_x or needs_weight):
+            dx, dweight = backward_convs(
+                _planes(dy),
+                _planes(x),
+                weight,
+                tensors,
+                needs_x,
+                needs_weight_of_dy,
+                flattened(*geometry),
+                layer.handle_tensor,
+                ctx.router.handle,
             )
-            grad_x = made[0].view(x.shape) if needs_input else None
-            full = made[1].view(weight.shape) if exact else None
+            # What is not needed came back empty.
+            dx = dx.view(x.shape) if needs_x else None
+            dweight = dweight.view(weight.shape) if needs_weight_of_dy else None
         else:
             backward_weight = None
-            if needs_input:
+            if needs_x:
                 record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
                 backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
-            wanted = {"needs_input": needs_input, "needs_weight": exact}
-            grad_x, full = conv_gradients(
-                grad, x, backward_weight, weight.shape, geometry, **wanted
+            dx, dweight = conv_gradients(
+                dy,
+                x,
+                backward_weight,
+                weight.shape,
+                geometry,
+                needs_input=needs_x,
+                needs_weight=needs_weight_of_dy,
             )
         if needs_weight:
             if estimated or not routed:
                 reason = ESTIMATED_CONVOLUTION if ctx.routed else _dense_reason(x)
                 record_dense(layer, ctx.router, "wgrad", tokens, x, reason)
-            if full is None:
-                full = _wgrad(
-                    layer,
-                    grad,
-                    noise,
-                    lambda dy: conv_weight_gradient(dy, x, weight.shape, geometry),
-                )
-            grad_weight, rest = _route(layer, weight, full, len(tensors))
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum((0, *range(2, grad.dim())))
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, *rest
+            if dweight is None:
+
+                def convolve(dy: Tensor) -> Tensor:
+                    return conv_weight_gradient(dy, x, weight.shape, geometry)
+
+                dweight = _weight_gradient(layer, dy, noise, convolve)
+            dweight, dtensors = _route(layer, weight, dweight, len(tensors))
+        if needs_bias:
+            batch_and_positions = (0, *range(2, dy.dim()))
+            dbias = dy.sum(batch_and_positions)
+        return dx, dweight, dbias, None, None, None, None, None, None, *dtensors
 
 
 def _planes(x: Tensor) -> Tensor:
-    """``[images, channels, height, width]``; one dimension has a height of 1."""
+    """Return ``[images, channels, height, width]``; one dimension gets a height of 1."""
     return x if x.dim() == 4 else x.unsqueeze(2)
 
 

@@ -3,6 +3,9 @@
 They compute what :mod:`lightning_nm.nn.products.ops` computes without a router, and look up layer and router by handle
 when a graph runs. A layer's handle is the size of an empty tensor: a graph is recompiled for another integer, but not
 for another size, so equal blocks of a model share one graph.
+
+The last letters of a name are the dimensions of its tensor: t tokens, i inputs, o outputs. The operators name their
+arguments without them, because these names are part of the operators' schemas.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
     GemmName,
+    MaskedMatrix,
     Sparsity,
     token_bucket,
 )
@@ -39,10 +43,12 @@ from lightning_nm.nn.products.operands import (
 )
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
-
+"""The products of a layer, in the order in which they run."""
 
 ESTIMATED_CONVOLUTION = "no kernel takes an estimated dY of a convolution"
+"""Why the wgrad of such a convolution is dense."""
 
+# What kernels know of a product's sparse operand; dense kinds are left out.
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
 
 
@@ -56,26 +62,43 @@ def product_now(
     conv: Convolution | None = None,
     tokens: int | None = None,
 ) -> Product:
-    """One of the layer's products as it would run now on ``x [tokens, width]``, or on the input of a convolution."""
-    how, masks, spec, device = LAYER_GEMMS[gemm](layer), layer.masks, layer.spec, str(x.device)
+    """Return one of the layer's products as it would run now, with a reason if it can only be dense.
+
+    Args:
+        layer: The layer.
+        router: Knows which kinds of sparse operands its kernels take.
+        gemm: Which of the layer's products.
+        x: ``[tokens, width]``, or the input of a convolution; for dtype and device.
+        out: Rows of the weight.
+        width: Columns of the weight as a matrix.
+        conv: The geometry of a convolution.
+        tokens: Output positions of the batch, where `x` does not have one row for each.
+    """
+    gemm_now = LAYER_GEMMS[gemm](layer)
+    spec = layer.spec
+    masks = layer.masks
+    device = str(x.device)
     size = _size(gemm, len(x) if tokens is None else tokens, out, width)
-    sparsity = _SPARSITY.get(how.kind)
+    sparsity = _SPARSITY.get(gemm_now.kind)
     if sparsity == "masked" and not spec.method.selects_entries:
         sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):
         reason = ESTIMATED_CONVOLUTION
     elif sparsity is None or sparsity not in router.takes(device):
-        reason = f"{how.treatment}; {how.reason}" if how.reason else "none of its operands is N:M"
+        reason = "none of its operands is N:M"
+        if gemm_now.reason:
+            reason = f"{gemm_now.treatment}; {gemm_now.reason}"
     if reason or sparsity is None:
-        return Product(spec.name, GemmKey(gemm, *size, x.dtype, spec.pattern, device), reason)
-    pattern = how.pattern or spec.method.current_pattern(layer)
-    permuted = (
-        conv is None and gemm == "dgrad" and masks.has_backward and masks.permutation is not None
-    )
-    return Product(
-        spec.name, GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv)
-    )
+        key = GemmKey(gemm, *size, x.dtype, spec.pattern, device)
+        return Product(spec.name, key, reason)
+    # A masked operand is not N:M along its depth, but its mask is N:M along the other axis.
+    pattern = gemm_now.pattern or spec.method.current_pattern(layer)
+    # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
+    has_order = masks.has_backward and masks.permutation is not None
+    permuted = conv is None and gemm == "dgrad" and has_order
+    key = GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv)
+    return Product(spec.name, key)
 
 
 def is_estimating(layer: NMLayer) -> bool:
@@ -84,11 +107,12 @@ def is_estimating(layer: NMLayer) -> bool:
 
 
 def _size(gemm: GemmName, tokens: int, out: int, width: int) -> tuple[int, int, int]:
-    return {
-        "forward": (out, width, tokens),
-        "dgrad": (width, out, tokens),
-        "wgrad": (out, tokens, width),
-    }[gemm]
+    """Return rows, depth and columns of a product, see :class:`~lightning_nm.kernels.api.GemmKey`."""
+    if gemm == "forward":
+        return out, width, tokens
+    if gemm == "dgrad":
+        return width, out, tokens
+    return out, tokens, width
 
 
 def record_dense(
@@ -109,14 +133,14 @@ def record_dense(
         out = layer.rows(weight).shape[0]
         size = _size(gemm, tokens, out, weight.numel() // out)
         key = GemmKey(gemm, *size, x.dtype, layer.spec.pattern, str(x.device))
+        # Asking for a kernel is what the router counts; with a reason it is always the dense one.
         router.kernel(Product(layer.spec.name, key, reason))
 
 
 # What the operators do depends on more than their arguments, which a replayed CUDA graph would not see.
 OPTIONS: dict[str, Any] = {"mutates_args": ()}
-if hasattr(
-    torch.Tag, "cudagraph_unsafe"
-):  # an older torch knows neither the tag nor, perhaps, the argument
+# An older torch knows neither the tag nor, perhaps, the argument.
+if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -146,20 +170,26 @@ def forward_gemm(
     Returns:
         ``[tokens, out]``.
     """
-    nm, route = lookup(tag.shape[0]), lookup(router)
-    gemms = GEMMS if trains and not route.tuned else GEMMS[:1]
-    product, *later = [product_now(nm, route, gemm, x, out, x.shape[1]) for gemm in gemms]
-    route.record([product, *later])
-    kernel = route.kernel(product)
+    # An operator takes tensors and numbers alone: the objects are looked up.
+    layer: NMLayer = lookup(tag.shape[0])
+    active_router: Router = lookup(router)
+    # The router measures all products of a layer at once, so it hears of those to come with the first.
+    gemms = GEMMS if trains and not active_router.tuned else GEMMS[:1]
+    products = [product_now(layer, active_router, gemm, x, out, x.shape[1]) for gemm in gemms]
+    active_router.record(products)
+    product = products[0]
+    kernel = active_router.kernel(product)
 
     def dense() -> Tensor:
-        return F.linear(x, _forward_matrix(nm, weight, x.dtype), bias)
+        return F.linear(x, _forward_matrix(layer, weight, x.dtype), bias)
 
     def sparse() -> Tensor:
-        packed = pack_of(nm, route, kernel, product, weight, forward_operand, keep=trains)
+        packed = pack_of(
+            layer, active_router, kernel, product, weight, forward_operand, keep=trains
+        )
         return kernel.linear(packed, plain(x), None if bias is None else plain(bias))
 
-    return run_kernel(route, kernel, product, sparse, dense)
+    return run_kernel(active_router, kernel, product, sparse, dense)
 
 
 @forward_gemm.register_fake
@@ -179,7 +209,8 @@ def _(
 @register_flop_formula(torch.ops.lightning_nm.forward_gemm)
 def _forward_flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """``2 tokens in out``: as the dense product, whatever kernel makes it."""
-    return 2 * x_shape[0] * x_shape[1] * out_shape[1]
+    tokens, inputs = x_shape
+    return 2 * tokens * inputs * out_shape[1]
 
 
 @torch.library.custom_op("lightning_nm::backward_gemms", **OPTIONS)
@@ -210,23 +241,32 @@ def backward_gemms(
     Returns:
         ``dX [tokens, in]`` and ``dW [out, in]``.
     """
-    nm, route = lookup(tag.shape[0]), lookup(router)
-    sizes = grad.shape[1], x.shape[1]
-    dgrad = product_now(nm, route, "dgrad", x, *sizes) if needs_input else None
-    wgrad = product_now(nm, route, "wgrad", x, *sizes) if needs_weight else None
-    route.tune_if_single()
-    dgrad_kernel = None if dgrad is None else route.kernel(dgrad)
-    wgrad_kernel = None if wgrad is None else route.kernel(wgrad)
-    gradient = _Gradient(nm, route, plain(grad), noise if needs_weight else None)
-    gradient.packed = wgrad_kernel not in (None, route.registry.reference)
-    return (
-        grad.new_empty(0)
-        if dgrad is None
-        else _dgrad(nm, route, dgrad_kernel, dgrad, gradient, weight),
-        grad.new_empty(0)
-        if wgrad is None
-        else _wgrad(nm, route, wgrad_kernel, wgrad, gradient, weight, x),
-    )
+    layer: NMLayer = lookup(tag.shape[0])
+    active_router: Router = lookup(router)
+    out = grad.shape[1]
+    width = x.shape[1]
+    dgrad = wgrad = None
+    if needs_input:
+        dgrad = product_now(layer, active_router, "dgrad", x, out, width)
+    if needs_weight:
+        wgrad = product_now(layer, active_router, "wgrad", x, out, width)
+    # Before the kernels are chosen: now all products of the batch are known, if they shall be measured.
+    active_router.tune_if_single()
+    dgrad_kernel = None if dgrad is None else active_router.kernel(dgrad)
+    wgrad_kernel = None if wgrad is None else active_router.kernel(wgrad)
+    gradient = _OutputGradient(layer, active_router, plain(grad), noise if needs_weight else None)
+    # Where wgrad is dense, it makes E(dY) in the form that a dense product takes.
+    gradient.packed = wgrad_kernel not in (None, active_router.registry.reference)
+    # dX first: what it needs of dY may be made in one pass with what dW needs.
+    if dgrad is None:
+        dx = grad.new_empty(0)
+    else:
+        dx = _dgrad(layer, active_router, dgrad_kernel, dgrad, gradient, weight)
+    if wgrad is None:
+        dweight = grad.new_empty(0)
+    else:
+        dweight = _wgrad(layer, active_router, wgrad_kernel, wgrad, gradient, weight, x)
+    return dx, dweight
 
 
 @backward_gemms.register_fake
@@ -240,10 +280,11 @@ def _(
     needs_weight: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        grad.new_empty(grad.shape[0], x.shape[1]) if needs_input else grad.new_empty(0),
-        grad.new_empty(grad.shape[1], x.shape[1]) if needs_weight else grad.new_empty(0),
-    )
+    tokens, out = grad.shape
+    width = x.shape[1]
+    dx = grad.new_empty(tokens, width) if needs_input else grad.new_empty(0)
+    dweight = grad.new_empty(out, width) if needs_weight else grad.new_empty(0)
+    return dx, dweight
 
 
 @register_flop_formula(torch.ops.lightning_nm.backward_gemms)
@@ -259,51 +300,63 @@ def _backward_flops(
     **kwargs: Any,
 ) -> int:
     """``2 tokens in out`` for each product: as the dense ones, whatever kernels make them."""
-    return 2 * grad_shape[0] * grad_shape[1] * x_shape[1] * (needs_input + needs_weight)
+    tokens, out = grad_shape
+    number = int(needs_input) + int(needs_weight)
+    return number * 2 * tokens * out * x_shape[1]
 
 
-class _Gradient:
+class _OutputGradient:
     """dY ``[tokens, out]``, contiguous, in the forms that products take; one pass over it may make two of them."""
 
     packed = False  # whether a kernel packs E(dY)
 
-    def __init__(self, layer: NMLayer, router: Router, grad: Tensor, noise: Tensor | None) -> None:
-        self.layer, self.router, self.grad = layer, router, grad
-        self.seed: Tensor | None = None
+    def __init__(self, layer: NMLayer, router: Router, dy_to: Tensor, noise: Tensor | None) -> None:
+        self.layer = layer
+        self.router = router
+        self.dy_to = dy_to
+        self.seed: Tensor | None = None  # None where dW is made of dY itself
         if noise is not None and is_estimating(layer):
             self.seed = layer.noise.for_call(noise, layer.first_row)
-        self._transposed: Tensor | None = None
+        self._estimate_ot: Tensor | None = None
 
     def permuted(self, order: Tensor) -> Tensor:
-        """``dY[:, order]``."""
-        layer, grad, estimator, seed = self.layer, self.grad, self.layer.spec.estimator, self.seed
-        if not self.packed or estimator is None or seed is None or layer.observation.active:
-            return permuted_columns(grad, order)
+        """Return ``dY[:, order]``."""
+        layer = self.layer
+        dy_to = self.dy_to
+        seed = self.seed
+        estimator = layer.spec.estimator
+        if not self.packed or estimator is None or seed is None:
+            return permuted_columns(dy_to, order)
+        # An observed estimate is compared with dY, and so made where it is compared.
+        if layer.observation.active:
+            return permuted_columns(dy_to, order)
 
+        # Which way is faster depends on the sizes and the device, so the router measures both.
         def two_passes() -> tuple[Tensor, Tensor]:
-            return estimator.estimate_transposed(layer, grad, seed)[0], permuted_columns(
-                grad, order
-            )
+            estimate_ot, _ = estimator.estimate_transposed(layer, dy_to, seed)
+            return estimate_ot, permuted_columns(dy_to, order)
 
         def one_pass() -> tuple[Tensor, Tensor]:
-            estimate, permuted = estimator.estimate_transposed(layer, grad, seed, order)
-            return estimate, permuted_columns(grad, order) if permuted is None else permuted
+            estimate_ot, permuted_to = estimator.estimate_transposed(layer, dy_to, seed, order)
+            if permuted_to is None:  # the estimator has no such pass
+                permuted_to = permuted_columns(dy_to, order)
+            return estimate_ot, permuted_to
 
-        size = (token_bucket(len(grad)), grad.shape[1])
-        name = (type(estimator), estimator.pattern_of(layer), size, grad.dtype)
-        self._transposed, permuted = self.router.pick_fastest(
-            name, (one_pass, two_passes), grad.device
-        )()
-        return permuted
+        size = (token_bucket(len(dy_to)), dy_to.shape[1])
+        name = (type(estimator), estimator.pattern_of(layer), size, dy_to.dtype)
+        ways = (one_pass, two_passes)
+        fastest = self.router.pick_fastest(name, ways, dy_to.device)
+        self._estimate_ot, permuted_to = fastest()
+        return permuted_to
 
-    def transposed(self) -> Tensor:
-        """``E(dY)^T``."""
+    def estimate_transposed(self) -> Tensor:
+        """Return ``E(dY)^T``."""
         estimator = self.layer.spec.estimator
         assert estimator is not None
         assert self.seed is not None
-        if self._transposed is None:
-            self._transposed, _ = estimator.estimate_transposed(self.layer, self.grad, self.seed)
-        return self._transposed
+        if self._estimate_ot is None:
+            self._estimate_ot, _ = estimator.estimate_transposed(self.layer, self.dy_to, self.seed)
+        return self._estimate_ot
 
 
 def _dgrad(
@@ -311,18 +364,20 @@ def _dgrad(
     router: Router,
     kernel: Any,
     product: Product,
-    gradient: _Gradient,
+    gradient: _OutputGradient,
     weight: Tensor,
 ) -> Tensor:
-    grad = gradient.grad
+    """Return ``dX = dY W_B``, ``[tokens, in]``."""
+    dy_to = gradient.dy_to
 
     def dense() -> Tensor:
-        return grad @ _backward_matrix(layer, weight, grad.dtype)
+        return dy_to @ _backward_matrix(layer, weight, dy_to.dtype)
 
     def sparse() -> Tensor:
         packed = pack_of(layer, router, kernel, product, weight, backward_operand)
+        # A pack in the order of the permutation needs the columns of dY in the same order.
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
-        return kernel.linear(packed, grad if order is None else gradient.permuted(order))
+        return kernel.linear(packed, dy_to if order is None else gradient.permuted(order))
 
     return run_kernel(router, kernel, product, sparse, dense)
 
@@ -332,59 +387,85 @@ def _wgrad(
     router: Router,
     kernel: Any,
     product: Product,
-    gradient: _Gradient,
+    gradient: _OutputGradient,
     weight: Tensor,
-    x: Tensor,
+    x_ti: Tensor,
 ) -> Tensor:
-    grad, seed = gradient.grad, gradient.seed
+    """Return ``dW = E(dY)^T X``, ``[out, in]``."""
+    dy_to = gradient.dy_to
+    seed = gradient.seed
     if product.key.sparsity == "outputs":
 
-        def at_kept_entries() -> Tensor:
-            layout = layout_of(
-                layer, router, kernel, product, lambda: forward_operand(layer, weight, product.key)
-            )
-            return kernel.sampled(layout, grad, plain(x))
+        def operand() -> MaskedMatrix:
+            return forward_operand(layer, weight, product.key)
 
-        return run_kernel(router, kernel, product, at_kept_entries, lambda: grad.t() @ x)
+        # The kernel computes the entries that the forward mask keeps, and no others.
+        def at_kept_entries() -> Tensor:
+            layout = layout_of(layer, router, kernel, product, operand)
+            return kernel.sampled(layout, dy_to, plain(x_ti))
+
+        def at_all_entries() -> Tensor:
+            return dy_to.t() @ x_ti
+
+        return run_kernel(router, kernel, product, at_kept_entries, at_all_entries)
+    # Without an estimator no operand of wgrad is sparse.
     if seed is None:
-        return grad.t() @ x
+        return dy_to.t() @ x_ti
     if layer.observation.active:
-        estimate = layer.estimate(grad, seed)
-        matrix, other = estimate.t().contiguous(), plain(x)
-        found = run_kernel(
-            router,
-            kernel,
-            product,
-            lambda: kernel.matmul(kernel.pack(matrix), other),
-            lambda: estimate.t() @ x,
-        )
-        layer.observation.add(layer.progress.clock, estimate, grad.t() @ x, found)
-        return found
+        return _observed_wgrad(layer, router, kernel, product, dy_to, seed, x_ti)
 
     def sparse() -> Tensor:
-        return kernel.matmul(kernel.pack(gradient.transposed()), plain(x))
+        return kernel.matmul(kernel.pack(gradient.estimate_transposed()), plain(x_ti))
 
-    return run_kernel(router, kernel, product, sparse, lambda: layer.estimate(grad, seed).t() @ x)
+    def dense() -> Tensor:
+        return layer.estimate(dy_to, seed).t() @ x_ti
+
+    return run_kernel(router, kernel, product, sparse, dense)
+
+
+def _observed_wgrad(
+    layer: NMLayer,
+    router: Router,
+    kernel: Any,
+    product: Product,
+    dy_to: Tensor,
+    seed: Tensor,
+    x_ti: Tensor,
+) -> Tensor:
+    """Return dW made of E(dY), and tell the layer how far it is from that made of dY."""
+    estimate_to = layer.estimate(dy_to, seed)
+    estimate_ot = estimate_to.t().contiguous()
+    plain_x_ti = plain(x_ti)
+
+    def sparse() -> Tensor:
+        return kernel.matmul(kernel.pack(estimate_ot), plain_x_ti)
+
+    def dense() -> Tensor:
+        return estimate_to.t() @ x_ti
+
+    dweight_oi = run_kernel(router, kernel, product, sparse, dense)
+    layer.observation.add(layer.progress.clock, estimate_to, dy_to.t() @ x_ti, dweight_oi)
+    return dweight_oi
 
 
 def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_F ``[out, in]`` for a dense product: masked and cast in one pass over the weight where a kernel does that."""
+    """Return W_F ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
     if in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
     return layer.matrix(layer.spec.method.forward_weight(layer, weight)).to(dtype)
 
 
 def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B ``[out, in]`` likewise; the one pass would order the rows of a permuted W_B, which takes more passes here."""
-    if in_one_pass(weight) and not (
-        layer.masks.has_backward and layer.masks.permutation is not None
-    ):
+    """Return W_B ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
+    # The one pass would order the rows of a permuted W_B, which takes more passes here.
+    is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
+    if in_one_pass(weight) and not is_permuted:
         return packable_backward(layer, weight, dtype).t()
     return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Contiguous, and at an address that kernels take."""
+    """Return the tensor or a copy of it: contiguous, and at an address that kernels take."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
@@ -396,7 +477,7 @@ def run_kernel(
     sparse: Callable[[], Tensor],
     dense: Callable[[], Tensor],
 ) -> Tensor:
-    """The dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
+    """Return the dense product if that was chosen, else the kernel's, with the dense one to fall back on."""
     registry = router.registry
     if kernel is registry.reference:
         return dense()

@@ -36,27 +36,28 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
             f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "
             "was given, whose hooks gather it, not its parts"
         )
-    mesh, (placement,) = weight.device_mesh, weight.placements
+    mesh = weight.device_mesh
+    (placement,) = weight.placements
+    # A plain input is the same in all processes.
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    by_rows, by_columns = placement.is_shard(0), placement.is_shard(1)
-    x = x.redistribute(mesh, [Shard(x.dim() - 1) if by_columns else Replicate()])
-    y = nm_linear(
-        x.to_local(grad_placements=[Partial()] if by_rows else x.placements),
-        weight.to_local(grad_placements=weight.placements),
-        None
-        if bias is None or by_columns
-        else bias.to_local()
-        if isinstance(bias, DTensor)
-        else bias,
-        layer.local_view(weight),
-        routed=False,
-    )
+    by_rows = placement.is_shard(0)
+    by_columns = placement.is_shard(1)
+    last_dimension = x.dim() - 1
+    x = x.redistribute(mesh, [Shard(last_dimension) if by_columns else Replicate()])
+    # Each process with rows of its own has a part of the sum that is dX.
+    grad_placements = [Partial()] if by_rows else x.placements
+    local_x = x.to_local(grad_placements=grad_placements)
+    local_weight = weight.to_local(grad_placements=weight.placements)
+    # Processes with columns add their products up: the bias is added once, to the sum.
+    local_bias = None if by_columns else bias
+    if isinstance(local_bias, DTensor):
+        local_bias = local_bias.to_local()
+    y = nm_linear(local_x, local_weight, local_bias, layer.local_view(weight), routed=False)
     if not by_columns:
-        return DTensor.from_local(
-            y, mesh, [Shard(y.dim() - 1) if by_rows else Replicate()], run_check=False
-        )
-    whole = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
-        mesh, [Replicate()]
-    )
+        placements = [Shard(last_dimension) if by_rows else Replicate()]
+        return DTensor.from_local(y, mesh, placements, run_check=False)
+    # Each process made the products of its inputs; their sum is Y.
+    partial = DTensor.from_local(y, mesh, [Partial()], run_check=False)
+    whole = partial.redistribute(mesh, [Replicate()])
     return whole if bias is None else whole + bias

@@ -56,18 +56,34 @@ def first_and_last(
         skip_last: Whether to leave the last linear layer dense.
     """
     if saved is not None:
-        skips = {"convolution": skip_first, "linear": skip_last}
-        roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
-        return {
-            name: reason for name, reason in saved.items() if skips.get(roles.get(name, ""), True)
-        }
+        return _still_skipped(saved, candidates, skip_first=skip_first, skip_last=skip_last)
     found = {}
-    convolutions = _counted(candidates, "convolution", is_trained)
+    convolutions = _eligible(candidates, "convolution", is_trained)
     if skip_first and convolutions:
         found[convolutions[0].module_name] = "first convolution"
-    linears = _counted(candidates, "linear", is_trained)
+    linears = _eligible(candidates, "linear", is_trained)
     if skip_last and linears:
         found[linears[-1].module_name] = "last linear layer"
+    return found
+
+
+def _still_skipped(
+    saved: Mapping[str, str],
+    candidates: Sequence[Candidate],
+    *,
+    skip_first: bool,
+    skip_last: bool,
+) -> dict[str, str]:
+    """Return the saved layers, less those that the settings no longer leave dense."""
+    roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
+    found = {}
+    for name, reason in saved.items():
+        role = roles.get(name)  # None of a layer that is no longer there
+        if role == "convolution" and not skip_first:
+            continue
+        if role == "linear" and not skip_last:
+            continue
+        found[name] = reason
     return found
 
 
@@ -77,21 +93,23 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
     It does if the outputs of the last one fit the inputs of some layer, while the earlier one has fewer outputs, which
     fit the inputs of none. Layers that blocks repeat are no output layers.
     """
-    linears = [c for c in _counted(candidates, "linear", is_trained) if _has_rows(c.weight)]
+    linears = _eligible(candidates, "linear", is_trained)
+    linears = [candidate for candidate in linears if _has_rows(candidate.weight)]
     if not linears:
         return ""
+    # (outputs, inputs) of each layer
     sizes = [row_sizes(candidate.weight.shape, candidate.spec.layout) for candidate in linears]
-    inputs = {depth for _, depth in sizes}
-    last, last_outputs = linears[-1], sizes[-1][0]
-    if last_outputs not in inputs:
+    all_inputs = {inputs for _, inputs in sizes}
+    last = linears[-1]
+    last_outputs, _ = sizes[-1]
+    # Outputs that no layer takes are those of the model, as they should be.
+    if last_outputs not in all_inputs:
         return ""
-    kinds = Counter(_without_numbers(candidate) for candidate in linears)
+    # Layers of repeated blocks have equal names but for the numbers.
+    layers_of_kind = Counter(_without_numbers(candidate) for candidate in linears)
     for candidate, (outputs, _) in zip(linears, sizes, strict=True):
-        if (
-            outputs < last_outputs
-            and outputs not in inputs
-            and kinds[_without_numbers(candidate)] == 1
-        ):
+        feeds_none = outputs < last_outputs and outputs not in all_inputs
+        if feeds_none and layers_of_kind[_without_numbers(candidate)] == 1:
             return (
                 f"'{last.module_name}' is taken for the output layer because it is registered last. If that is "
                 f"'{candidate.module_name}', give skip_first_last='first' and exclude='{candidate.module_name}'"
@@ -99,7 +117,7 @@ def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> st
     return ""
 
 
-def _counted(
+def _eligible(
     candidates: Sequence[Candidate], role: str, is_trained: Trained | None
 ) -> list[Candidate]:
     """Return the candidates among which the first or the last one is looked for."""
@@ -111,6 +129,7 @@ def _counted(
         ]
     if is_trained is None:
         return found
+    # Fine-tuning trains a new head behind frozen layers; where all are frozen, all count.
     trained = [candidate for candidate in found if is_trained(candidate.weight)]
     return trained or found
 

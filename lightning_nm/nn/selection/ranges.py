@@ -7,59 +7,99 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-_LIST = re.compile(r"\{(\w+(?:,\w+)+|\d+\.\.\d+)\}")
-_COUNT = re.compile(r"\s+x\d+$")  # of the names that a printed one stands for
-_MOST = 100_000  # names that one text may stand for
+# "{0,1,3}" or "{0..3}". The group makes re.split return what stands between the braces, too.
+_BRACES = re.compile(r"\{(\w+(?:,\w+)+|\d+\.\.\d+)\}")
+
+# " x3" at the end of a printed name: how many names it stands for.
+_COUNT = re.compile(r"\s+x\d+$")
+
+# A typing error such as "{0..10000000000}" must not fill the memory.
+_MOST_NAMES = 100_000
 
 
 def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Join rows that are equal but for the numbers in their names, which become ranges.
 
+    Args:
+        rows: A name and further cells, which must be equal in the rows that are joined.
+
     Example:
         >>> grouped([("blocks.0.up", "2:4"), ("head", "-"), ("blocks.1.up", "2:4"), ("blocks.3.up", "2:4")])
         [('blocks.{0,1,3}.up x3', '2:4'), ('head', '-')]
     """
+    # (template, *cells) -> the numbers of each row, in the order of their places in the template
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name, *cells in rows:
-        parts = name.split(".")
-        template = ".".join("#" if part.isdigit() else part for part in parts)
-        groups.setdefault((template, *cells), []).append(
-            tuple(part for part in parts if part.isdigit())
-        )
-    found = []
-    for (template, *cells), numbers in groups.items():
-        seen = [sorted({row[k] for row in numbers}, key=int) for k in range(len(numbers[0]))]
-        if len(numbers) == math.prod(map(len, seen)):
-            name = _filled(template, [_range(places) for places in seen])
-            found.append((f"{name} x{len(numbers)}" if len(numbers) > 1 else name, *cells))
-        else:  # the ranges would promise layers that are not there
-            found += [(_filled(template, row), *cells) for row in numbers]
-    return found
+        template, numbers = _split_numbers(name)
+        groups.setdefault((template, *cells), []).append(numbers)
+    joined: list[tuple[str, ...]] = []
+    for (template, *cells), members in groups.items():
+        for name in _joined_names(template, members):
+            joined.append((name, *cells))
+    return joined
 
 
-def _filled(template: str, numbers: Iterable[str]) -> str:
-    places = iter(numbers)
-    return ".".join(next(places) if part == "#" else part for part in template.split("."))
+def _split_numbers(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return a name with "#" in the place of each number, and the numbers."""
+    template = []
+    numbers = []
+    for part in name.split("."):
+        if part.isdigit():
+            template.append("#")
+            numbers.append(part)
+        else:
+            template.append(part)
+    return ".".join(template), tuple(numbers)
 
 
-def _range(places: Sequence[str]) -> str:
-    if len(places) == 1:
-        return places[0]
-    first, last = int(places[0]), int(places[-1])
-    return (
-        f"{{{first}..{last}}}" if last - first + 1 == len(places) > 2 else f"{{{','.join(places)}}}"
-    )
+def _joined_names(template: str, members: list[tuple[str, ...]]) -> list[str]:
+    """Return one name with ranges for all members of a group, or the name of each member."""
+    numbers_by_place = []
+    for numbers in zip(*members, strict=True):
+        numbers_by_place.append(sorted(set(numbers), key=int))
+    combinations = math.prod(len(numbers) for numbers in numbers_by_place)
+    if combinations != len(members):
+        # The ranges would promise layers that are not there.
+        return [_fill(template, numbers) for numbers in members]
+    name = _fill(template, [_range(numbers) for numbers in numbers_by_place])
+    if len(members) > 1:
+        name += f" x{len(members)}"
+    return [name]
+
+
+def _fill(template: str, numbers: Iterable[str]) -> str:
+    """Put numbers, or ranges of them, into the places of a template."""
+    remaining = iter(numbers)
+    parts = template.split(".")
+    return ".".join(next(remaining) if part == "#" else part for part in parts)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """Write sorted numbers as one, as ``{first..last}`` without gaps, or as a list in braces."""
+    if len(numbers) == 1:
+        return numbers[0]
+    first = int(numbers[0])
+    last = int(numbers[-1])
+    has_gaps = last - first + 1 != len(numbers)
+    # "{0,1}" reads better than "{0..1}".
+    if has_gaps or len(numbers) == 2:
+        between_braces = ",".join(numbers)
+    else:
+        between_braces = f"{first}..{last}"
+    return "{" + between_braces + "}"
 
 
 def quoted(group: str) -> str:
-    """A name that :func:`grouped` wrote, in quotes, and how many names it stands for.
+    """Put a name that :func:`grouped` wrote in quotes, and the number of names behind it in parentheses.
 
     Example:
         >>> quoted("blocks.{0,1,3}.up x3"), quoted("head")
         ("'blocks.{0,1,3}.up' (3)", "'head'")
     """
-    name, several, count = group.rpartition(" x")
-    return f"'{name}' ({count})" if several and count.isdigit() else f"'{group}'"
+    name, separator, count = group.rpartition(" x")
+    if separator and count.isdigit():
+        return f"'{name}' ({count})"
+    return f"'{group}'"
 
 
 def expanded(text: str) -> tuple[str, ...]:
@@ -74,21 +114,26 @@ def expanded(text: str) -> tuple[str, ...]:
         >>> expanded("blocks.{0..1}.*")
         ('blocks.0.*', 'blocks.1.*')
     """
-    parts = _LIST.split(_COUNT.sub("", text) if _LIST.search(text) else text)
-    numbers = [_sizes(part) for part in parts[1::2]]
-    if math.prod(len(each) for each in numbers) > _MOST:
-        raise ValueError(f"'{text}' stands for more than {_MOST} names")
-    chosen = itertools.product(
-        *([literal] if k % 2 == 0 else numbers[k // 2] for k, literal in enumerate(parts))
-    )
-    return tuple("".join(each) for each in chosen)
+    if _BRACES.search(text):
+        text = _COUNT.sub("", text)
+    # Literals at even places, what stands between two braces at odd ones.
+    parts = _BRACES.split(text)
+    choices: list[Sequence[str]] = []
+    for place, part in enumerate(parts):
+        if place % 2 == 0:
+            choices.append([part])
+        else:
+            choices.append(_numbers_between(part))
+    if math.prod(len(choice) for choice in choices) > _MOST_NAMES:
+        raise ValueError(f"'{text}' stands for more than {_MOST_NAMES} names")
+    return tuple("".join(chosen) for chosen in itertools.product(*choices))
 
 
-def _sizes(part: str) -> Sequence[str]:
-    """What stands between two braces."""
-    first, dots, last = part.partition("..")
+def _numbers_between(braces: str) -> Sequence[str]:
+    """Return what the text between two braces lists, ``"0,1,3"`` or ``"0..3"``."""
+    first, dots, last = braces.partition("..")
     if not dots:
-        return part.split(",")
-    if int(last) - int(first) >= _MOST:
-        raise ValueError(f"'{{{part}}}' stands for more than {_MOST} names")
+        return braces.split(",")
+    if int(last) - int(first) >= _MOST_NAMES:
+        raise ValueError(f"'{{{braces}}}' stands for more than {_MOST_NAMES} names")
     return [str(number) for number in range(int(first), int(last) + 1)]

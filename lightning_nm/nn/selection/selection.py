@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
+from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import ConvLayout, row_sizes
 from lightning_nm.nn.layer.names import layer_name, plain_name
@@ -27,14 +28,23 @@ from lightning_nm.nn.selection.ranges import expanded
 from lightning_nm.nn.selection.ties import Candidate, Ties
 from lightning_nm.nn.selection.unmaskable import matrices, quantised, unmaskable
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.estimators.base import GradientEstimator
     from lightning_nm.methods.base import Method
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the layers that match get; ``include`` holds globs over module names, ``None`` matches every layer."""
+    """A pattern, a method and an estimator, and the layers that get them.
+
+    ``include`` holds globs over module names; ``None`` matches every layer.
+
+    Example:
+        >>> from lightning_nm.methods import ASP
+        >>> rule = Rule(("encoder.*",), NMPattern(2, 4), ASP())
+        >>> rule.matches("encoder.0"), rule.matches("decoder.0")
+        (True, False)
+    """
 
     include: tuple[str, ...] | None
     pattern: NMPattern
@@ -44,9 +54,7 @@ class Rule:
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
-        return self.include is None or any(
-            fnmatchcase(name, glob) for name in names for glob in self.include
-        )
+        return self.include is None or any(_matches_any(name, self.include) for name in names)
 
 
 @dataclass
@@ -60,6 +68,13 @@ class Selection:
         waiting: Layers that will be masked once an optimizer trains them.
         first_last: The first and the last layer by module name, with the reason to leave them dense.
         hint: Says so if another layer looks more like the output layer than the last one; else empty.
+
+    Example:
+        >>> from lightning_nm.methods import ASP
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> selection = select(model, [Rule(None, NMPattern(2, 4), ASP())])
+        >>> [layer.name for layer in selection.layers], selection.skipped
+        (['0'], {'1': 'last linear layer'})
     """
 
     layers: list[NMLayer] = field(default_factory=list)
@@ -71,19 +86,19 @@ class Selection:
 
     def wake(self, layers: Collection[NMLayer]) -> None:
         """Move waiting layers to the masked ones."""
-        places = {name: place for place, name in enumerate(self.sizes)}
+        position = {name: place for place, name in enumerate(self.sizes)}
         self.waiting = [layer for layer in self.waiting if layer not in layers]
+        # Both in place: others hold this list.
         self.layers += layers
-        self.layers.sort(key=lambda layer: places[layer.name])  # in place: others hold this list
+        self.layers.sort(key=lambda layer: position[layer.name])
         for layer in layers:
             del self.skipped[layer.name]
 
     def replaced(self, model: nn.Module) -> list[str]:
         """Masked and waiting layers whose module is no longer in the model."""
-        modules = set(map(id, model.modules()))
-        return [
-            layer.name for layer in (*self.layers, *self.waiting) if id(layer.module) not in modules
-        ]
+        present = {id(module) for module in model.modules()}
+        layers = (*self.layers, *self.waiting)
+        return [layer.name for layer in layers if id(layer.module) not in present]
 
 
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
@@ -123,11 +138,11 @@ def select(
             a NaN, or a layer is masked already. The message names the layer.
     """
     selection = Selection()
-    named = {glob for rule in rules for glob in rule.include or () if not _is_glob(glob)}
+    named = _names_in(rules)
     candidates = list(candidates_of(model, selection, "channels", named))
     ties = Ties(model, candidates, named)
-    selection.skipped |= {c.name: reason for c in candidates if (reason := ties.why_dense(c))}
-    candidates = [c for c in candidates if c.name not in selection.skipped]
+    # Before the globs are checked, so that one that matches embeddings alone is refused with the reason.
+    candidates = _leave_out_lookups(candidates, ties, selection)
     _check_globs(model, rules, exclude, candidates, selection)
     selection.first_last = first_and_last(
         candidates, is_trained, saved_first_last, skip_first=skip_first, skip_last=skip_last
@@ -135,167 +150,243 @@ def select(
     if skip_last and saved_first_last is None:
         selection.hint = head_hint(candidates, is_trained)
 
-    wrappers = [
+    fsdp_modules = [
         (plain_name(name), module)
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     ]
     for candidate in candidates:
         if ties.joins(candidate):
-            continue
-        selection.sizes[candidate.name] = _size(getattr(candidate.module, candidate.spec.parameter))
-        names = ties.names(candidate)
-        rule = next((rule for rule in rules if rule.matches(*names)), None)
-        is_named = ties.is_named(candidate)
-        spec = candidate.spec if rule is None else candidate.spec_in(rule.conv_layout)
-        reason, reasons = "", ("", "")
+            continue  # the candidate that it is tied to stands for both
+        selection.sizes[candidate.name] = _size(candidate.weight)
+        rule = _first_match(rules, ties.names(candidate))
         if rule is None:
-            reason = "not in `include`"
-        elif any(fnmatchcase(name, glob) for name in names for glob in exclude):
-            reason = "in `exclude`"
-        elif (
-            candidate.module_name in selection.first_last
-            and not is_named
-            and candidate.name not in continued
-        ):
-            reason = selection.first_last[candidate.module_name]
-        else:
-            for holder in (candidate, *ties.tied(candidate)):
-                refuse_masked(candidate.name, holder.module, holder.spec.parameter)
-            reason = _why_not(candidate) or ties.why_not(candidate)
-        own = f"{candidate.module_name}."
-        around: list[Any] = [
-            wrapper for name, wrapper in wrappers if own.startswith(name and f"{name}.")
-        ]
-        cuts = cuts_in_forward(
-            getattr(candidate.module, candidate.spec.parameter), fsdp=bool(around)
-        )
-        if not reason and cuts and not candidate.adapter.tensor_parallel:
-            reason = (
-                "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give "
-                "the module that fully_shard was given, not a part of it"
-            )
-        if not reason and rule is not None:
-            reasons = _eligibility(candidate, spec, rule.pattern, cuts)
-            wants_masks = rule.method.sparse_forward or rule.method.sparse_dgrad
-            gains = (rule.method.sparse_forward and not reasons[0]) or (
-                rule.method.sparse_dgrad and not reasons[1]
-            )
-            # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
-            if wants_masks and not gains and (rule.estimator is None or is_named):
-                needed = reasons if rule.method.sparse_dgrad else reasons[:1]
-                reason = "; ".join(text for text in needed if text)
-        if reason or rule is None:
-            if is_named and rule is not None:
-                way = (
-                    "; a rule with `method: dense` gives it N:M gradients alone"
-                    if rule.estimator is not None
-                    else ""
-                )
-                raise ValueError(
-                    f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}{way}"
-                )
+            selection.skipped[candidate.name] = "not in `include`"
+            continue
+        # A saved state has masks for it: it stays masked, even if it is frozen or the last layer now.
+        is_continued = candidate.name in continued
+        wrappers = _wrappers_around(candidate, fsdp_modules)
+        reason = _why_left_out(candidate, ties, exclude, selection, is_continued=is_continued)
+        layer = None
+        if not reason:
+            # Only now: a weight with a fault may have no shape yet.
+            layer, reason = _plan(candidate, rule, ties, seed, wrappers)
+        if layer is None:
+            if ties.is_named(candidate):
+                raise ValueError(_named_but_dense(candidate, rule, reason))
             selection.skipped[candidate.name] = reason
             continue
-        decided = LayerSpec(
-            candidate.name,
-            candidate.module,
-            spec.parameter,
-            rule.pattern,
-            rule.method,
-            None if candidate.is_embedding else rule.estimator,
-            layout=spec.layout,
-            groups=spec.groups * cuts.get(0, 1),
-            forward_reason=reasons[0],
-            dgrad_reason=reasons[1],
-            tensor_parallel=bool(cuts),
-            tied=tuple((other.module, other.spec.parameter) for other in ties.tied(candidate)),
-        )
-        layer = NMLayer(decided, seed=seed, wrappers=around)
-        if (
-            is_named
-            or candidate.name in continued
-            or is_trained is None
-            or is_trained(candidate.weight)
-        ):
-            refuse_nan(layer)
-            selection.layers.append(layer)
-        else:
+        is_frozen = is_trained is not None and not is_trained(candidate.weight)
+        if is_frozen and not is_continued and not ties.is_named(candidate):
             selection.waiting.append(layer)
             selection.skipped[layer.name] = FROZEN
+        else:
+            refuse_nan(layer)
+            selection.layers.append(layer)
     if not selection.layers and not selection.waiting:
         raise ValueError("no layer can be masked. " + _advice(selection))
     return selection
 
 
+def _names_in(rules: Sequence[Rule]) -> set[str]:
+    """Return the globs without wildcards: each names one layer, which must then be maskable."""
+    named = set()
+    for rule in rules:
+        for glob in rule.include or ():
+            if not any(character in glob for character in "*?["):
+                named.add(glob)
+    return named
+
+
+def _leave_out_lookups(
+    candidates: Sequence[Candidate], ties: Ties, selection: Selection
+) -> list[Candidate]:
+    """Return the candidates without embeddings that nobody names, which become skipped layers."""
+    for candidate in candidates:
+        reason = ties.why_dense(candidate)
+        if reason:
+            selection.skipped[candidate.name] = reason
+    return [candidate for candidate in candidates if candidate.name not in selection.skipped]
+
+
+def _first_match(rules: Sequence[Rule], names: Sequence[str]) -> Rule | None:
+    """Return the first rule that matches one of a layer's names."""
+    for rule in rules:
+        if rule.matches(*names):
+            return rule
+    return None
+
+
+def _why_left_out(
+    candidate: Candidate,
+    ties: Ties,
+    exclude: Sequence[str],
+    selection: Selection,
+    *,
+    is_continued: bool,
+) -> str:
+    """Why a weight is not masked whatever its rule says; empty if it may be.
+
+    Raises:
+        ValueError: If another sparsifier has masked it.
+    """
+    if any(_matches_any(name, exclude) for name in ties.names(candidate)):
+        return "in `exclude`"
+    is_held_back = candidate.module_name in selection.first_last
+    if is_held_back and not is_continued and not ties.is_named(candidate):
+        return selection.first_last[candidate.module_name]
+    # Checked late: a second sparsifier may exclude what the first one has masked.
+    for holder in (candidate, *ties.tied(candidate)):
+        refuse_masked(candidate.name, holder.module, holder.spec.parameter)
+    return _fault_of_weight(candidate) or ties.why_not(candidate)
+
+
+def _wrappers_around(
+    candidate: Candidate, fsdp_modules: Sequence[tuple[str, FSDPModule]]
+) -> list[Any]:
+    """Return the FSDP modules that hold a candidate's module, or are it."""
+    path = f"{candidate.module_name}."
+    wrappers: list[Any] = []
+    for name, wrapper in fsdp_modules:
+        # The model itself has no name, and holds every module.
+        if not name or path.startswith(f"{name}."):
+            wrappers.append(wrapper)
+    return wrappers
+
+
+def _plan(
+    candidate: Candidate, rule: Rule, ties: Ties, seed: int, wrappers: list[Any]
+) -> tuple[NMLayer | None, str]:
+    """Return the masked layer of a weight; or ``None`` and why neither of its GEMMs would gain by the rule."""
+    cuts = cuts_in_forward(candidate.weight, fsdp=bool(wrappers))
+    if cuts and not candidate.adapter.tensor_parallel:
+        return None, (
+            "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give "
+            "the module that fully_shard was given, not a part of it"
+        )
+    weight_spec = candidate.spec_in(rule.conv_layout)
+    forward_reason, dgrad_reason = _eligibility(candidate, weight_spec, rule.pattern, cuts)
+    method = rule.method
+    forward_gains = method.sparse_forward and not forward_reason
+    dgrad_gains = method.sparse_dgrad and not dgrad_reason
+    wants_masks = method.sparse_forward or method.sparse_dgrad
+    gains_nothing = wants_masks and not forward_gains and not dgrad_gains
+    # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
+    needs_masks = rule.estimator is None or ties.is_named(candidate)
+    if gains_nothing and needs_masks:
+        needed = [forward_reason, dgrad_reason] if method.sparse_dgrad else [forward_reason]
+        return None, "; ".join(reason for reason in needed if reason)
+    tied = [(other.module, other.spec.parameter) for other in ties.tied(candidate)]
+    layer_spec = LayerSpec(
+        candidate.name,
+        candidate.module,
+        weight_spec.parameter,
+        rule.pattern,
+        method,
+        # The gradient of an embedding is a sum over tokens, and no product of dY.
+        None if candidate.is_embedding else rule.estimator,
+        layout=weight_spec.layout,
+        # Nor does a dgrad block cross the rows of two processes.
+        groups=weight_spec.groups * cuts.get(0, 1),
+        forward_reason=forward_reason,
+        dgrad_reason=dgrad_reason,
+        tensor_parallel=bool(cuts),
+        tied=tuple(tied),
+    )
+    return NMLayer(layer_spec, seed=seed, wrappers=wrappers), ""
+
+
+def _named_but_dense(candidate: Candidate, rule: Rule, reason: str) -> str:
+    """Return the message for a layer that `include` names though it cannot be masked."""
+    message = f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}"
+    if rule.estimator is not None:
+        message += "; a rule with `method: dense` gives it N:M gradients alone"
+    return message
+
+
 def candidates_of(
     model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str] = ()
 ) -> Iterator[Candidate]:
-    """Every weight of a known layer kind; other modules that own a matrix become skipped layers of the selection."""
-    wrapped: dict[
-        str, nn.Module
-    ] = {}  # modules with low-rank adapters, by the start of the names of their parts
-    readers: dict[
-        str, str
-    ] = {}  # modules that their parent reads without calling, unless it is adapted itself
+    """Yield every weight of a known layer kind; other modules that own a matrix become skipped layers."""
+    # Start of the names of its parts -> module with low-rank adapters.
+    low_rank: dict[str, nn.Module] = {}
+    # Child -> class that reads the child's weight without calling it.
+    read_by: dict[str, str] = {}
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if is_low_rank(module):
-            wrapped[f"{name}." if name else ""] = module
-        kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-        known, packed = unmaskable(kind), quantised(module)
+            low_rank[f"{name}." if name else ""] = module
+        kind = original_class(module)
+        known_reason = unmaskable(kind)
+        quantised_reason = quantised(module)
         found = adapter_of(name, module, named)
-        if found is None or (known and found[0].by_parameters):
-            if packed or matrices(module):
-                selection.skipped[name] = (
-                    packed or known or f"no adapter for {kind.__name__}{_hint(module)}"
-                )
+        # An adapter for any class would also take, say, a bilinear layer for experts.
+        if found is None or (known_reason and found[0].by_parameters):
+            if quantised_reason or matrices(module):
+                reason = quantised_reason or known_reason
+                if not reason:
+                    reason = f"no adapter for {kind.__name__}{_hint(module)}"
+                selection.skipped[name] = reason
             continue
         adapter, handled = found
-        reason = ""
-        if stated := packed or getattr(kind, "nm_unmaskable", "") or adapter.refusal(module):
-            reason = stated
-        elif kind.forward is nn.Module.forward:
-            reason = f"{kind.__name__} has no forward: other modules read its weights"
-        elif (
-            kind.forward is not handled.forward and not adapter.wraps_forward
-        ) or "forward" in vars(module):
-            reason = f"{kind.__name__} has a forward of its own"
-        elif name in readers:
-            reason = f"read, not called, by {readers[name]}"
-        elif name.startswith(tuple(wrapped)):
-            reason = _in_low_rank(
-                next(found for start, found in wrapped.items() if name.startswith(start))
-            )
-        elif parametrize.is_parametrized(module):
-            reason = "parametrized: its weight is computed, not stored"
+        reason = quantised_reason or _fault_of_module(module, kind, adapter, handled)
+        if not reason and name in read_by:
+            reason = f"read, not called, by {read_by[name]}"
+        if not reason:
+            reason = _fault_around(name, module, low_rank)
         if reason:
             selection.skipped[name] = reason
-            readers.update(
-                {f"{name}.{child}".lstrip("."): kind.__name__ for child in adapter.reads_children}
-            )
+            # The module is not adapted, so it goes on to read its children without calling them.
+            for child in adapter.reads_children:
+                read_by[f"{name}.{child}".lstrip(".")] = kind.__name__
             continue
         for spec in adapter.specs(module, conv_layout):
-            own = {name, layer_name(name, spec.parameter)}
-            if not adapter.recognizes(name, module, spec.parameter) and own.isdisjoint(named):
-                selection.skipped[layer_name(name, spec.parameter)] = (
-                    f"no adapter for it{_hint(module)}"
-                )
-                continue
-            yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
+            weight_name = layer_name(name, spec.parameter)
+            is_named = name in named or weight_name in named
+            if is_named or adapter.recognizes(name, module, spec.parameter):
+                yield Candidate(weight_name, name, module, adapter, spec)
+            else:
+                selection.skipped[weight_name] = f"no adapter for it{_hint(module)}"
+
+
+def _fault_of_module(
+    module: nn.Module, kind: type[nn.Module], adapter: type[Adapter], handled: type[nn.Module]
+) -> str:
+    """Why an adapter must not take a module of this class; empty if it may."""
+    # A class may say so itself: the layers of a packed model do.
+    stated = getattr(kind, "nm_unmaskable", "") or adapter.refusal(module)
+    if stated:
+        return stated
+    if kind.forward is nn.Module.forward:
+        return f"{kind.__name__} has no forward: other modules read its weights"
+    is_overridden = kind.forward is not handled.forward and not adapter.wraps_forward
+    # An instance may have a forward in its own dict, too, as accelerate's hooks leave it.
+    if is_overridden or "forward" in vars(module):
+        return f"{kind.__name__} has a forward of its own"
+    return ""
+
+
+def _fault_around(name: str, module: nn.Module, low_rank: Mapping[str, nn.Module]) -> str:
+    """Why a module cannot be masked inside what holds or computes its weight; empty if it can."""
+    for start, wrapper in low_rank.items():
+        if name.startswith(start):
+            return _in_low_rank(wrapper)
+    if parametrize.is_parametrized(module):
+        return "parametrized: its weight is computed, not stored"
+    return ""
 
 
 _HINT = "; if it holds experts' weights, name it in `include` or see register_experts"
 
 
 def _hint(module: nn.Module) -> str:
-    """What to do about a module without an adapter that may hold experts."""
-    specs = (
-        spec for adapter in adapters_by_parameters() for spec in adapter.specs(module, "channels")
-    )
-    return (
-        _HINT if any(len(getattr(module, spec.parameter)) > 1 for spec in specs) else ""
-    )  # [1, ...] is a position
+    """Return what to do about a module without an adapter that may hold experts; empty if it holds none."""
+    for adapter in adapters_by_parameters():
+        for spec in adapter.specs(module, "channels"):
+            # A parameter [1, ...] is one position or the like, not one expert.
+            if len(getattr(module, spec.parameter)) > 1:
+                return _HINT
+    return ""
 
 
 def _in_low_rank(module: nn.Module) -> str:
@@ -317,6 +408,7 @@ def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
 
 def refuse_nan(layer: NMLayer) -> None:
     """Refuse a weight that holds NaN by a ``ValueError``, because no masks can be chosen for it."""
+    # All processes decide alike, whoever holds the shard with the NaN.
     if gather(torch.isnan(layer.param.detach()).any()):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN: load or initialise it before masking"
@@ -324,12 +416,16 @@ def refuse_nan(layer: NMLayer) -> None:
 
 
 def _size(weight: Tensor) -> int:
+    """Return the number of entries of a weight, 0 before its shape is known."""
     return 0 if nn.parameter.is_lazy(weight) else weight.numel()
 
 
-def _why_not(candidate: Candidate) -> str:
-    weight = candidate.module._parameters.get(candidate.spec.parameter)
-    if weight is None and f"{candidate.spec.parameter}_orig" in candidate.module._parameters:
+def _fault_of_weight(candidate: Candidate) -> str:
+    """Return why the tensor of a weight cannot be masked; empty if it can."""
+    stored = candidate.module._parameters
+    parameter = candidate.spec.parameter
+    weight = stored.get(parameter)
+    if weight is None and f"{parameter}_orig" in stored:
         return "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
     if weight is None:
         return "its weight is computed, not stored (weight norm or the like)"
@@ -337,6 +433,7 @@ def _why_not(candidate: Candidate) -> str:
         return "lazy: its shape is not known before the first batch"
     if weight.is_meta:
         return "on the meta device: give it memory and values (to_empty and reset_parameters) before masking"
+    # With CPUOffloadPolicy the shards lie on the CPU, while the mesh is of GPUs.
     if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
         return f"FSDP keeps it on the {weight.device.type}, where no product is made: leave out its CPUOffloadPolicy"
     if not weight.is_floating_point():
@@ -346,6 +443,7 @@ def _why_not(candidate: Candidate) -> str:
             f"its weight is flat, {tuple(weight.shape)}, as FSDP1 keeps weights in parts: use FSDP2, fully_shard in "
             "configure_model and ModelParallelStrategy"
         )
+    # A row of such a weight has no input channels to choose among.
     groups = getattr(candidate.module, "groups", 1)
     if groups > 1 and weight.shape[1] == 1:
         return "depthwise convolution: one input channel per filter"
@@ -357,11 +455,14 @@ def _eligibility(
 ) -> tuple[str, str]:
     """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
     out, depth = row_sizes(candidate.weight.shape, spec.layout)
-    part = "" if spec.groups == 1 or spec.layout.startswith("experts") else "/group"
-    forward = _misfit(f"in{part}", depth, pattern, cuts.get(1, 1))
+    # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
+    is_grouped = spec.groups > 1 and not spec.layout.startswith("experts")
+    per_group = "/group" if is_grouped else ""
+    forward = _misfit(f"in{per_group}", depth, pattern, cuts.get(1, 1))
     if candidate.is_embedding:
         return forward, "tokens have no gradient"
-    return forward, _misfit(f"out{part}", out // spec.groups, pattern, cuts.get(0, 1))
+    dgrad = _misfit(f"out{per_group}", out // spec.groups, pattern, cuts.get(0, 1))
+    return forward, dgrad
 
 
 def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
@@ -379,72 +480,94 @@ def _check_globs(
     candidates: Sequence[Candidate],
     selection: Selection,
 ) -> None:
-    names = list(dict.fromkeys(name for c in candidates for name in (c.module_name, c.name)))
+    """Refuse globs that match nothing, by a ``ValueError`` that says what to write instead."""
+    layer_names: list[str] = []
+    for candidate in candidates:
+        layer_names += (candidate.module_name, candidate.name)
+    layer_names = list(dict.fromkeys(layer_names))  # without duplicates, in order
     modules = {plain_name(name): module for name, module in model.named_modules()}
+    for option, glob in _globs_of(rules, exclude):
+        allowed = list(layer_names)
+        # Excluding a module without layers does no harm; including one is a mistake.
+        if option == "`exclude`":
+            allowed += modules
+        if not any(fnmatchcase(name, glob) for name in allowed):
+            raise ValueError(_no_match(option, glob, layer_names, modules, selection.skipped))
+
+
+def _globs_of(rules: Sequence[Rule], exclude: Sequence[str]) -> list[tuple[str, str]]:
+    """Return every glob behind the name of the option that holds it."""
+    # The last rule is the one of the settings themselves, which have no `rules` entry.
     *special, general = rules
-    wanted = [
-        (f"`include` of rules[{k}]", glob)
-        for k, rule in enumerate(special)
-        for glob in rule.include or ()
-    ]
-    wanted += [("`include`", glob) for glob in general.include or ()] + [
-        ("`exclude`", glob) for glob in exclude
-    ]
-    for option, glob in wanted:
-        if any(fnmatchcase(name, glob) for name in names):
-            continue
-        if option == "`exclude`" and any(fnmatchcase(name, glob) for name in modules):
-            continue
-        if glob in selection.skipped:
-            raise ValueError(
-                f"layer '{glob}' is named by {option} but cannot be masked: {selection.skipped[glob]}"
-            )
-        if matched := [
-            f"'{n}': {reason}" for n, reason in selection.skipped.items() if fnmatchcase(n, glob)
-        ]:
-            shown = "; ".join(matched[:5]) + (
-                f"; and {len(matched) - 5} more" if len(matched) > 5 else ""
-            )
-            raise ValueError(
-                f"{option} '{glob}' matches only layers that cannot be masked: {shown}"
-            )
-        if glob in modules and any(name.startswith(f"{glob}.") for name in names):
-            raise ValueError(
-                f"{option} names '{glob}', a {type(modules[glob]).__name__}: write '{glob}.*' for its layers"
-            )
-        if glob in modules:
-            raise ValueError(
-                f"{option} names '{glob}', a {type(modules[glob]).__name__}, which cannot be masked"
-            )
-        stem = glob.removesuffix(".weight")
-        if stem != glob and any(fnmatchcase(name, stem) for name in (*names, *modules)):
-            raise ValueError(
-                f"{option} '{glob}' names a parameter, and layers are named by their modules: drop '.weight' and "
-                f"write '{stem}'"
-            )
-        raise ValueError(f"{option} '{glob}' matches no layer; {_closest(glob, names)}")
+    globs = []
+    for place, rule in enumerate(special):
+        for glob in rule.include or ():
+            globs.append((f"`include` of rules[{place}]", glob))
+    for glob in general.include or ():
+        globs.append(("`include`", glob))
+    for glob in exclude:
+        globs.append(("`exclude`", glob))
+    return globs
 
 
-def _closest(glob: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or names[:5]
-    return (
-        f"layers are named like {', '.join(map(repr, close))}"
-        if close
-        else "the model has no maskable layer"
-    )
+def _no_match(
+    option: str,
+    glob: str,
+    layer_names: Sequence[str],
+    modules: Mapping[str, nn.Module],
+    skipped: Mapping[str, str],
+) -> str:
+    """Return the message for a glob that matches no layer: the likeliest mistake first."""
+    if glob in skipped:
+        return f"layer '{glob}' is named by {option} but cannot be masked: {skipped[glob]}"
+    matched = [f"'{name}': {why}" for name, why in skipped.items() if fnmatchcase(name, glob)]
+    if matched:
+        shown = "; ".join(matched[:5])
+        if len(matched) > 5:
+            shown += f"; and {len(matched) - 5} more"
+        return f"{option} '{glob}' matches only layers that cannot be masked: {shown}"
+    if glob in modules:
+        kind = type(modules[glob]).__name__
+        if any(name.startswith(f"{glob}.") for name in layer_names):
+            return f"{option} names '{glob}', a {kind}: write '{glob}.*' for its layers"
+        return f"{option} names '{glob}', a {kind}, which cannot be masked"
+    stem = glob.removesuffix(".weight")
+    if stem != glob and any(fnmatchcase(name, stem) for name in (*layer_names, *modules)):
+        return (
+            f"{option} '{glob}' names a parameter, and layers are named by their modules: drop '.weight' and "
+            f"write '{stem}'"
+        )
+    return f"{option} '{glob}' matches no layer; {_closest(glob, layer_names)}"
+
+
+def _closest(glob: str, layer_names: Sequence[str]) -> str:
+    """Return the names that are most like a glob, or some names if none is."""
+    close = difflib.get_close_matches(glob, layer_names, n=3, cutoff=0.4) or layer_names[:5]
+    if not close:
+        return "the model has no maskable layer"
+    return f"layers are named like {', '.join(repr(name) for name in close)}"
+
+
+def _matches_any(name: str, globs: Iterable[str]) -> bool:
+    """Whether one of the globs matches a name."""
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _advice(selection: Selection) -> str:
+    """Return why nothing is left to mask."""
     if not selection.skipped:
         return "The model has no linear, convolution or attention layer."
-    # A shape that does not fit is the reason that a user can least guess.
-    telling = sorted(selection.skipped.items(), key=lambda item: "%" not in item[1])
-    reasons = "; ".join(f"'{name}': {reason}" for name, reason in telling[:10])
+    # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
+    misfits = []
+    others = []
+    for name, reason in selection.skipped.items():
+        shown = f"'{name}': {reason}"
+        if "%" in reason:
+            misfits.append(shown)
+        else:
+            others.append(shown)
+    reasons = "; ".join([*misfits, *others][:10])
     return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
-
-
-def _is_glob(text: str) -> bool:
-    return any(character in text for character in "*?[")
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
@@ -454,15 +577,12 @@ def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
     """
     if value is None:
         return None
-    globs = (
-        (value,)
-        if isinstance(value, str)
-        else tuple(value)
-        if isinstance(value, (list, tuple, set))
-        else (value,)
-    )
+    globs = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
     if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(
             f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}"
         )
-    return tuple(plain_name(name) for glob in globs for name in expanded(glob))
+    names: list[str] = []
+    for glob in globs:
+        names += [plain_name(name) for name in expanded(glob)]
+    return tuple(names)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.base import Adapter, WeightSpec, original_class, register_adapter
 from lightning_nm.nn.adapters.experts import operators  # noqa: F401  (registers the operators)
 from lightning_nm.nn.adapters.experts.products import ExpertsInUse
 from lightning_nm.nn.adapters.experts.weight import ExpertWeight, Part
@@ -35,28 +35,34 @@ class NMExperts(Adapter):
     handles = nn.Module
     by_parameters = True
     wraps_forward = True
-    transposed: ClassVar[bool | Collection[str] | None] = None  # None asks the module's attribute
-    parameters_masked: ClassVar[Collection[str] | None] = None  # None: all 3-D ones
+    transposed: ClassVar[bool | Collection[str] | None] = None
+    """Whether weights are ``[experts, in, out]``, or the names of those that are; ``None`` asks the module."""
+    parameters_masked: ClassVar[Collection[str] | None] = None
+    """The names of the weights; ``None`` takes all parameters of three dimensions."""
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """Every 3-D floating-point parameter of matrices, its output rows in one group for each expert."""
         for name, parameter in module._parameters.items():
-            chosen = cls.parameters_masked is None or name in cls.parameters_masked
-            if chosen and _holds_matrices(parameter):
-                layout: Layout = (
-                    "experts-transposed" if cls._is_transposed(module, name) else "experts"
-                )
-                yield WeightSpec(name, layout, len(parameter))
+            is_chosen = cls.parameters_masked is None or name in cls.parameters_masked
+            if not is_chosen or not _holds_matrices(parameter):
+                continue
+            layout: Layout = "experts"
+            if cls._is_transposed(module, name):
+                layout = "experts-transposed"
+            # One group for each expert: no dgrad block crosses two of them.
+            yield WeightSpec(name, layout, len(parameter))
 
     @classmethod
     def _is_transposed(cls, module: Any, parameter: str) -> bool:
+        """Whether a parameter is ``[experts, in, out]``."""
         if cls.transposed is None:
-            return (
-                getattr(module, "is_transposed", False) is True
-                or _class_of(module).__name__ in _TRANSPOSED
-            )
-        return cls.transposed if isinstance(cls.transposed, bool) else parameter in cls.transposed
+            # "is True": the attribute of some other class may be a method.
+            says_so = getattr(module, "is_transposed", False) is True
+            return says_so or original_class(module).__name__ in _TRANSPOSED
+        if isinstance(cls.transposed, bool):
+            return cls.transposed
+        return parameter in cls.transposed
 
     @classmethod
     def recognizes(cls, name: str, module: nn.Module, parameter: str) -> bool:
@@ -65,32 +71,35 @@ class NMExperts(Adapter):
         The module must have the attributes that transformers gives its experts, or "expert" must be in the name of its
         class, in its own, or in the parameter's, and the parameter must hold more than one matrix.
         """
-        if not cls.by_parameters or (
-            hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-        ):
+        is_registered = not cls.by_parameters
+        # The attributes that transformers gives its experts.
+        is_of_transformers = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        if is_registered or is_of_transformers:
             return True
-        names = (_class_of(module).__name__, name.rpartition(".")[2], parameter)
-        return len(getattr(module, parameter)) > 1 and any(
-            "expert" in each.lower() for each in names
-        )
+        if len(getattr(module, parameter)) <= 1:
+            return False
+        names = (original_class(module).__name__, name.rpartition(".")[2], parameter)
+        return any("expert" in each.lower() for each in names)
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int | None:
-        """What the products with the weight counted in the module's last call."""
+        """Return what the products with the weight counted in the module's last call."""
         layer = module.nm_layers.get(parameter) if isinstance(module, Adapter) else None
         return None if layer is None else layer.costs.last_call
 
     @classmethod
     def wrapping(cls) -> dict[str, Any]:
-        """The forward pass and the reading of attributes; ``torch.compile`` breaks its graph around the experts."""
+        """Return the forward pass and the reading of attributes for adapted classes."""
+        # torch.compile breaks its graph around the experts, whose counts of tokens are data.
         return {"forward": torch.compiler.disable(_forward), "__getattr__": _getattr}
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, in which each of its masked weights is an :class:`ExpertWeight`."""
+    """Run the module's own forward, in which each of its masked weights is an :class:`ExpertWeight`."""
     state = vars(self)
+    # The module may call itself; each call has products of its own.
     outer = state.get("nm_in_use")
     in_use: dict[str, ExpertsInUse] = {}
     state["nm_in_use"] = in_use
@@ -105,15 +114,15 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _getattr(self: Any, name: str) -> Any:
+    """Return an attribute that is not in the module's dict, as parameters are not."""
     in_use = vars(self).get("nm_in_use")
-    if in_use is not None and name in self.nm_layers:
-        if name not in in_use:
-            layer = self.nm_layers[name]
-            in_use[name] = (
-                ExpertsInUse(layer) if isinstance(layer, NMLayer) else layer.in_use()
-            )  # packed, else
-        return ExpertWeight.of(Part(in_use[name]))
-    return type(self).nm_base.__getattr__(self, name)
+    if in_use is None or name not in self.nm_layers:
+        return type(self).nm_base.__getattr__(self, name)
+    if name not in in_use:
+        layer = self.nm_layers[name]
+        # A packed layer has products of its own.
+        in_use[name] = ExpertsInUse(layer) if isinstance(layer, NMLayer) else layer.in_use()
+    return ExpertWeight.of(Part(in_use[name]))
 
 
 def register_experts(
@@ -160,15 +169,13 @@ def register_experts(
         register_adapter(type(f"NM{kind.__name__}Adapter", (NMExperts,), choices))
         return kind
 
+    # With a class it has been called as @register_experts, else as @register_experts(...).
     decorator: Callable[[Kind], Kind] = register
     return decorator if kind is None else register(kind)
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    return type(module).nm_base if isinstance(module, Adapter) else type(module)
-
-
 def _holds_matrices(parameter: nn.Parameter | None) -> bool:
+    """Whether a parameter holds matrices of floating-point values."""
     if parameter is None or nn.parameter.is_lazy(parameter) or parameter.dim() != 3:
         return False
     return parameter.is_floating_point() and min(parameter.shape[1:]) > 1

@@ -19,20 +19,29 @@ class ExpertLayer(NMLayer):
     layer's. Made by :func:`expert_of`.
     """
 
-    layer: NMLayer
+    layer: NMLayer  # of all experts
     expert: int
-    row: int
-    stamp: tuple[Any, ...]
+    row: int  # the expert's first row in the layer
+    stamp: tuple[Any, ...]  # see _stamp
 
     def follow(self, layer: NMLayer, expert: int, method: Any = None) -> ExpertLayer:
         """Become this expert of a layer as the layer is now, perhaps with another method; returns itself."""
+        # Every part of the layer is shared, as in a shallow copy; only the handle is another one.
         self.__setstate__(vars(layer))
-        out = row_sizes(layer.param.shape, layer.spec.layout)[0] // layer.groups
-        self.layer, self.expert, self.stamp = layer, expert, _stamp(layer)
-        layout, method = of_one_expert(layer.spec.layout), method or layer.spec.method
-        self.spec = replace(layer.spec, layout=layout, groups=1, method=method)
+        self.layer = layer
+        self.expert = expert
+        self.stamp = _stamp(layer)
+        self.spec = replace(
+            layer.spec,
+            layout=of_one_expert(layer.spec.layout),
+            groups=1,
+            method=method or layer.spec.method,
+        )
+        all_rows, _ = row_sizes(layer.param.shape, layer.spec.layout)
+        out = all_rows // layer.groups
         self.masks = layer.masks.of_group(expert, out)
         self.row = expert * out
+        # Their gradients are made once for all experts, with the weight's.
         self.parameters = {}
         return self
 
@@ -44,29 +53,32 @@ class ExpertLayer(NMLayer):
 
     @property
     def first_row(self) -> int:
-        """Its first row in the layer, which tells its random numbers from those of other experts."""
+        """The expert's first row in the layer, which tells its random numbers from those of other experts."""
         return self.row
 
     @property
     def routes_gradients(self) -> bool:
-        """The gradients of all experts are routed together."""
+        """Whether products route their gradients: not here, those of all experts are routed together."""
         return False
 
 
 def expert_of(layer: NMLayer, expert: int) -> ExpertLayer:
-    """The layer of one expert, its masks as they are now."""
+    """Return the layer of one expert, its masks as they are now."""
     found = layer.experts.get(expert)
-    if isinstance(found, ExpertLayer) and all(
-        new is old for new, old in zip(_stamp(layer), found.stamp, strict=True)
-    ):
-        return found
-    made = found if isinstance(found, ExpertLayer) else ExpertLayer.__new__(ExpertLayer)
-    layer.experts[expert] = made
+    if isinstance(found, ExpertLayer):
+        # By identity, not by ==, which for tensors compares values.
+        if all(new is old for new, old in zip(_stamp(layer), found.stamp, strict=True)):
+            return found
+        made = found
+    else:
+        # Without __init__, which would make parts of its own: follow() takes those of the layer.
+        made = ExpertLayer.__new__(ExpertLayer)
+        layer.experts[expert] = made
     return made.follow(layer, expert)
 
 
 def _stamp(layer: NMLayer) -> tuple[Any, ...]:
-    """What the parts of an expert's layer are made of, to be compared by identity."""
+    """Return what the parts of an expert's layer are made of, to be compared by identity."""
     return layer.masks, layer.masks.generation, layer.buffers, layer.pending, layer.handle_tensor
 
 
@@ -79,23 +91,26 @@ class WholeValues:
     selects_entries = False
 
     def __init__(self, layer: NMLayer, weight: Tensor) -> None:
-        self._layer, self._weight = layer, weight
+        self._layer = layer
+        self._weight = weight
+        # All experts' W_F and W_B, made when the first expert asks.
         self._forward: Tensor | None = None
         self._backward: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
+        # Everything else is the method's.
         return getattr(self._layer.spec.method, name)
 
     @torch.no_grad()
     def forward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
-        """W_F of the expert."""
+        """Return W_F of the expert."""
         if self._forward is None:
             self._forward = self._layer.spec.method.forward_weight(self._layer, self._weight)
         return self._forward[layer.expert]
 
     @torch.no_grad()
     def backward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
-        """W_B of the expert."""
+        """Return W_B of the expert."""
         if self._backward is None:
             self._backward = self._layer.spec.method.backward_weight(self._layer, self._weight)
         return self._backward[layer.expert]
