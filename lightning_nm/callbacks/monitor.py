@@ -194,12 +194,14 @@ class MaskMonitor(pl.Callback):
         self._check_statistics(names, sparsifier)
         self._check_image_layers(sparsifier)
         logged = [statistic for statistic in names if self._wanted(statistic)]
-        watched = _Watched(logged, suffix=f"/{name}" if name else "")
+        suffix = f"/{name}" if name else ""
+        watched = _Watched(logged, suffix)
         if history:
             watched.history = LayerHistory.from_state(history)
         self._watched[sparsifier] = watched
 
     def _check_statistics(self, names: Sequence[str], sparsifier: NMSparsifier) -> None:
+        """Refuse a requested statistic that is not among the names of this training's."""
         if self.statistics is None:
             return
         # The methods of frozen layers, which may be masked later, may have the statistic.
@@ -212,6 +214,7 @@ class MaskMonitor(pl.Callback):
                 )
 
     def _check_image_layers(self, sparsifier: NMSparsifier) -> None:
+        """Refuse a glob over layers to draw that matches none."""
         if self.image_layers is None:
             return
         frozen = [layer.name for layer in sparsifier.selection.waiting]
@@ -254,9 +257,8 @@ class MaskMonitor(pl.Callback):
             self._note_step(trainer, sparsifier, step)
 
         # The rule of Lightning's logger connector: pl_module.log() would drop values at other steps.
-        every: int = getattr(
-            trainer, "log_every_n_steps", 0
-        )  # missing in the Trainer's annotations
+        # The Trainer has the attribute, but no annotation of it.
+        every: int = getattr(trainer, "log_every_n_steps", 0)
         is_due = every > 0 and (count % every == 0 or trainer.should_stop)
         # While gradients accumulate, global_step is that of the step before, which was logged.
         is_within_step = automatic and not stepped
@@ -276,6 +278,7 @@ class MaskMonitor(pl.Callback):
                 self._draw_maps(trainer, sparsifier, step)
 
     def _note_step(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Remember a step, and introduce the training after its first one."""
         watched = self._watched[sparsifier]
         watched.latest = step
         # Not when fit starts: the kernels are known after the first step.
@@ -314,6 +317,7 @@ class MaskMonitor(pl.Callback):
         self._tensorboard.write(trainer, draw)
 
     def _summarize(self, trainer: pl.Trainer, sparsifier: NMSparsifier, watched: _Watched) -> None:
+        """Write the summary, and the kernels that ran."""
         try:
             summary = summary_markdown(sparsifier, dict(trainer.callback_metrics))
         except ValueError as error:  # a weight holds NaN
@@ -349,7 +353,7 @@ class MaskMonitor(pl.Callback):
 
         if not self.progress_bar or trainer.progress_bar_callback is None:
             return
-        # Short names leave room for the model's own metrics.
+        # Short names leave room for the model's own metrics. Layers may have several methods.
         shown = {"density": "density", "flips": "flip_rate"}
         for watched_layer in sparsifier.layers.values():
             headline = watched_layer.method.headline
@@ -389,6 +393,7 @@ class MaskMonitor(pl.Callback):
         """Add a column to the heat maps, and write its numbers."""
         if not self.heat_maps or not sparsifier.layers:
             return
+        # All layers, whatever log_layers says: heat maps are about the differences between layers.
         watched = self._watched[sparsifier]
         names = list(sparsifier.layers)
         column = layer_column(list(sparsifier.layers.values()))
@@ -431,8 +436,10 @@ class MaskMonitor(pl.Callback):
         drawn = self._watched[sparsifier].drawn
         pictures = {}
         for name in self._drawn_layers(sparsifier):
-            kinds = mask_pictures(sparsifier.layers[name], drawn.get(name))
+            layer = sparsifier.layers[name]
+            kinds = mask_pictures(layer, before=drawn.get(name))
             pictures[name] = kinds
+            # A layer in a dense phase has no mask; its last image stays the one to compare with.
             if "forward_mask" in kinds:
                 drawn[name] = kinds["forward_mask"]
 
@@ -449,7 +456,11 @@ class MaskMonitor(pl.Callback):
         globs = self.image_layers
         if globs is None:
             return names[:1]
-        return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+        drawn = []
+        for name in names:
+            if any(fnmatchcase(name, glob) for glob in globs):
+                drawn.append(name)
+        return drawn
 
 
 def _check_interval(name: str, number: int) -> None:
@@ -471,6 +482,7 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
     """Whether ``every`` steps have passed since the last log, or since the start of training."""
     if every == 0:
         return False
+    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`.
     step = count - 1
     last_logged = step - logged_every  # negative in the first log, which therefore always passes
     return step // every > last_logged // every

@@ -180,8 +180,7 @@ class NMSparsityCallback(SavedSparsity):
                 history = None if self._lifecycle.is_new else saved.get("history")
                 also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
                 self._monitor.start(sparsifier, also, self.name, history)
-        # KeyboardInterrupt, too, must not leave masks behind.
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier
@@ -216,7 +215,7 @@ class NMSparsityCallback(SavedSparsity):
         try:
             sparsifier.load_state_dict(self._lifecycle.state)
         except ValueError as error:
-            # Who resumes a checkpoint wants its state. Who fits again, maybe another model, need not.
+            # A resumed checkpoint has to fit. A second fit may be of another model, which starts anew.
             if self._lifecycle.origin is Origin.CHECKPOINT:
                 raise
             rank_zero_warn(
@@ -285,8 +284,8 @@ class NMSparsityCallback(SavedSparsity):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let the methods change the complete gradients, before clipping."""
-        # Lightning calls this once per step, with the gradients of all accumulated batches, and clips them afterwards:
-        # a decay that a method adds is clipped with them.
+        # Lightning calls this once per step, with the gradients of all accumulated batches, and clips them afterwards,
+        # with what methods add here.
         sparsifier = self._installed()
         if self._consistency is not None:
             self._consistency.before_step()
@@ -343,7 +342,7 @@ class NMSparsityCallback(SavedSparsity):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore ordinary modules, which hold the sparse weights."""
-        # The last hook of a fit: the model's own on_fit_end still sees the masks.
+        # The last hook of a fit: the model's own on_fit_end still sees the masks. After evaluation there are none.
         self._finish()
 
     def on_exception(

@@ -131,7 +131,8 @@ def resolve_rules(
     ]
 
     rule_presets = [_preset_or_none(preset, spec["method"]) for spec in specs if "method" in spec]
-    presets: list[Preset] = []  # in the order of use, each once
+    # In the order of use, each once: the table of layers prints them.
+    presets: list[Preset] = []
     for used in (general_preset, *rule_presets):
         if used is not None and used.source and used not in presets:
             presets.append(used)
@@ -139,15 +140,7 @@ def resolve_rules(
     deciding = presets
     if general_preset is not None and not general_is_dense:
         deciding = [general_preset]
-    if skip_first_last is not None:
-        skip_first, skip_last = parse_skip_first_last(skip_first_last)
-    elif deciding:
-        # A layer that one of several presets leaves dense stays dense.
-        skip_first = any(each.skip_first for each in deciding)
-        skip_last = any(each.skip_last for each in deciding)
-    else:
-        skip_first = True
-        skip_last = True
+    skip_first, skip_last = _skips(skip_first_last, deciding)
     return ResolvedRules(
         # The first match decides: the general rule comes last, because it may match every layer.
         rules=[*parsed, general],
@@ -156,6 +149,18 @@ def resolve_rules(
         skip_last=skip_last,
         presets=presets,
     )
+
+
+def _skips(skip_first_last: SkipFirstLast | None, presets: Sequence[Preset]) -> tuple[bool, bool]:
+    """Whether the first convolution, and whether the last linear layer stays dense, as given or by the presets."""
+    if skip_first_last is not None:
+        return parse_skip_first_last(skip_first_last)
+    if not presets:
+        return True, True  # the package's default
+    # A layer that one of several presets leaves dense stays dense.
+    skip_first = any(preset.skip_first for preset in presets)
+    skip_last = any(preset.skip_last for preset in presets)
+    return skip_first, skip_last
 
 
 def _general_rule(
@@ -167,7 +172,7 @@ def _general_rule(
     own_preset: Preset | None,
 ) -> Rule:
     """The rule of the layers that none of the ``rules`` matches; ``own_preset`` is that of its method."""
-    # "dense" is given, too: it keeps dY where the preset has an estimator.
+    # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
     if grad_estimator is None and own_preset is not None:
         grad_estimator = own_preset.grad_estimator
     default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
@@ -215,8 +220,8 @@ def _parse_rule(
             if takes_own_estimator:
                 estimator = resolve_estimator(own_preset.grad_estimator)
 
-    # What the rule says precedes everything. A key may be there with the value None: an estimator of None keeps dY,
-    # but a layout of None counts as not given.
+    # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it keeps
+    # dY, as a layout it counts as not given.
     if "pattern" in spec:
         pattern = NMPattern.parse(spec["pattern"])
     if "grad_estimator" in spec:
@@ -227,19 +232,20 @@ def _parse_rule(
 
 
 def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
-    # Raises for what is no method, before the preset is blamed for not having it.
+    # For its error alone: a name that no method has is not the preset's fault.
     resolve_method(method)
     return None if preset is None else preset_of(preset, method)
 
 
 def _method(preset: Preset | None, method: MethodName | Method) -> Method:
-    """The method with the preset's settings if it is given by its short name; an object stays as it is."""
+    """Make a method from its short name, with the preset's settings if there is one; an object stays as it is."""
     if preset is not None and isinstance(method, str):
         return preset.made()
     return resolve_method(method)
 
 
 def _check_layout(conv_layout: Any) -> None:
+    """Refuse an unknown layout; ``None`` stands for none that is given."""
     if conv_layout is not None and conv_layout not in get_args(ConvLayout):
         raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
 
@@ -265,6 +271,7 @@ def _check_keys(spec: Mapping[str, Any]) -> None:
         problem = "no 'include'"
     else:
         return
+    # In the order of the class, so that the message reads like the documentation.
     optional = ", ".join(repr(key) for key in known if key != "include")
     raise ValueError(
         f"rule {dict(spec)!r} has {problem}: a rule has 'include' and any of {optional}"

@@ -125,6 +125,7 @@ class SparsityConfig:
 
         Methods and estimators that are objects become ``{"class_path": ..., "init_args": ...}``.
         """
+        # Defaults are left out, so that a file shows what was chosen.
         settings = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -180,6 +181,7 @@ def refuse_unknown(options: Mapping[str, Any], owner: type) -> None:
             ...
         TypeError: SparsityConfig has no argument 'includ'; did you mean 'include'?
     """
+    # Constructors take these options as **options, so Python itself refuses none.
     known = arguments_of(owner)
     for name in options:
         if name not in known:

@@ -77,6 +77,7 @@ def _row(router: Router, name: str, key: GemmKey, uses: list[Used]) -> KernelRow
     calls_before = 0
     kernels_before = []
     for used in uses:
+        # Uses are by product and kernel, so one that changed its kernel has several.
         if used.kernel == last.kernel:
             reasons.append(_reason(used))
         else:
@@ -160,6 +161,7 @@ def _ms(milliseconds: float | None) -> str:
 
 def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
     """The table of a terminal: it fits into 80 columns, so ``why`` is the number of a note."""
+    # Only sizes and names of kernels may take several lines: a broken number would be misread.
     table = plain_table("N:M kernels")
     table.add_column("rows x depth x columns", overflow="fold")
     table.add_column("calls", justify="right", no_wrap=True)
@@ -186,7 +188,7 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
     reason = router.unavailable_reason
-    if reason:
+    if reason:  # there is no row with anything but the dense product
         console.print(
             f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
         )
