@@ -171,7 +171,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
         >>> torch.equal(torch.rand(2), first)
         True
     """
-    # Tensors and primitives alone, which torch.load(weights_only=True) reads.
+    # Tensors and primitives alone: torch reads them with weights_only=True.
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
