@@ -18,6 +18,7 @@ from lightning_nm.nn.layer.state import dropped, latent_weight
 
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
     """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
+    # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     own_place = callbacks.index(callback)
     for other in callbacks[own_place + 1 :]:
@@ -46,6 +47,7 @@ def mask_average(
         if name is None:
             continue
         layer = layers[name]
+        # The average is kept with its pruned entries, as latent values of its own: averaging goes on with them.
         latent = average.detach().to(layer.param.device)
         masked = layer.method.forward_weight(layer, latent).detach()
         averages[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
@@ -54,7 +56,8 @@ def mask_average(
 
 
 def _layer_names(model: nn.Module, layers: Mapping[str, NMLayer]) -> dict[str, str]:
-    """The layer of each key of a masked weight; a module that the model holds twice has two keys."""
+    """The layer's name of each key of a masked weight; a module that the model holds twice has two keys."""
+    # A holder is a module and the name of one of its parameters. Tied weights have several.
     layer_of_holder = {}
     for name, layer in layers.items():
         for holder in layer.spec.holders:
@@ -62,9 +65,11 @@ def _layer_names(model: nn.Module, layers: Mapping[str, NMLayer]) -> dict[str, s
     names = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters:
-            if (module, parameter) in layer_of_holder:
+            layer_name = layer_of_holder.get((module, parameter))
+            if layer_name is not None:
                 key = parameter_key(prefix, parameter)
-                names[plain_name(key)] = layer_of_holder[module, parameter]
+                # Without the prefixes of wrappers such as torch.compile's.
+                names[plain_name(key)] = layer_name
     return names
 
 
@@ -83,10 +88,11 @@ def restore_average(
     averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
     if not averages or not averaging or "current_model_state" not in checkpoint:
         return
+    # A new dictionary, since others may hold the checkpoint's.
     weights = dict(checkpoint["state_dict"])
     for key, average in averages.items():
         masked = weights[key]
-        mask = None
+        mask = None  # the method had none at that time, as before its first step
         packed_mask = state["layers"][average["layer"]]["forward_mask"]
         if packed_mask is not None:
             mask = unpack_mask(packed_mask.to(masked.device), tuple(masked.shape))

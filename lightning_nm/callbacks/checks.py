@@ -17,10 +17,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
         >>> check_trainer(pl.Trainer(logger=False, accelerator="cpu"))
     """
     if not isinstance(trainer, pl.Trainer):
+        # The two packages hold the same classes twice, so its hooks would not know ours.
         package = type(trainer).__module__
         fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
         raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
-    if any(isinstance(other, ModelPruning) for other in trainer.callbacks):  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = getattr(
+        trainer, "callbacks", []
+    )  # missing in the Trainer's annotations
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
         )

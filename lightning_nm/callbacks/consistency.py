@@ -10,9 +10,10 @@ from lightning_nm.sparsifier import NMSparsifier
 
 
 class ProcessConsistency:
-    """Compares the masks of all processes, and averages the gradients of parameters that methods own.
+    """Keeps masks, and the parameters that methods own, equal in all processes.
 
-    Masks are compared before the first backward pass after a mask update, since its collectives are the first that
+    It compares the masks of all processes, and averages the gradients of parameters that methods own. Masks are
+    compared before the first backward pass after a mask update, since its collectives are the first that
     could depend on the masks. The Trainer's hooks decide when, so all processes do it together.
 
     ``every`` is the number of optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is always 1,
@@ -25,9 +26,9 @@ class ProcessConsistency:
         self.sparsifier = sparsifier
         self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
         self.every = 1 if self.comm_hook is not None else every
-        self._steps = 0
-        self._due = self.every > 0
-        self._layers = 0
+        self._steps = 0  # of any optimizer, in this fit
+        self._due = self.every > 0  # the first masks are compared, too
+        self._layer_count = 0
         self._add_layers()
 
     @classmethod
@@ -42,6 +43,7 @@ class ProcessConsistency:
         strategy = trainer.strategy
         if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
             return None
+        # DCP saves optimizer states by the names of the model's parameters, and these have none.
         owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
         if owners and isinstance(strategy, ModelParallelStrategy):
             owner = f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}'"
@@ -54,9 +56,9 @@ class ProcessConsistency:
     def _add_layers(self) -> None:
         """Tell the communication hook of layers that are new: frozen ones are masked when they are unfrozen."""
         layers = self.sparsifier.selection.layers
-        if self.comm_hook is not None and len(layers) != self._layers:
+        if self.comm_hook is not None and len(layers) != self._layer_count:
             self.comm_hook.add(layers)
-        self._layers = len(layers)
+        self._layer_count = len(layers)
 
     def close(self) -> None:
         """End the fit: the communication hook sends full gradients again."""
@@ -72,11 +74,15 @@ class ProcessConsistency:
 
     def after_backward(self, trainer: pl.Trainer) -> None:
         """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
+        # DDP has this attribute; in other models every backward pass synchronizes.
         if getattr(trainer.model, "require_backward_grad_sync", True):
             self.sparsifier.reduce_gradients()
 
     def before_step(self) -> None:
-        """Count an optimizer step, after which masks may be updated."""
+        """Count an optimizer step, after which masks may be updated.
+
+        The comparison waits for the next backward pass, because the masks change only when the batch ends.
+        """
         self._steps += 1
         if self.every and self._steps % self.every == 0:
             self._due = True

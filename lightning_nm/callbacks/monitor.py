@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.report.environment import environment
+from lightning_nm.callbacks.report.environment import environment, router_of
 from lightning_nm.callbacks.report.figures import can_draw
 from lightning_nm.callbacks.report.history import LayerHistory, layer_column
 from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
@@ -28,7 +28,6 @@ from lightning_nm.callbacks.report.tensorboard import (
     write_map_column,
     write_map_rows,
 )
-from lightning_nm.kernels import Router
 from lightning_nm.nn.selection.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -36,7 +35,10 @@ NOT_THE_DEFAULT = (
     "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
 )
 MAPS_GROWTH = 1.25
-"""Heat maps show the run from its start, so they are drawn again only once it is longer by this factor."""
+"""Heat maps show the run from its start, so they are drawn again only once it is longer by this factor.
+
+Drawing them all takes a time that grows with the logarithm of the run's length.
+"""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class _Watched:
         rows: The layers of the columns, as last written.
         latest: The last step of this fit.
         drawn_step: The step of the last heat maps.
+
+    Steps are numbered from 0, as Lightning's loggers do.
     """
 
     names: list[str]
@@ -151,11 +155,8 @@ class MaskMonitor(pl.Callback):
             return monitor
         if not monitor:
             return None
-        monitors = [
-            callback
-            for callback in getattr(trainer, "callbacks", [])
-            if isinstance(callback, MaskMonitor)
-        ]
+        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+        monitors = [callback for callback in callbacks if isinstance(callback, MaskMonitor)]
         if len(monitors) > 1:
             raise ValueError(
                 f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them"
@@ -168,6 +169,7 @@ class MaskMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
+        # All callbacks have called start() in on_fit_start by now, whatever their order.
         if not self._watched:
             advice = "add an NMSparsityCallback without a `monitor` of its own"
             raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
@@ -187,19 +189,23 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic or layer does not exist.
         """
-        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))  # each once
+        # A dictionary keeps the order and has each name once.
+        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
         self._check_statistics(names, sparsifier)
         self._check_image_layers(sparsifier)
         logged = [statistic for statistic in names if self._wanted(statistic)]
-        watched = _Watched(logged, suffix=f"/{name}" if name else "")
+        suffix = f"/{name}" if name else ""
+        watched = _Watched(logged, suffix)
         if history:
             watched.history = LayerHistory.from_state(history)
         self._watched[sparsifier] = watched
 
     def _check_statistics(self, names: Sequence[str], sparsifier: NMSparsifier) -> None:
-        if (
-            self.statistics is None or sparsifier.selection.waiting
-        ):  # the methods of frozen layers may have it
+        """Refuse a requested statistic that is not among the names of this training's."""
+        if self.statistics is None:
+            return
+        # The methods of frozen layers, which may be masked later, may have the statistic.
+        if sparsifier.selection.waiting:
             return
         for name in self.statistics:
             if name not in names:
@@ -208,12 +214,15 @@ class MaskMonitor(pl.Callback):
                 )
 
     def _check_image_layers(self, sparsifier: NMSparsifier) -> None:
+        """Refuse a glob over layers to draw that matches none."""
+        if self.image_layers is None:
+            return
         frozen = [layer.name for layer in sparsifier.selection.waiting]
-        there = [*sparsifier.layers, *frozen]
-        for glob in self.image_layers or ():
-            if not any(fnmatchcase(name, glob) for name in there):
+        names = [*sparsifier.layers, *frozen]
+        for glob in self.image_layers:
+            if not any(fnmatchcase(name, glob) for name in names):
                 raise ValueError(
-                    f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {there}"
+                    f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {names}"
                 )
 
     def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
@@ -247,19 +256,16 @@ class MaskMonitor(pl.Callback):
         if stepped:
             self._note_step(trainer, sparsifier, step)
 
-        every: int = getattr(
-            trainer, "log_every_n_steps", 0
-        )  # set by the Trainer, missing in its annotations
-        due = every > 0 and (count % every == 0 or trainer.should_stop)
-        within_step = automatic and not stepped
-        if not due or within_step:
+        # The rule of Lightning's logger connector: pl_module.log() would drop values at other steps.
+        # The Trainer has the attribute, but no annotation of it.
+        every: int = getattr(trainer, "log_every_n_steps", 0)
+        is_due = every > 0 and (count % every == 0 or trainer.should_stop)
+        # While gradients accumulate, global_step is that of the step before, which was logged.
+        is_within_step = automatic and not stepped
+        if not is_due or is_within_step:
             return
-        self._log(
-            trainer,
-            pl_module,
-            sparsifier,
-            {**sparsifier.stats(), **also, **_kernel_statistics(trainer)},
-        )
+        stats = {**sparsifier.stats(), **also, **_kernel_statistics(trainer)}
+        self._log(trainer, pl_module, sparsifier, stats)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
@@ -272,9 +278,11 @@ class MaskMonitor(pl.Callback):
                 self._draw_maps(trainer, sparsifier, step)
 
     def _note_step(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Remember a step, and introduce the training after its first one."""
         watched = self._watched[sparsifier]
         watched.latest = step
-        if not watched.introduced:  # the kernels are known after the first step
+        # Not when fit starts: the kernels are known after the first step.
+        if not watched.introduced:
             watched.introduced = True
             self._introduce(trainer, sparsifier, step)
 
@@ -299,23 +307,24 @@ class MaskMonitor(pl.Callback):
 
         def draw(writer: Any) -> None:
             if self.layer_table:
-                writer.add_text("nm/layers", layers_markdown(sparsifier, _router(trainer)), step)
+                writer.add_text("nm/layers", layers_markdown(sparsifier, router_of(trainer)), step)
                 parts = markdown_table(("part", "value"), environment(trainer).items())
                 writer.add_text("nm/environment", parts, step)
             if self.custom_scalars:
-                writer.add_custom_scalars(
-                    custom_scalars_layout(self._watched[sparsifier].names, self.log_layers)
-                )
+                names = self._watched[sparsifier].names
+                writer.add_custom_scalars(custom_scalars_layout(names, self.log_layers))
 
         self._tensorboard.write(trainer, draw)
 
     def _summarize(self, trainer: pl.Trainer, sparsifier: NMSparsifier, watched: _Watched) -> None:
+        """Write the summary, and the kernels that ran."""
         try:
             summary = summary_markdown(sparsifier, dict(trainer.callback_metrics))
         except ValueError as error:  # a weight holds NaN
             rank_zero_warn(f"MaskMonitor writes no summary: {error}")
             return
-        router = _router(trainer)
+        # The strategy is torn down, and its router has freed its packs, but it still reports what ran.
+        router = router_of(trainer)
 
         def draw(writer: Any) -> None:
             writer.add_text(f"nm/summary{watched.suffix}", summary, watched.latest)
@@ -338,28 +347,32 @@ class MaskMonitor(pl.Callback):
                 for name, value in values.items():
                     if self._wanted(name):
                         scalars[f"nm/{name}/{layer}"] = value
+        # Through the model, so that the values reach every logger and trainer.callback_metrics.
         for tag, value in scalars.items():
             pl_module.log(tag, value, on_step=True, on_epoch=False)
 
         if not self.progress_bar or trainer.progress_bar_callback is None:
             return
-        # Short names leave room for the model's own metrics.
+        # Short names leave room for the model's own metrics. Layers may have several methods.
         shown = {"density": "density", "flips": "flip_rate"}
         for watched_layer in sparsifier.layers.values():
             headline = watched_layer.method.headline
             shown[headline] = headline
         for short, name in shown.items():
-            if name in stats:
-                pl_module.log(
-                    PREFIX + short,
-                    stats[name],
-                    on_step=True,
-                    on_epoch=False,
-                    prog_bar=True,
-                    logger=False,
-                )
+            if name not in stats:
+                continue
+            # logger=False: the loggers have the value under its full name.
+            pl_module.log(
+                PREFIX + short,
+                stats[name],
+                on_step=True,
+                on_epoch=False,
+                prog_bar=True,
+                logger=False,
+            )
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Write the histogram of all margins, and with ``log_layers`` those of the layers."""
         histograms = {}
         for name, layer in sparsifier.layers.items():
             histogram = margin_histogram(layer)
@@ -380,6 +393,7 @@ class MaskMonitor(pl.Callback):
         """Add a column to the heat maps, and write its numbers."""
         if not self.heat_maps or not sparsifier.layers:
             return
+        # All layers, whatever log_layers says: heat maps are about the differences between layers.
         watched = self._watched[sparsifier]
         names = list(sparsifier.layers)
         column = layer_column(list(sparsifier.layers.values()))
@@ -394,17 +408,21 @@ class MaskMonitor(pl.Callback):
         watched.rows = names
 
     def _maps_due(self, sparsifier: NMSparsifier, step: int) -> bool:
+        """Whether the run is longer by :data:`MAPS_GROWTH` than in the last heat maps of this fit."""
         drawn_step = self._watched[sparsifier].drawn_step
         return drawn_step is None or step + 1 >= MAPS_GROWTH * (drawn_step + 1)
 
     def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Write the heat maps of the run so far; one warning if matplotlib is missing."""
         watched = self._watched[sparsifier]
         if not self.heat_maps or not watched.history.steps:
             return
+
+        def draw(writer: Any) -> None:
+            draw_maps(writer, watched.history, step, watched.suffix)
+
         if can_draw():
-            self._tensorboard.write(
-                trainer, lambda writer: draw_maps(writer, watched.history, step, watched.suffix)
-            )
+            self._tensorboard.write(trainer, draw)
         elif not self._missed_maps:
             self._missed_maps = True
             rank_zero_warn(
@@ -414,11 +432,14 @@ class MaskMonitor(pl.Callback):
         watched.drawn_step = step
 
     def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+        """Write the images of masks, each with its changes since the last image."""
         drawn = self._watched[sparsifier].drawn
         pictures = {}
         for name in self._drawn_layers(sparsifier):
-            kinds = mask_pictures(sparsifier.layers[name], drawn.get(name))
+            layer = sparsifier.layers[name]
+            kinds = mask_pictures(layer, before=drawn.get(name))
             pictures[name] = kinds
+            # A layer in a dense phase has no mask; its last image stays the one to compare with.
             if "forward_mask" in kinds:
                 drawn[name] = kinds["forward_mask"]
 
@@ -435,24 +456,22 @@ class MaskMonitor(pl.Callback):
         globs = self.image_layers
         if globs is None:
             return names[:1]
-        return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+        drawn = []
+        for name in names:
+            if any(fnmatchcase(name, glob) for glob in globs):
+                drawn.append(name)
+        return drawn
 
 
 def _check_interval(name: str, number: int) -> None:
-    # bool is a subclass of int.
+    # bool is a subclass of int, but True is no number of steps.
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
 
 
-def _router(trainer: pl.Trainer) -> Router | None:
-    """The router of a precision plugin; other plugins may have an attribute of this name."""
-    router = getattr(trainer.precision_plugin, "router", None)
-    return router if isinstance(router, Router) else None
-
-
 def _kernel_statistics(trainer: pl.Trainer) -> dict[str, float]:
     """The share of GEMM time on sparse kernels so far; nothing without a router, or before it has chosen kernels."""
-    router = _router(trainer)
+    router = router_of(trainer)
     if router is None or not router.tuned or not router.used():
         return {}
     share, _ = router.sparse_share()
@@ -463,6 +482,7 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
     """Whether ``every`` steps have passed since the last log, or since the start of training."""
     if every == 0:
         return False
+    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`.
     step = count - 1
     last_logged = step - logged_every  # negative in the first log, which therefore always passes
     return step // every > last_logged // every
@@ -474,6 +494,7 @@ def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
     layers = sparsifier.layers.values()
     if sparsifier.config.grad_snr_every and any(layer.estimator is not None for layer in layers):
         names += ["grad_snr", "grad_density"]
+    # Layers of one method have the same statistics: one of them stands for all.
     layer_of_method = {type(layer.method): layer for layer in layers}
     for layer in layer_of_method.values():
         names += layer.method.statistics([layer])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 _KEY = "nm_rng_states"
+"""The key in checkpoints: a list with the state of each process, in the order of their ranks."""
 
 
 class RNGState(pl.Callback):
@@ -55,12 +56,9 @@ class RNGState(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the process group."""
         self._loaded = []
-        if (
-            stage == "fit"
-            and trainer.world_size > 1
-            and dist.is_available()
-            and dist.is_initialized()
-        ):
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if stage == "fit" and trainer.world_size > 1 and is_distributed:
+            # Of its own, since a timeout makes a group useless. Gloo sends from the CPU, where the states are.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def on_save_checkpoint(
@@ -85,12 +83,12 @@ class RNGState(pl.Callback):
             try:
                 dist.gather_object((moment, own), messages, dst=0, group=self._group)
             except RuntimeError:  # a timeout, or a process that has timed out before
-                self._group = None
+                self._group = None  # later checkpoints do not wait
         if messages is None:
             return
 
         for rank, message in enumerate(messages):
-            if message is None:
+            if message is None:  # the gather failed
                 continue
             sent_at, state = message
             if sent_at == moment:
@@ -117,12 +115,12 @@ class RNGState(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore this process's states, after the sanity check and before the first batch."""
         saved = self._loaded
-        self._loaded = []
+        self._loaded = []  # a second fit goes on from where this one ends
         if not saved:
             return
         _warn_of_world_size(len(saved), trainer.world_size)
         rank = trainer.global_rank
-        if rank >= len(saved):
+        if rank >= len(saved):  # a process more than in the run that was saved
             return
         state = saved[rank]
         if state is None:
@@ -142,6 +140,7 @@ class RNGState(pl.Callback):
 def _warn_of_world_size(saved: int, now: int) -> None:
     if saved == now:
         return
+    # The ranks that are in one of the runs alone.
     ranks = list(range(min(saved, now), max(saved, now)))
     fate = "are not used" if saved > now else "go on as they were seeded"
     rank_zero_warn(
@@ -151,6 +150,7 @@ def _warn_of_world_size(saved: int, now: int) -> None:
 
 def _devices(trainer: pl.Trainer) -> list[int]:
     """The CUDA devices of this process."""
+    # A state that nothing has used yet needs no saving, and asking for it would initialize CUDA.
     if not torch.cuda.is_initialized():
         return []
     if trainer.world_size == 1:
@@ -171,6 +171,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
         >>> torch.equal(torch.rand(2), first)
         True
     """
+    # Tensors and primitives alone: torch reads them with weights_only=True.
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -181,6 +182,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def _numpy_state() -> dict[str, Any] | None:
+    """The state of numpy's global generator; ``None`` unless it is MT19937."""
     state: Any = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return None
@@ -194,7 +196,11 @@ def _numpy_state() -> dict[str, Any] | None:
 
 
 def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
-    """Restore a result of :func:`rng_state`; with another number of devices, the first ones."""
+    """Restore a result of :func:`rng_state`; with another number of devices, the first ones.
+
+    Example:
+        >>> set_rng_state(rng_state())
+    """
     torch.set_rng_state(state["torch"].cpu())
     for device, words in zip(devices, state["cuda"], strict=False):
         torch.cuda.set_rng_state(words.cpu(), device)

@@ -16,6 +16,7 @@ from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
+from lightning_nm.callbacks.report.environment import router_of
 from lightning_nm.callbacks.report.kernel_table import print_kernels
 from lightning_nm.callbacks.report.settings import log_hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers, print_summary
@@ -29,10 +30,10 @@ from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternLike
-from lightning_nm.kernels import Router
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.distributed.comm_hook import CommHookState
 
 
 class NMSparsityCallback(SavedSparsity):
@@ -107,28 +108,53 @@ class NMSparsityCallback(SavedSparsity):
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._lifecycle = Lifecycle()
-        self._monitor: MaskMonitor | None = None
-        self._consistency: ProcessConsistency | None = None
-        self._finished_layers: dict[str, NMLayer] = {}
-        self._masked = 0  # layers, in the last batch
+        self._monitor: MaskMonitor | None = None  # what `monitor` stands for in the current fit
+        self._consistency: ProcessConsistency | None = None  # None if a single process trains
+        self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
+        self._masked_count = 0  # masked layers in the last batch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config})"
 
+    # Lightning calls the hooks of a fit in this order, and so are the methods below; SavedSparsity has those of
+    # checkpoints.
+    #
+    #   setup                       no optimizers yet
+    #   on_load_checkpoint, load_state_dict     (with FSDP and ModelParallelStrategy only after on_fit_start)
+    #   on_fit_start                the model is wrapped and on its device, and optimizers exist
+    #   sanity validation
+    #   on_train_start              the optimizers' states are restored
+    #     on_train_epoch_start
+    #       on_train_batch_start
+    #       forward pass
+    #       on_before_backward
+    #       backward pass
+    #       on_after_backward
+    #       on_before_optimizer_step    (not in a batch that only accumulates gradients)
+    #       clipping, optimizer.step()
+    #       on_train_batch_end
+    #   on_train_end
+    #   on_fit_end                  the strategy has moved the model to the CPU
+    #   teardown
+    #
+    # After an exception on_exception is called instead of the last three.
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
+        # This comes first in fit, validate, test and predict, before a checkpoint is read. What an earlier call of the
+        # Trainer has read does not count.
         self._lifecycle.steps_before = 0
         check_trainer(trainer)
         self._read_checkpoint = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
+        # This is the first hook in which optimizers exist, which tell the trained weights from frozen ones. The
+        # sanity validation, which follows, sees the sparse model already.
         if self.sparsifier is not None:
-            if (
-                self.sparsifier.model is pl_module
-                and self._lifecycle.phase is not Phase.INTERRUPTED
-            ):
-                return
+            is_same_model = self.sparsifier.model is pl_module
+            if is_same_model and self._lifecycle.phase is not Phase.INTERRUPTED:
+                return  # its masks are there
             self._finish()  # an exception kept the last fit from ending
         check_averaging_order(self, trainer)
         self._lifecycle.begin_fit()
@@ -138,7 +164,9 @@ class NMSparsityCallback(SavedSparsity):
         log_hyperparameters(trainer, self._installed(), self.name)
 
     def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mask the layers, and start all that works with them; after an error the model is as before."""
         sparsifier = self._attach(trainer, pl_module)
+        # Restoring clears the lifecycle's state, of which the monitor needs a part.
         saved = self._lifecycle.state or {}
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
@@ -148,153 +176,128 @@ class NMSparsityCallback(SavedSparsity):
                 trainer, sparsifier, self.compare_ranks_every
             )
             if self._monitor is not None:
-                sends = self._consistency is not None and self._consistency.comm_hook is not None
+                # The heat maps of a state that did not fit the model are not continued.
                 history = None if self._lifecycle.is_new else saved.get("history")
-                self._monitor.start(
-                    sparsifier, ["grad_bytes_ratio"] if sends else [], self.name, history
-                )
-        except BaseException:
+                also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
+                self._monitor.start(sparsifier, also, self.name, history)
+        except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
             sparsifier.detach()
             raise
-        self.sparsifier, self._masked = sparsifier, len(sparsifier.layers)
+        self.sparsifier = sparsifier
+        self._masked_count = len(sparsifier.layers)
         self._lifecycle.phase = Phase.INSTALLED
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
-        data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
+        """Return a sparsifier with its first masks installed."""
+        # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
+        sampler_arguments = trainer.distributed_sampler_kwargs or {}
+        data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
         sparsifier.called_by_callback()
-        if any(
-            has_schedule(part)
-            for rule in sparsifier.rules
-            for part in (rule.method, rule.estimator)
-        ):
-            planned = planned_steps(trainer, pl_module)
-            if (
-                planned is not None and self._lifecycle.is_new
-            ):  # the clock starts where this callback joins the run
-                planned -= self._lifecycle.steps_before
-            sparsifier.planned_steps = planned
+        if _any_schedule(sparsifier):
+            sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
         return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+
+    def _planned_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
+        """The optimizer steps of the training on this callback's own clock; ``None`` if the Trainer does not know."""
+        planned = planned_steps(trainer, pl_module)
+        # The clock starts where this callback joins the run: it does not count the steps before.
+        if planned is not None and self._lifecycle.is_new:
+            planned -= self._lifecycle.steps_before
+        return planned
 
     def _restore(
         self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> NMSparsifier:
+        """Load the saved state if there is one; return the sparsifier, or a new one if the state may be dropped."""
         if self._lifecycle.state is None:
             return sparsifier
         try:
             sparsifier.load_state_dict(self._lifecycle.state)
         except ValueError as error:
+            # A resumed checkpoint has to fit. A second fit may be of another model, which starts anew.
             if self._lifecycle.origin is Origin.CHECKPOINT:
                 raise
             rank_zero_warn(
                 f"NMSparsityCallback starts anew instead of continuing its last fit: {error}"
             )
             self._lifecycle.start_anew()
+            # The state has decided on the selected layers and their masks, so they are chosen again.
             sparsifier.detach()
             return self._attach(trainer, pl_module)
         self._lifecycle.restored(self._lifecycle.state)
         return sparsifier
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore ordinary modules, which hold the sparse weights."""
-        self._finish()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Remove the masks as after a fit, so that the model can be saved and training can continue.
-
-        Sharded weights keep them until the next fit, because removing them takes all processes.
-        """
-        layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
-        if any(layer.sharded for layer in layers) and self._has_trained(layers):
-            self._lifecycle.phase = Phase.INTERRUPTED
-        else:
-            self._finish()
-        self.refuse_unreadable(trainer, exception)
-
-    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
-        return not self._lifecycle.is_new or any(layer.step for layer in layers)
-
-    def _finish(self) -> None:
-        if self.sparsifier is None:
-            return
-        sparsifier = self.sparsifier
-        state = self.state_dict() if self._has_trained(sparsifier.selection.layers) else None
-        self._remove(sparsifier)
-        if state is None:
-            self._lifecycle.end(None)
-            sparsifier.detach()  # the model keeps its dense weights
-            return
-        self._lifecycle.end(state)
-        sparsifier.bake()
-        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
-        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
-
-    def _remove(self, sparsifier: NMSparsifier) -> None:
-        self.sparsifier = None
-        if self._monitor is not None:
-            self._monitor.stop(sparsifier)
-        if self._consistency is not None:
-            self._consistency.close()
-            self._consistency = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
         turn_off_mfu(trainer)
         sparsifier.follow(trainer.optimizers)
-        if self._lifecycle.batch_open:  # saved within a batch, maybe after the optimizer step
+        # The checkpoint was saved within a batch, perhaps after the optimizer's step: its masks are due for an update,
+        # and the random numbers of that batch are used. This ends the batch; in a new fit none is open.
+        if self._lifecycle.batch_open:
             sparsifier.step()
         self._lifecycle.batch_open = False
+        # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Notice modules that were replaced."""
+        # Once in an epoch, since it walks over all modules.
         warn_of_replaced(self._installed())
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
+        # Callbacks such as BaseFinetuning unfreeze layers when an epoch starts. Here they are masked before the first
+        # forward pass in which they are trained.
         sparsifier = self._installed()
         sparsifier.follow(trainer.optimizers)
         sparsifier.wake()
-        router = getattr(trainer.precision_plugin, "router", None)
-        if len(sparsifier.layers) != self._masked and isinstance(router, Router):
-            router.tune_again()
-        self._masked = len(sparsifier.layers)
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Let the methods change the complete gradients, before clipping."""
-        sparsifier = self._installed()
-        if self._consistency is not None:
-            self._consistency.before_step()
-        sparsifier.register(optimizer)  # it may have been replaced during training
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            sparsifier.before_step(
-                optimizer, scaler.get_scale()
-            )  # fused optimizers unscale within their step
-        else:
-            sparsifier.before_step(optimizer)
+        if len(sparsifier.layers) == self._masked_count:
+            return
+        self._masked_count = len(sparsifier.layers)
+        router = router_of(trainer)
+        if router is not None:
+            router.tune_again()  # the products of the new layers are not measured yet
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
     ) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
+        # DDP sends gradients during the backward pass, so this is the last moment at which differing masks do no harm.
         self._lifecycle.batch_open = True
         if self._consistency is not None:
             self._consistency.before_backward()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Average the gradients of parameters that methods own, before they are unscaled."""
+        # DDP has averaged those of the model's own parameters. Before unscaling, since the gradient scaler looks for
+        # infinities then, and must find the same ones in all processes.
         if self._consistency is not None:
             self._consistency.after_backward(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let the methods change the complete gradients, before clipping."""
+        # Lightning calls this once per step, with the gradients of all accumulated batches, and clips them afterwards,
+        # with what methods add here.
+        sparsifier = self._installed()
+        if self._consistency is not None:
+            self._consistency.before_step()
+        sparsifier.register(optimizer)  # it may have been replaced during training
+
+        # With float16 the gradient scaler has divided the gradients by the loss scale, except for fused optimizers,
+        # which do so within their step.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        loss_scale = 1.0
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            loss_scale = scaler.get_scale()
+        sparsifier.before_step(optimizer, loss_scale)
 
     def on_train_batch_end(
         self,
@@ -305,19 +308,22 @@ class NMSparsityCallback(SavedSparsity):
         batch_idx: int,
     ) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""
+        # Every batch comes here, also one that only accumulates gradients: estimators draw new random numbers for each.
+        # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
         sparsifier = self._installed()
         if self._lifecycle.phase is Phase.INSTALLED:
             warn_after_first_batch(sparsifier)
         stepped = sparsifier.step()
         self._lifecycle.end_batch()
-        comm_hook = None if self._consistency is None else self._consistency.comm_hook
-        ratio = None if comm_hook is None else comm_hook.settle()
+        # The hook counts the bytes of a step, whether somebody reads them or not.
+        bytes_ratio = None if self._comm_hook is None else self._comm_hook.settle()
         if self._monitor is not None:
-            also = {} if ratio is None else {"grad_bytes_ratio": ratio}
+            also = {} if bytes_ratio is None else {"grad_bytes_ratio": bytes_ratio}
             self._monitor.watch(trainer, pl_module, sparsifier, stepped, also)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the masks of all processes a last time."""
+        # ModelCheckpoint, which comes after this callback, may save once more: it must not save differing masks.
         if self._consistency is not None:
             self._consistency.at_end()
 
@@ -325,16 +331,84 @@ class NMSparsityCallback(SavedSparsity):
         """Print the summary, and let the monitor write it."""
         if self._monitor is not None:
             self._monitor.finish(trainer, self._installed())
-        if self.show_tables:
-            # All processes compute it: statistics of sharded weights need all of them.
-            print_summary(self._installed(), trainer, Console(quiet=not trainer.is_global_zero))
-            router = getattr(trainer.precision_plugin, "router", None)
-            if isinstance(router, Router) and (router.used() or router.unavailable_reason):
-                rank_zero_only(print_kernels)(router)
+        if not self.show_tables:
+            return
+        # All processes compute it: statistics of sharded weights need all of them.
+        console = Console(quiet=not trainer.is_global_zero)
+        print_summary(self._installed(), trainer, console)
+        router = router_of(trainer)
+        if router is not None and (router.used() or router.unavailable_reason):
+            rank_zero_only(print_kernels)(router)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Restore ordinary modules, which hold the sparse weights."""
+        # The last hook of a fit: the model's own on_fit_end still sees the masks. After evaluation there are none.
+        self._finish()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Remove the masks as after a fit, so that the model can be saved and training can continue.
+
+        Sharded weights keep them until the next fit, because removing them takes all processes.
+        """
+        # Lightning calls no teardown after an exception. The error may be of this process alone, so nothing here may
+        # wait for the others.
+        layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
+        any_sharded = any(layer.sharded for layer in layers)
+        if any_sharded and self._has_trained(layers):
+            self._lifecycle.phase = Phase.INTERRUPTED
+        else:
+            self._finish()
+        self.refuse_unreadable(trainer, exception)
+
+    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
+        """Whether there is a training to continue: a resumed one, or at least one optimizer step."""
+        return not self._lifecycle.is_new or any(layer.step for layer in layers)
+
+    def _finish(self) -> None:
+        """End the fit: remove the masks, and keep the state for a next fit. Does nothing outside fit."""
+        sparsifier = self.sparsifier
+        if sparsifier is None:
+            return
+        if not self._has_trained(sparsifier.selection.layers):
+            self._stop_helpers(sparsifier)
+            self._lifecycle.end(None)
+            sparsifier.detach()  # the model keeps its dense weights
+            return
+        # Before the helpers stop, since it holds the monitor's history, and before the pruned entries are lost.
+        state = self.state_dict()
+        self._stop_helpers(sparsifier)
+        self._lifecycle.end(state)
+        sparsifier.bake()
+        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
+        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
+
+    def _stop_helpers(self, sparsifier: NMSparsifier) -> None:
+        """Leave the fit: from here on :meth:`state_dict` returns the state that the lifecycle keeps."""
+        self.sparsifier = None
+        if self._monitor is not None:
+            self._monitor.stop(sparsifier)
+        if self._consistency is not None:
+            self._consistency.close()
+            self._consistency = None
+
+    @property
+    def _comm_hook(self) -> CommHookState | None:
+        """The communication hook of the strategy ``nm_ddp``, which counts the bytes that it sends."""
+        return None if self._consistency is None else self._consistency.comm_hook
 
     def _installed(self) -> NMSparsifier:
+        """The sparsifier of the current fit."""
         if self.sparsifier is None:
             raise RuntimeError(
                 "NMSparsityCallback is not installed: its on_fit_start was not called for this fit"
             )
         return self.sparsifier
+
+
+def _any_schedule(sparsifier: NMSparsifier) -> bool:
+    """Whether a method or an estimator starts or stops during training: only then the planned length matters."""
+    return any(
+        has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules
+    )

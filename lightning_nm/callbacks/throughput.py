@@ -10,7 +10,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_nm.kernels import Router
+from lightning_nm.callbacks.report.environment import router_of
 
 
 def turn_off_mfu(trainer: pl.Trainer) -> None:
@@ -20,22 +20,27 @@ def turn_off_mfu(trainer: pl.Trainer) -> None:
     to the dense model's FLOPs has no meaning, and may exceed 1. A monitor whose ``available_flops`` was set after its
     `setup` to another value than the table's keeps its ``mfu``.
     """
-    router = getattr(trainer.precision_plugin, "router", None)
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    # Where Lightning knows no peak of the device, available_flops is None and there is no mfu.
-    monitors = [
-        c for c in callbacks if isinstance(c, ThroughputMonitor) and c.available_flops is not None
-    ]
-    if not monitors or not isinstance(router, Router) or router.active_or_none() is None:
+    # Where Lightning knows no peak of the device, available_flops is None, and there is no mfu.
+    monitors = []
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor) and callback.available_flops is not None:
+            monitors.append(callback)
+    # An inactive router leaves every product dense: mfu is right then.
+    router = router_of(trainer)
+    if not monitors or router is None or router.active_or_none() is None:
         return
     device: Any = trainer.strategy.root_device
-    if device.type != "cuda" or str(trainer.precision)[:2] == "32":
+    is_float32 = str(trainer.precision).startswith("32")
+    if device.type != "cuda" or is_float32:
         return
-    table = {get_available_flops(device, dtype) for dtype in (torch.bfloat16, torch.float16)}
-    monitors = [monitor for monitor in monitors if monitor.available_flops in table]
+
+    # Not before it is known that there is a monitor: the look-up warns of devices that it does not know.
+    peaks = {get_available_flops(device, dtype) for dtype in (torch.bfloat16, torch.float16)}
+    monitors = [monitor for monitor in monitors if monitor.available_flops in peaks]
     for monitor in monitors:
         monitor.available_flops = None
-        # They were made before the fit, each with a copy.
+        # These are Lightning's own objects of each stage. They were made before the fit, each with a copy.
         for throughput in getattr(monitor, "_throughputs", {}).values():
             throughput.available_flops = None
     if monitors:

@@ -19,9 +19,13 @@ def has_schedule(part: Method | GradientEstimator | None) -> bool:
         >>> has_schedule(BAME()), has_schedule(SRSTE()), has_schedule(None)
         (True, False, False)
     """
+    if part is None:
+        return False
     try:
-        return part is not None and bool(part.schedule(None))
-    except ValueError:  # the schedule is given as shares of the training length
+        return bool(part.schedule(None))
+    except (
+        ValueError
+    ):  # the schedule is given as shares of the training length, which is not known here
         return True
 
 
@@ -33,9 +37,11 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
         return 1 << 30
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-        # Lightning cannot estimate the number of steps where they have different numbers of batches.
+        # Lightning cannot estimate the number of steps where they have different numbers of batches. -1 is its sign for
+        # no limit of epochs: then max_steps alone ends the training.
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
     else:
         planned = trainer.estimated_stepping_batches
+    # A training without end has -1 or infinitely many steps.
     is_known = 0 < planned < math.inf
     return int(planned) if is_known else None

@@ -16,7 +16,7 @@ PresetName = Literal["paper", "fst"]
 
 @dataclass(frozen=True)
 class Preset:
-    """What the authors' code sets, for arguments that are not given.
+    """Settings of the authors' code for one method, which fill in the arguments that are not given.
 
     Attributes:
         method: The method's class.
@@ -26,6 +26,13 @@ class Preset:
         skip_first: Whether the first convolution is dense.
         skip_last: Whether the last linear layer is dense.
         grad_estimator: The estimator of output gradients.
+
+    Example:
+        >>> preset = Preset(SRSTE, "arXiv 2102.04010", {"decay": 2e-4}, skip_first=False)
+        >>> preset.made(decay=1e-4).decay
+        0.0001
+        >>> print(preset)
+        arXiv 2102.04010: decay=0.0002, conv_layout=channels, skip_first=False, skip_last=True
     """
 
     method: type[Method]
@@ -37,24 +44,34 @@ class Preset:
     grad_estimator: EstimatorName | None = None
 
     def made(self, **changes: Any) -> Method:
-        """The method with these settings."""
-        return self.method(**{**self.settings, **changes})
+        """Return a new method with these settings, and with ``changes`` in place of some of them."""
+        arguments = {**self.settings, **changes}
+        return self.method(**arguments)
 
     def __str__(self) -> str:
-        """The source and all settings, on one line."""
-        values: dict[str, Any] = {**self.settings, "conv_layout": self.conv_layout}
-        values |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
-        values |= {"grad_estimator": self.grad_estimator} if self.grad_estimator else {}
-        return f"{self.source}: " + ", ".join(f"{name}={value}" for name, value in values.items())
+        """Return the source and all settings, on one line."""
+        settings: dict[str, Any] = dict(self.settings)
+        settings["conv_layout"] = self.conv_layout
+        settings["skip_first"] = self.skip_first
+        settings["skip_last"] = self.skip_last
+        if self.grad_estimator:
+            settings["grad_estimator"] = self.grad_estimator
+        listed = ", ".join(f"{name}={value}" for name, value in settings.items())
+        return f"{self.source}: {listed}"
 
 
-_NONE = Preset(Dense)  # layers that a rule leaves dense, and the baseline
+# The preset of a rule that leaves layers dense, and of the dense baseline. Its source is empty, which tells it apart
+# from presets that set something.
+_DENSE = Preset(Dense)
+
+# By preset, then by the method's short name. Arguments that are not listed keep the method's own default.
 _PRESETS: dict[PresetName, dict[str, Preset]] = {
     "paper": {
-        "dense": _NONE,
+        "dense": _DENSE,
         "sr-ste": Preset(
             SRSTE,
             "arXiv 2102.04010",
+            # The code adds the decay in every process, and then sums the gradients of all.
             {"decay": 2e-4, "decay_scale": "world-size"},
             skip_first=False,
         ),
@@ -62,10 +79,11 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             BiMask,
             "arXiv 2302.06058",
             {
+                # The code counts forward passes from 1: rows keep their own order for 99 of them.
                 "permute_every": 100,
                 "first_search": 99,
                 "candidates": 100,
-                "search": "redraw",
+                "search": "redraw",  # the permutation in use does not compete with the new ones
                 "criterion": "retained",
                 "decay": 2e-4,
                 "decay_scale": "world-size",
@@ -82,13 +100,14 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
         "transposable": Preset(
             TransposableMask,
             "arXiv 2102.08124",
+            # Masks change before the 40th forward pass: after 39 steps.
             {"update_every": 40, "first_update": 39, "decay": 0.0},
             conv_layout="flat",
             skip_first=False,
         ),
     },
     "fst": {
-        "dense": _NONE,
+        "dense": _DENSE,
         "transposable": Preset(
             TransposableMask,
             "arXiv 2404.01847",
@@ -100,31 +119,37 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
 
 
 def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
-    """The preset for a method, given by its short name or as an object.
+    """Return the preset for a method, which is given by its short name or as an object.
 
     Raises:
         ValueError: If there is none.
+
+    Example:
+        >>> preset_of("paper", "bi-mask").source
+        'arXiv 2302.06058'
     """
     if preset not in _PRESETS:
-        raise ValueError(
-            f"preset={preset!r} is unknown: use {' or '.join(map(repr, get_args(PresetName)))}"
-        )
-    known = _PRESETS[preset]
+        choices = " or ".join(repr(name) for name in get_args(PresetName))
+        raise ValueError(f"preset={preset!r} is unknown: use {choices}")
+    preset_of_name = _PRESETS[preset]
     if isinstance(method, str):
-        found = known.get(method)
+        found = preset_of_name.get(method)
     else:
-        found = next((each for each in known.values() if type(method) is each.method), None)
+        # The exact class: the papers' settings say nothing about a user's subclass.
+        preset_of_class = {each.method: each for each in preset_of_name.values()}
+        found = preset_of_class.get(type(method))
     if found is None:
-        name = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
-        names = ", ".join(repr(each) for each in known if each != "dense")
+        wanted = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
+        # Dense layers have a preset for rules' sake only, so it is not offered.
+        names = ", ".join(repr(name) for name in preset_of_name if name != "dense")
         raise ValueError(
-            f"preset={preset!r} has no settings for method {name}: it has them for {names}"
+            f"preset={preset!r} has no settings for method {wanted}: it has them for {names}"
         )
     return found
 
 
 def preset_method(method: MethodName, preset: PresetName = "paper", **changes: Any) -> Method:
-    """A method with the settings of a paper's code and some changes.
+    """Return a method with the settings of a paper's code and some changes.
 
     ``preset="paper"`` alone uses the settings as they are; this is for experiments that depart from them.
 

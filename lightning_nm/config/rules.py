@@ -20,6 +20,7 @@ from lightning_nm.nn.selection.selection import Rule, Selection, as_globs, selec
 SHORT_NAMES: dict[str, str] = {
     type(resolve_method(name)).__name__: name for name in get_args(MethodName)
 }
+# "dense" is no estimator: it resolves to None.
 SHORT_NAMES |= {
     type(resolve_estimator(name)).__name__: name
     for name in get_args(EstimatorName)
@@ -29,7 +30,13 @@ SHORT_NAMES |= {
 
 
 class RuleSpec(TypedDict, total=False):
-    """A rule of :class:`~lightning_nm.NMSparsityCallback`. Keys that are left out take the callback's arguments."""
+    """One of the ``rules`` of :class:`~lightning_nm.SparsityConfig`, as users write it.
+
+    Keys that are left out take the value of the setting of the same name.
+
+    Example:
+        >>> rule: RuleSpec = {"include": "encoder.*", "pattern": "1:4"}
+    """
 
     include: Required[str | list[str]]
     pattern: PatternLike
@@ -40,7 +47,7 @@ class RuleSpec(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ResolvedRules:
-    """Which layers a training masks, and how, with objects in place of names.
+    """The settings that decide which layers are masked and how, with objects in place of short names.
 
     Attributes:
         rules: The first one that matches a layer decides; the last one is the general one.
@@ -48,6 +55,12 @@ class ResolvedRules:
         skip_first: Whether the first convolution is dense.
         skip_last: Whether the last linear layer is dense.
         presets: The presets of the rules' methods, each once; empty without a preset.
+
+    Example:
+        >>> from lightning_nm import SparsityConfig
+        >>> settings = SparsityConfig("2:4", "ste", rules=[{"include": "head", "pattern": "1:4"}]).resolve()
+        >>> [str(rule.pattern) for rule in settings.rules]
+        ['1:4', '2:4']
     """
 
     rules: list[Rule]
@@ -59,6 +72,7 @@ class ResolvedRules:
     def masked_in(self, state: Mapping[str, Any]) -> list[str]:
         """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
         masked = []
+        # A state without the keys was saved with both layers dense, which is the default.
         if self.skip_first and not state.get("skip_first", True):
             masked.append("first")
         if self.skip_last and not state.get("skip_last", True):
@@ -66,9 +80,20 @@ class ResolvedRules:
         return masked
 
     def select(self, model: nn.Module, **options: Any) -> Selection:
-        """:func:`~lightning_nm.nn.selection.selection.select` by these settings."""
-        options |= {"skip_first": self.skip_first, "skip_last": self.skip_last}
-        return select(model, self.rules, self.exclude, **options)
+        """Select the layers of a model by these settings.
+
+        Args:
+            model: The model; it is not changed.
+            options: The other arguments of :func:`~lightning_nm.nn.selection.selection.select`, by name.
+        """
+        return select(
+            model,
+            self.rules,
+            self.exclude,
+            skip_first=self.skip_first,
+            skip_last=self.skip_last,
+            **options,
+        )
 
 
 def resolve_rules(
@@ -82,98 +107,172 @@ def resolve_rules(
     skip_first_last: SkipFirstLast | None,
     conv_layout: ConvLayout | None,
 ) -> ResolvedRules:
-    """Resolve what is given, else what the preset says, else the package's defaults.
+    """Resolve the settings of :class:`~lightning_nm.SparsityConfig` of the same names.
 
-    A method that is an object is taken as it is.
+    What is given comes first, then what the preset says, then the package's defaults. A method that is an object is
+    taken as it is.
 
     Raises:
         ValueError: For an impossible pattern, an unknown name or preset, or a bad rule.
+        TypeError: If ``rules`` is no list of mappings, or for globs that are no strings.
     """
     _check_layout(conv_layout)
     _check_list(rules)
-    chosen = _preset(preset, method)
-    general = Rule(
-        as_globs(include, "include"),
-        NMPattern.parse(pattern),
-        _method(chosen, method),
-        resolve_estimator(
-            chosen.grad_estimator if chosen and grad_estimator is None else grad_estimator
-        ),
-        conv_layout or (chosen.conv_layout if chosen else "channels"),
-    )
-    masks = chosen is None or bool(
-        chosen.source
-    )  # a general method that is dense has no preset: those of rules count
-    own_estimator = not masks and grad_estimator is None
-    found = [_parse_rule(rule, general, preset, conv_layout, own_estimator) for rule in rules or ()]
-    used = [chosen, *(_preset(preset, rule["method"]) for rule in rules or () if "method" in rule)]
-    presets = list({id(each): each for each in used if each is not None and each.source}.values())
-    deciding = [chosen] if chosen and masks else presets
-    if skip_first_last is not None:
-        skip_first, skip_last = parse_skip_first_last(skip_first_last)
-    elif deciding:
-        skip_first = any(each.skip_first for each in deciding)
-        skip_last = any(each.skip_last for each in deciding)
-    else:
-        skip_first, skip_last = True, True
+    specs = rules or ()
+    general_preset = _preset_or_none(preset, method)
+    general = _general_rule(pattern, method, grad_estimator, include, conv_layout, general_preset)
+
+    # Dense layers have a preset without a source. Where the general method is dense, the masked layers are those of
+    # the rules, so the presets of the rules decide in place of the general one.
+    general_is_dense = general_preset is not None and not general_preset.source
+    takes_own_estimator = general_is_dense and grad_estimator is None
+    parsed = [
+        _parse_rule(spec, general, preset, conv_layout, takes_own_estimator) for spec in specs
+    ]
+
+    rule_presets = [_preset_or_none(preset, spec["method"]) for spec in specs if "method" in spec]
+    # In the order of use, each once: the table of layers prints them.
+    presets: list[Preset] = []
+    for used in (general_preset, *rule_presets):
+        if used is not None and used.source and used not in presets:
+            presets.append(used)
+
+    deciding = presets
+    if general_preset is not None and not general_is_dense:
+        deciding = [general_preset]
+    skip_first, skip_last = _skips(skip_first_last, deciding)
     return ResolvedRules(
-        [*found, general], as_globs(exclude, "exclude") or (), skip_first, skip_last, presets
+        # The first match decides: the general rule comes last, because it may match every layer.
+        rules=[*parsed, general],
+        exclude=as_globs(exclude, "exclude") or (),
+        skip_first=skip_first,
+        skip_last=skip_last,
+        presets=presets,
     )
 
 
-def _preset(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
-    resolve_method(method)  # raises for what is no method
+def _skips(skip_first_last: SkipFirstLast | None, presets: Sequence[Preset]) -> tuple[bool, bool]:
+    """Whether the first convolution, and whether the last linear layer stays dense, as given or by the presets."""
+    if skip_first_last is not None:
+        return parse_skip_first_last(skip_first_last)
+    if not presets:
+        return True, True  # the package's default
+    # A layer that one of several presets leaves dense stays dense.
+    skip_first = any(preset.skip_first for preset in presets)
+    skip_last = any(preset.skip_last for preset in presets)
+    return skip_first, skip_last
+
+
+def _general_rule(
+    pattern: PatternLike,
+    method: MethodName | Method,
+    grad_estimator: EstimatorName | GradientEstimator | None,
+    include: str | Sequence[str] | None,
+    conv_layout: ConvLayout | None,
+    own_preset: Preset | None,
+) -> Rule:
+    """The rule of the layers that none of the ``rules`` matches; ``own_preset`` is that of its method."""
+    # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
+    if grad_estimator is None and own_preset is not None:
+        grad_estimator = own_preset.grad_estimator
+    default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
+    return Rule(
+        include=as_globs(include, "include"),
+        pattern=NMPattern.parse(pattern),
+        method=_method(own_preset, method),
+        estimator=resolve_estimator(grad_estimator),
+        conv_layout=conv_layout or default_layout,
+    )
+
+
+def _parse_rule(
+    spec: Mapping[str, Any],
+    general: Rule,
+    preset: PresetName | None,
+    conv_layout: ConvLayout | None,
+    takes_own_estimator: bool,
+) -> Rule:
+    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset.
+
+    Args:
+        spec: The rule as the user wrote it.
+        general: The rule of all other layers.
+        preset: The name of the preset in use.
+        conv_layout: The layout that the user gave for all layers; it precedes that of a preset.
+        takes_own_estimator: Whether the preset of the rule's method precedes the general rule's estimator.
+
+    Raises:
+        ValueError: For an unknown key, a missing ``include``, or a bad value.
+    """
+    _check_keys(spec)
+    _check_layout(spec.get("conv_layout"))
+    pattern = general.pattern
+    method = general.method
+    estimator = general.estimator
+    layout = general.conv_layout
+
+    # A method of the rule's own comes with a preset of its own.
+    if "method" in spec:
+        own_preset = _preset_or_none(preset, spec["method"])
+        method = _method(own_preset, spec["method"])
+        if own_preset is not None:
+            layout = conv_layout or own_preset.conv_layout
+            if takes_own_estimator:
+                estimator = resolve_estimator(own_preset.grad_estimator)
+
+    # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it keeps
+    # dY, as a layout it counts as not given.
+    if "pattern" in spec:
+        pattern = NMPattern.parse(spec["pattern"])
+    if "grad_estimator" in spec:
+        estimator = resolve_estimator(spec["grad_estimator"])
+    if spec.get("conv_layout"):
+        layout = spec["conv_layout"]
+    return Rule(as_globs(spec["include"], "include"), pattern, method, estimator, layout)
+
+
+def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
+    # For its error alone: a name that no method has is not the preset's fault.
+    resolve_method(method)
     return None if preset is None else preset_of(preset, method)
 
 
 def _method(preset: Preset | None, method: MethodName | Method) -> Method:
-    return (
-        preset.made() if preset is not None and isinstance(method, str) else resolve_method(method)
-    )
+    """Make a method from its short name, with the preset's settings if there is one; an object stays as it is."""
+    if preset is not None and isinstance(method, str):
+        return preset.made()
+    return resolve_method(method)
 
 
 def _check_layout(conv_layout: Any) -> None:
+    """Refuse an unknown layout; ``None`` stands for none that is given."""
     if conv_layout is not None and conv_layout not in get_args(ConvLayout):
         raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
 
 
 def _check_list(rules: Any) -> None:
-    """Refuse what is no list of mappings, such as one mapping alone, by a ``TypeError``."""
-    if rules is None or (
-        isinstance(rules, (list, tuple)) and all(isinstance(rule, Mapping) for rule in rules)
-    ):
+    """Refuse what is no list of mappings by a ``TypeError``."""
+    if rules is None:
         return
-    example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
-    raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
+    # One mapping alone is a likely slip in YAML: iterating over it would give its keys.
+    is_list = isinstance(rules, (list, tuple))
+    if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
+        example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
+        raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
 
 
-def _parse_rule(
-    rule: Mapping[str, Any],
-    general: Rule,
-    preset: PresetName | None,
-    conv_layout: ConvLayout | None,
-    own_estimator: bool,
-) -> Rule:
-    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset.
-
-    The preset's estimator is taken with ``own_estimator`` alone.
-    """
+def _check_keys(spec: Mapping[str, Any]) -> None:
+    """Refuse a rule with an unknown key or without ``include``."""
     known = list(RuleSpec.__annotations__)
-    unknown = set(rule) - set(known)
-    if unknown or "include" not in rule:
-        problem = f"unknown key {sorted(unknown)[0]!r}" if unknown else "no 'include'"
-        raise ValueError(
-            f"rule {dict(rule)!r} has {problem}: a rule has 'include' and any of {', '.join(map(repr, known[1:]))}"
-        )
-    own = _preset(preset, rule["method"]) if "method" in rule else None
-    _check_layout(rule.get("conv_layout"))
-    estimator = (
-        resolve_estimator(own.grad_estimator) if own and own_estimator else general.estimator
-    )
-    return Rule(
-        as_globs(rule["include"], "include"),
-        NMPattern.parse(rule["pattern"]) if "pattern" in rule else general.pattern,
-        _method(own, rule["method"]) if "method" in rule else general.method,
-        resolve_estimator(rule["grad_estimator"]) if "grad_estimator" in rule else estimator,
-        rule.get("conv_layout") or conv_layout or (own.conv_layout if own else general.conv_layout),
+    unknown = sorted(set(spec) - set(known))
+    if unknown:
+        problem = f"unknown key {unknown[0]!r}"
+    elif "include" not in spec:
+        problem = "no 'include'"
+    else:
+        return
+    # In the order of the class, so that the message reads like the documentation.
+    optional = ", ".join(repr(key) for key in known if key != "include")
+    raise ValueError(
+        f"rule {dict(spec)!r} has {problem}: a rule has 'include' and any of {optional}"
     )

@@ -90,18 +90,24 @@ class SparsityConfig:
     base_density: float = 1.0
 
     def __post_init__(self) -> None:
+        # Mistakes are refused here, where the user wrote them, and not when a fit starts.
         if self.frozen not in ("dense", "mask"):
             raise ValueError(f"frozen={self.frozen!r} is unknown: use 'dense' or 'mask'")
         every = self.grad_snr_every
+        # bool is a subclass of int: grad_snr_every=True would mean every step.
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
             raise ValueError(
                 f"grad_snr_every={every} must be a number of training steps, or 0 for never"
             )
         check_scale(self.scale, self.base_density)
+        # For its errors alone: patterns, names and rules are checked while they are resolved.
         self.resolve()
 
     def resolve(self) -> ResolvedRules:
-        """Return the rules of the layers, with objects in place of short names; methods are new ones at each call."""
+        """Return the rules of the layers, with objects in place of short names.
+
+        Each call makes new methods from short names, so two trainings with one configuration share none.
+        """
         return resolve_rules(
             self.pattern,
             self.method,
@@ -119,11 +125,13 @@ class SparsityConfig:
 
         Methods and estimators that are objects become ``{"class_path": ..., "init_args": ...}``.
         """
+        # Defaults are left out, so that a file shows what was chosen.
         settings = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "pattern":
-                value = str(NMPattern.parse(value))  # it has several notations
+                # Of its several notations this is the one of the default, "2:4".
+                value = str(NMPattern.parse(value))
             if value != field.default:
                 settings[field.name] = _as_primitive(value)
         return settings
@@ -136,17 +144,23 @@ class SparsityConfig:
             TypeError: For a key that is no setting; the message has the closest one.
         """
         refuse_unknown(settings, cls)
-        return cls(**{name: _from_primitive(value) for name, value in settings.items()})
+        arguments = {name: _from_primitive(value) for name, value in settings.items()}
+        return cls(**arguments)
 
 
 def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> SparsityConfig:
-    """Return ``config``, or the configuration of the arguments that were given instead.
+    """Return ``config``, or the configuration ``given`` by single arguments instead.
 
     Raises:
         ValueError: If both are given.
+
+    Example:
+        >>> chosen_config(SparsityConfig("1:4"), given=SparsityConfig()).pattern
+        '1:4'
     """
     if config is None:
         return given
+    # An argument with its default value cannot be told from one that was not given, and changes nothing.
     arguments = given.to_dict()
     if arguments:
         raise ValueError(
@@ -160,7 +174,14 @@ def refuse_unknown(options: Mapping[str, Any], owner: type) -> None:
 
     Raises:
         TypeError: With the closest name that exists.
+
+    Example:
+        >>> refuse_unknown({"includ": "encoder.*"}, SparsityConfig)
+        Traceback (most recent call last):
+            ...
+        TypeError: SparsityConfig has no argument 'includ'; did you mean 'include'?
     """
+    # Constructors take these options as **options, so Python itself refuses none.
     known = arguments_of(owner)
     for name in options:
         if name not in known:
@@ -174,29 +195,30 @@ def arguments_of(owner: type) -> list[str]:
         >>> arguments_of(SparsityConfig)[:3]
         ['pattern', 'method', 'grad_estimator']
     """
-    parameters = inspect.signature(owner).parameters
-    names = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
+    names = []
+    for name, parameter in inspect.signature(owner).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            names.append(name)
+    # Who takes config= also takes its settings one by one, by **options.
     if "config" in names:
         names += [field.name for field in fields(SparsityConfig) if field.name not in names]
     return names
 
 
 def _as_primitive(value: Any) -> Any:
+    """The value as JSON and YAML hold it: patterns as text, methods and estimators as ``class_path`` and arguments."""
     if isinstance(value, NMPattern):
         return str(value)
     if isinstance(value, (Method, GradientEstimator)):
-        names = inspect.signature(type(value)).parameters
-        kept = {
-            name: _as_primitive(setting) for name, setting in vars(value).items() if name in names
-        }
-        return {
-            "class_path": f"{type(value).__module__}.{type(value).__qualname__}",
-            "init_args": kept,
-        }
+        owner = type(value)
+        # Constructors keep each argument under its own name; other attributes are derived from these.
+        arguments = inspect.signature(owner).parameters
+        init_args = {}
+        for name, setting in vars(value).items():
+            if name in arguments:
+                init_args[name] = _as_primitive(setting)
+        # The notation of LightningCLI.
+        return {"class_path": f"{owner.__module__}.{owner.__qualname__}", "init_args": init_args}
     if isinstance(value, Mapping):
         return {key: _as_primitive(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -205,10 +227,12 @@ def _as_primitive(value: Any) -> Any:
 
 
 def _from_primitive(value: Any) -> Any:
-    if isinstance(value, Mapping) and "class_path" in value:
-        module, _, name = value["class_path"].rpartition(".")
-        return getattr(import_module(module), name)(**value.get("init_args", {}))
+    """The inverse of :func:`_as_primitive`; patterns stay text, which every setting takes."""
     if isinstance(value, Mapping):
+        if "class_path" in value:
+            module, _, name = value["class_path"].rpartition(".")
+            owner = getattr(import_module(module), name)
+            return owner(**value.get("init_args", {}))
         return {key: _from_primitive(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_from_primitive(entry) for entry in value]

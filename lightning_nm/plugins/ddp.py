@@ -38,6 +38,7 @@ class NMDDPStrategy(DDPStrategy):
             raise ValueError(
                 f"wire_dtype={wire_dtype!r} is unknown: use 'bf16', or None to send gradients as they are"
             )
+        # DDP takes one hook. The state and the wrapper of another would be without effect.
         for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -49,8 +50,10 @@ class NMDDPStrategy(DDPStrategy):
         """The state of the communication hook."""
 
     def configure_ddp(self) -> None:
-        """Wrap the model, and register the hook on every device; Lightning does so on CUDA devices only."""
+        """Wrap the model, and register the hook."""
         super().configure_ddp()
+        # Lightning's own arguments for hooks work on CUDA devices only. Until masks are installed the hook sends whole
+        # gradients.
         assert isinstance(self.model, DistributedDataParallel)
         self.model.register_comm_hook(self.comm_hook, kept_entries_hook)
 

@@ -14,26 +14,53 @@ from lightning_nm.plugins.routing import (
 
 
 class _FabricRouting(KernelRouting):
-    """The plugins for Fabric, which has no micro-batches of its own: its user sets ``router.reuse``."""
+    """What the plugins for Fabric have in common.
+
+    Fabric does not count micro-batches: its user sets ``router.reuse`` to the number that share a packed weight.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Lightning's conversion; one of several models has to have masked layers."""
+        """Remember a model, and convert it as Lightning does; one of several models has to have masked layers."""
+        # Fabric calls this once for each model that it sets up, as for the two of a GAN.
         self._models.add(module)
         self._checked = False
         return super().convert_module(module)  # type: ignore[misc]
 
 
 class NMPrecision(_FabricRouting, Precision):
-    """As :class:`lightning_nm.NMPrecision`."""
+    """Float32 with sparse kernels for Fabric; the arguments are those of :class:`lightning_nm.NMPrecision`.
+
+    Example::
+
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[NMPrecision()], accelerator="cpu")
+    """
 
 
 class NMMixedPrecision(MixedArguments, _FabricRouting, MixedPrecision):
-    """As :class:`lightning_nm.NMMixedPrecision`."""
+    """Autocast with sparse kernels for Fabric; the arguments are those of :class:`lightning_nm.NMMixedPrecision`.
+
+    Example::
+
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[NMMixedPrecision("bf16-mixed", device="cpu")], accelerator="cpu")
+    """
 
 
 class NMHalfPrecision(HalfArguments, _FabricRouting, HalfPrecision):
-    """As :class:`lightning_nm.NMHalfPrecision`."""
+    """Half-precision weights with sparse kernels for Fabric; arguments as of :class:`lightning_nm.NMHalfPrecision`.
+
+    Example::
+
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[NMHalfPrecision("bf16-true")], accelerator="cpu")
+    """
 
 
 class NMFSDPPrecision(ShardedArguments, _FabricRouting, FSDPPrecision):
-    """As :class:`lightning_nm.NMFSDPPrecision`."""
+    """The precision of FSDP with sparse kernels for Fabric; arguments as of :class:`lightning_nm.NMFSDPPrecision`.
+
+    Example:
+        >>> NMFSDPPrecision("bf16-mixed").precision
+        'bf16-mixed'
+    """

@@ -1,4 +1,4 @@
-"""Where a run trains: versions, device, precision and processes."""
+"""Where a run trains: versions, device, precision, processes, and the router of its precision plugin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.router.cache import environment_of
 
 if TYPE_CHECKING:
@@ -39,4 +40,18 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
         "processes": str(trainer.world_size),
         "batches per step": str(trainer.accumulate_grad_batches),
     }
+    # Without a GPU there is no driver, and libraries may be missing.
     return {name: part for name, part in parts.items() if part}
+
+
+def router_of(trainer: pl.Trainer) -> Router | None:
+    """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no products.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> print(router_of(pl.Trainer(logger=False, accelerator="cpu")))
+        None
+    """
+    # Plugins of other packages may have an attribute of this name.
+    router = getattr(trainer.precision_plugin, "router", None)
+    return router if isinstance(router, Router) else None

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,6 +116,7 @@ class Scale:
     @property
     def is_constant(self) -> bool:
         """Whether there is one value alone."""
+        # Also if all values are 0 and colours go by the square root.
         return self.high <= self.low
 
     def shares(self, values: Tensor) -> Tensor:
@@ -148,7 +150,8 @@ class Scale:
 class HeatMapFigure:
     """A figure that shows one statistic of layers over steps after another.
 
-    The maps of one log share what takes the most time to prepare: names, ticks and the colour bar.
+    The maps of one log share what takes the most time to prepare: names, ticks and the colour bar. The figure does
+    without pyplot, which would keep every figure in memory until it is closed.
 
     Attributes:
         figure: The figure, as :meth:`show` has last drawn it. Its background is white on light and on dark pages.
@@ -171,18 +174,23 @@ class HeatMapFigure:
     figure: Figure
 
     def __init__(self, layers: Sequence[str], steps: Sequence[int]) -> None:
+        # matplotlib is an extra, so it is imported only where something is drawn.
         from matplotlib.figure import Figure
 
         self._layers_per_row = math.ceil(len(layers) / MOST_ROWS)
         self._rows = math.ceil(len(layers) / self._layers_per_row)
-        self._edges = [first_edge(steps), *steps]
+        self._edges = [first_edge(steps), *steps]  # of the columns
         self._row_edges = range(self._rows + 1)
 
-        row_height = max(1, min(ROW, PLOT_HEIGHT // self._rows))
+        row_height = PLOT_HEIGHT // self._rows
+        row_height = max(1, min(ROW, row_height))
         self._rows_per_name = math.ceil(NAME_DISTANCE / row_height)
-        names = shortened(layers)[:: self._layers_per_row * self._rows_per_name]
+        layers_per_name = self._layers_per_row * self._rows_per_name
+        names = shortened(layers)[::layers_per_name]
 
-        left = MARGIN + LETTER_WIDTH * max(map(len, names)) + TICK
+        # From the left: names, plot, colour bar with its numbers. From the top: title, plot, steps.
+        longest = max(len(name) for name in names)
+        left = MARGIN + LETTER_WIDTH * longest + TICK
         bar_left = left + PLOT_WIDTH + BAR_GAP
         width = bar_left + BAR_WIDTH + BAR_NUMBERS
         plot_height = row_height * self._rows
@@ -201,14 +209,14 @@ class HeatMapFigure:
         """Add axes of a size in pixels, below the title."""
         figure_width, figure_height = self.figure.bbox.size
         bottom = figure_height - TITLE_HEIGHT - height
-        axes = self.figure.add_axes(
-            (
-                left / figure_width,
-                bottom / figure_height,
-                width / figure_width,
-                height / figure_height,
-            )
+        # matplotlib takes shares of the figure, from the lower left corner.
+        place = (
+            left / figure_width,
+            bottom / figure_height,
+            width / figure_width,
+            height / figure_height,
         )
+        axes = self.figure.add_axes(place)
         style_axes(axes, THEMES["light"], FONT_SIZE)
         return axes
 
@@ -226,9 +234,11 @@ class HeatMapFigure:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.set_xlim(self._edges[0], self._edges[-1])
-        axes.set_ylim(self._rows, 0)
+        axes.set_ylim(self._rows, 0)  # the first row is at the top
 
-        nothing_rc = torch.full((self._rows, len(self._edges) - 1), torch.nan).numpy()
+        # Columns differ in width, for which imshow has no means. [rows, columns]
+        columns = len(self._edges) - 1
+        nothing_rc = torch.full((self._rows, columns), torch.nan).numpy()
         norm = Normalize(0, 1)
         self._image = PcolorImage(
             axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm
@@ -266,9 +276,11 @@ class HeatMapFigure:
 
     def _mean_of_shared_rows(self, values_cl: Tensor) -> Tensor:
         """Return ``[columns, rows]``, the means of the layers of each row without NaN."""
+        # The last row may have fewer layers than the others.
         missing = self._rows * self._layers_per_row - values_cl.shape[1]
-        padded = torch.nn.functional.pad(values_cl, (0, missing), value=torch.nan)
-        return padded.unflatten(1, (self._rows, self._layers_per_row)).nanmean(2)
+        padded = F.pad(values_cl, (0, missing), value=torch.nan)
+        rows_crl = padded.unflatten(1, (self._rows, self._layers_per_row))
+        return rows_crl.nanmean(2)
 
     def _remarks(self) -> list[str]:
         remarks = []
@@ -308,21 +320,23 @@ def shortened(names: Sequence[str]) -> list[str]:
         >>> shortened(["model.encoder.layers.0.attention.query_projection", "model.head"])
         ['...encoder.layers.0.at...on.query_projection', '...head']
     """
-    letters = [name.encode("ascii", "replace").decode() for name in names]
-    if len(letters) > 1 and max(map(len, letters)) > MOST_LETTERS:
-        letters = _without_common_start(letters)
-    return [_without_middle(name) for name in letters]
+    ascii_names = [name.encode("ascii", "replace").decode() for name in names]
+    longest = max((len(name) for name in ascii_names), default=0)
+    if len(names) > 1 and longest > MOST_LETTERS:
+        ascii_names = _without_common_start(ascii_names)
+    return [_without_middle(name) for name in ascii_names]
 
 
 def _without_common_start(names: Sequence[str]) -> list[str]:
     """Leave out the modules that hold all of the named ones."""
     parts_of_names = [name.split(".") for name in names]
-    common = 0
+    common = 0  # parts that all names start with
     for parts in zip(*parts_of_names, strict=False):
         if len(set(parts)) > 1:
             break
         common += 1
-    a_name_would_vanish = common == min(map(len, parts_of_names))
+    fewest_parts = min(len(parts) for parts in parts_of_names)
+    a_name_would_vanish = common == fewest_parts
     if common == 0 or a_name_would_vanish:
         return list(names)
     ends = [".".join(parts[common:]) for parts in parts_of_names]
@@ -333,4 +347,5 @@ def _without_middle(name: str) -> str:
     if len(name) <= MOST_LETTERS:
         return name
     half = MOST_LETTERS // 2
-    return f"{name[:half]}...{name[3 - half :]}"
+    end = name[3 - half :]  # the dots take the place of three letters
+    return f"{name[:half]}...{end}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.callbacks.report.pictures import block_margins
@@ -15,7 +16,8 @@ from lightning_nm.nn.layer import NMLayer
 MAPS = ("flip_rate", "margin", "kept_magnitude")
 """The statistics of a column, in this order."""
 
-COLUMNS = 128  # at most; even
+COLUMNS = 128
+"""The most columns of a history; even, because pairs of columns are joined."""
 
 
 @torch.no_grad()
@@ -39,13 +41,14 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
     sums = []
     sizes = []
     for layer in layers:
+        # Gathers a sharded weight, one layer after another, so that one whole weight is in memory at a time.
         with layer.full():
             sums.append(_layer_sums(layer))
             sizes.append(layer.weight.numel())
-    # One copy for all layers waits for the device once.
+    # One copy for all layers waits for the device once. Layers may be on several devices.
     device = sums[0].device
-    sums_of_layers = torch.stack([values.to(device) for values in sums]).cpu()
-    used, whole, margin, flips = sums_of_layers.unbind(1)
+    sums_of_layers = torch.stack([values.to(device) for values in sums])  # [layers, 4]
+    used, whole, margin, flips = sums_of_layers.cpu().unbind(1)
     entries = torch.tensor(sizes, dtype=torch.float64)
     flip_rate = FLIP_RATE.exact(flips, entries)
     kept_magnitude = KEPT_MAGNITUDE.exact(used, whole)
@@ -58,22 +61,27 @@ def _layer_sums(layer: NMLayer) -> Tensor:
     used = magnitude_sum(layer.forward_weight())
     whole = magnitude_sum(weight)
     if layer.forward_mask is None or layer.masks.flips is None:
-        margin = flips = weight.new_tensor(torch.nan)
+        margin = weight.new_tensor(torch.nan)
+        flips = margin
     else:
+        # Blocks without a margin are NaN.
         margin = block_margins(layer).nanmean()
         flips = layer.masks.flips
-    return torch.stack([value.double() for value in (used, whole, margin, flips)])
+    # float64 holds every number of flips exactly, and one dtype lets them share a tensor.
+    return torch.stack([used.double(), whole.double(), margin.double(), flips.double()])
 
 
 def _with_nan(values: Tensor) -> Tensor:
-    """Values with one more layer behind the last one, which has none."""
-    return torch.nn.functional.pad(values, (0, 1), value=torch.nan)
+    """Values ``[..., layers]`` with one more layer behind the last one, all NaN."""
+    return F.pad(values, (0, 1), value=torch.nan)
 
 
 class LayerHistory:
-    """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs, which double as need be.
+    """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs.
 
-    Each value takes two bytes, in the last column six: at most 780 bytes for a layer.
+    When all columns are full, each two neighbours are joined, so that a column holds twice as many logs from then on.
+    A run of any length thus fits, from its first step on. Each value takes two bytes, in the last column six: at most
+    780 bytes for a layer.
 
     Attributes:
         layers: Names of the layers, in the order of the rows.
@@ -103,14 +111,16 @@ class LayerHistory:
         ``layers`` may have other names than before.
         """
         self._set_rows(layers)
+        # A run that resumes from an earlier checkpoint comes by steps that it has seen.
         if self.steps and self.steps[-1] >= step:
             self._drop_from(step)
         if self._filled == self._stride and len(self.steps) == COLUMNS:
             self._halve()
 
         column = column.float()
-        # A column that is not full yet is written again, with this log in its mean.
-        if self.steps and self._filled < self._stride:
+        is_last_open = bool(self.steps) and self._filled < self._stride
+        if is_last_open:
+            # The last column is written again, with this log in its mean.
             self._filled += 1
             self._mean = self._mean_with(column)
             self.steps.pop()
@@ -119,8 +129,8 @@ class LayerHistory:
             self._filled = 1
             self._mean = column
         self.steps.append(step)
-        last_column = self._mean.to(torch.float16)
-        self.values = torch.cat([self.values, last_column.unsqueeze(0)])
+        last_column = self._mean.to(torch.float16).unsqueeze(0)
+        self.values = torch.cat([self.values, last_column])
 
     def _drop_from(self, step: int) -> None:
         """Drop the columns that reach a step; all columns before them are full."""
@@ -130,16 +140,20 @@ class LayerHistory:
 
     def _halve(self) -> None:
         """Join each two neighbouring columns, so that there is room for as many again."""
-        pairs_p2sl = self.values.float().unflatten(0, (-1, 2))
+        # p pairs of columns, s statistics and l layers; in float32, so that only the means are rounded.
+        values_csl = self.values.float()
+        pairs_p2sl = values_csl.unflatten(0, (-1, 2))
         means_psl = pairs_p2sl.nanmean(1)
         self.values = means_psl.to(torch.float16)
-        self.steps = self.steps[1::2]
+        self.steps = self.steps[1::2]  # a column has the step of its last log
         self._stride *= 2
         self._filled *= 2
 
     def _mean_with(self, column: Tensor) -> Tensor:
         """The mean of the last column's logs and one more; a NaN on either side does not count."""
-        mean = self._mean + (column - self._mean) / self._filled
+        # The update of a running mean: `_filled` counts the new log already.
+        change = column - self._mean
+        mean = self._mean + change / self._filled
         mean = torch.where(column.isnan(), self._mean, mean)
         return torch.where(self._mean.isnan(), column, mean)
 
@@ -147,13 +161,12 @@ class LayerHistory:
         """Put rows in the order of ``layers``; new ones are NaN so far."""
         if self.layers == list(layers):
             return
+        # A new layer takes the row of NaN, which is put behind the last one.
         old_rows = {name: row for row, name in enumerate(self.layers)}
-        rows = [old_rows.get(name, len(self.layers)) for name in layers]
-        # A new layer takes the row of NaN.
-        values = _with_nan(self.values)
-        mean = _with_nan(self._mean)
-        self.values = values[..., rows]
-        self._mean = mean[..., rows]
+        nan_row = len(self.layers)
+        rows = [old_rows.get(name, nan_row) for name in layers]
+        self.values = _with_nan(self.values)[..., rows]
+        self._mean = _with_nan(self._mean)[..., rows]
         self.layers = list(layers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
 CROP = 256  # rows and columns of an image, which shows the upper left corner of [out, in]
-EDGES = (
-    torch.arange(-20, 21, dtype=torch.float64) / 20
-)  # bins of margins; one edge is 0, the margin of equal weights
+
+# Between the bins of margins, which lie in [-1, 1]. One edge is exactly 0, the margin of equal weights.
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
 
 
 def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:
@@ -43,10 +43,13 @@ def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Ten
 
 def _picture(layer: NMLayer, mask: Tensor) -> Tensor:
     """The upper left corner of a mask, black and white."""
+    rows = layer.rows(mask)  # [out, in, *taps]
     # Kernel taps lie side by side, so blocks stay together.
-    mask_oi = layer.rows(mask).movedim(1, -1).flatten(1)
+    mask_oi = rows.movedim(1, -1).flatten(1)
+    # Cut before the copy: a mask may be large.
     corner = mask_oi[:CROP, :CROP].cpu()
-    return corner.to(torch.uint8).mul(255).unsqueeze(0)
+    image = corner.to(torch.uint8) * 255
+    return image.unsqueeze(0)
 
 
 class Histogram(NamedTuple):
@@ -91,22 +94,26 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
 
     # One copy of all numbers waits for the device once.
     moments = torch.stack([lowest, highest, total, squares])
-    numbers = torch.cat([moments, counts.double()]).tolist()
-    if not any(numbers[4:]):
+    low, high, total_sum, square_sum, *bin_counts = torch.cat([moments, counts.double()]).tolist()
+    if not any(bin_counts):
         return None
     return Histogram(
-        low=numbers[0],
-        high=numbers[1],
-        total=numbers[2],
-        squares=numbers[3],
-        counts=[int(count) for count in numbers[4:]],
+        low=low,
+        high=high,
+        total=total_sum,
+        squares=square_sum,
+        counts=[int(count) for count in bin_counts],
     )
 
 
 def block_margins(layer: NMLayer) -> Tensor:
     """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
     assert layer.forward_mask is not None
-    return mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), layer.pattern, 1)
+    weight = layer.rows(layer.weight)
+    mask = layer.rows(layer.forward_mask)
+    return mask_margin(
+        weight, mask, layer.pattern, 1
+    )  # blocks lie along the input channels, axis 1
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
@@ -117,11 +124,12 @@ def merge(histograms: Sequence[Histogram]) -> Histogram:
         >>> merge([one, one]).counts
         [4, 0]
     """
-    lows, highs, totals, squares, counts = zip(*histograms, strict=True)
+    # All histograms have the bins of EDGES, so their counts add up.
+    counts_of_bins = zip(*(histogram.counts for histogram in histograms), strict=True)
     return Histogram(
-        low=min(lows),
-        high=max(highs),
-        total=sum(totals),
-        squares=sum(squares),
-        counts=[sum(counts_of_bin) for counts_of_bin in zip(*counts, strict=True)],
+        low=min(histogram.low for histogram in histograms),
+        high=max(histogram.high for histogram in histograms),
+        total=sum(histogram.total for histogram in histograms),
+        squares=sum(histogram.squares for histogram in histograms),
+        counts=[sum(counts) for counts in counts_of_bins],
     )

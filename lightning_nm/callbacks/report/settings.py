@@ -1,4 +1,4 @@
-"""The settings of a sparse training, for loggers and for ``repr``."""
+"""The settings of a sparse training as hyperparameters of loggers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, Any]:
-    """Pattern, method, estimator and their settings: ``nm/...`` for the general ones, ``nm/rules/<k>/...`` for rules.
+    """Return pattern, method, estimator and their settings by name.
+
+    The names are ``nm/...`` for the general settings, and ``nm/rules/<k>/...`` for those of rules, or start with
+    another ``prefix``.
 
     Example:
         >>> from torch import nn
@@ -25,10 +28,11 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
         >>> found["nm/pattern"], found["nm/method"], found["nm/method/decay"], found["nm/grad_estimator"]
         ('2:4', 'sr-ste', 0.0002, 'none')
     """
+    # The general rule comes last, because the first one that matches a layer decides.
     *rules, general = sparsifier.rules
-    found = _of_rule(general, prefix)
+    found = _rule_settings(general, prefix)
     for number, rule in enumerate(rules):
-        found |= _of_rule(rule, f"{prefix}/rules/{number}")
+        found.update(_rule_settings(rule, f"{prefix}/rules/{number}"))
     if sparsifier.config.preset is not None:
         found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.exclude:
@@ -36,34 +40,40 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
     return found
 
 
-def _of_rule(rule: Rule, prefix: str) -> dict[str, Any]:
+def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rule.include is not None:
         found[f"{prefix}/include"] = ", ".join(rule.include)
     found[f"{prefix}/pattern"] = str(rule.pattern)
     found[f"{prefix}/conv_layout"] = rule.conv_layout
-    found |= _of_part(rule.method, f"{prefix}/method")
-    found |= _of_part(rule.estimator, f"{prefix}/grad_estimator")
+    found.update(_part_settings(rule.method, f"{prefix}/method"))
+    found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))
     return found
 
 
-def _of_part(part: Method | GradientEstimator | None, key: str) -> dict[str, Any]:
+def _part_settings(part: Method | GradientEstimator | None, key: str) -> dict[str, Any]:
     """The name and the public attributes of a method or an estimator."""
     if part is None:
         return {key: "none"}
-    found: dict[str, Any] = {key: getattr(part, "short_name", "") or type(part).__name__}
-    for name, value in vars(part).items():
-        if not name.startswith("_"):
-            # Loggers take no other types, such as schedules and tensors.
-            found[f"{key}/{name}"] = value if isinstance(value, (bool, int, float)) else str(value)
+    # Methods and estimators of users may have no short name.
+    name = getattr(part, "short_name", "") or type(part).__name__
+    found: dict[str, Any] = {key: name}
+    for attribute, value in vars(part).items():
+        if attribute.startswith("_"):
+            continue
+        # Loggers take no other types, such as schedules and tensors.
+        is_plain = isinstance(value, (bool, int, float))
+        found[f"{key}/{attribute}"] = value if is_plain else str(value)
     return found
 
 
 def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
     """Add the settings to the hyperparameters of the Trainer's loggers; as ``nm/<name>/...`` if there is a name."""
-    settings = hyperparameters(sparsifier, f"nm/{name}" if name else "nm")
+    prefix = f"nm/{name}" if name else "nm"
+    settings = hyperparameters(sparsifier, prefix)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(settings, metrics={})  # without these it logs hp_metric = -1
+            # Without metrics this logger would log hp_metric = -1.
+            logger.log_hyperparams(settings, metrics={})
         else:
             logger.log_hyperparams(settings)

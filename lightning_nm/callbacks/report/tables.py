@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from lightning_nm.methods import MaskMethod
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.selection.ranges import grouped
 from lightning_nm.sparsifier import NMSparsifier
@@ -18,17 +19,25 @@ from lightning_nm.sparsifier import NMSparsifier
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+# Ways of counting the FLOPs of a training step, and what each counts.
 _COUNTINGS = {
     "arithmetic": "nonzero operands and needed outputs; dense is 1",
     "paper": "as the N:M papers count; dense is 1",
     "eligible": "GEMMs that N:M hardware could skip; not a time",
 }
 
+_LAYER_COLUMNS = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")  # after the names
+
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
 def plain_table(title: str, *, show_header: bool = True) -> Table:
-    """An empty table in the style of all tables of a fit."""
+    """Return an empty table in the style of all tables of a fit.
+
+    Example:
+        >>> plain_table("N:M layers").title
+        'N:M layers'
+    """
     return Table(
         title=title,
         title_justify="left",
@@ -39,7 +48,7 @@ def plain_table(title: str, *, show_header: bool = True) -> Table:
 
 
 def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
-    """Return the treatment of each weight's three GEMMs and the reasons, as numbers of :func:`layer_reasons`.
+    """Return the table of layers: how each weight's three GEMMs run, and why, as numbers of :func:`layer_reasons`.
 
     Layers that differ in the numbers within their names alone share a row. Names are broken at dots alone, to fit into
     a width.
@@ -50,25 +59,31 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     for name, *cells, reason in grouped(layer_rows(sparsifier)):
         names.append(name)
         rows.append([*cells, f"({numbers[reason]})" if reason else ""])
-    heads = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
+
     table = plain_table("N:M layers")
     table.add_column("layer", no_wrap=True)
-    other_width = 3  # the padding of the first column and of the table
-    for head, *column in zip(heads, *rows, strict=True):
+    for head in _LAYER_COLUMNS:
         table.add_column(head, no_wrap=True)
-        other_width += max(map(len, (head, *column))) + 2
-    pattern = heads.index("pattern")
+    # Only names may be broken, so the other columns get their full width, and names what is left.
+    other_width = 3  # the padding of the first column and of the table
+    for head, *column in zip(_LAYER_COLUMNS, *rows, strict=True):
+        longest = max(len(cell) for cell in (head, *column))
+        other_width += longest + 2  # with the padding
+
+    pattern = _LAYER_COLUMNS.index("pattern")
     name_width = 0
     for name, cells in zip(names, rows, strict=True):
         broken = broken_name(name, width - other_width)
-        name_width = max(name_width, *map(len, broken.splitlines()))
-        table.add_row(broken, *cells, style="dim" if cells[pattern] == "-" else None)
+        name_width = max(name_width, *(len(line) for line in broken.splitlines()))
+        is_dense = cells[pattern] == "-"
+        table.add_row(broken, *cells, style="dim" if is_dense else None)
     table.min_width = other_width + name_width
     return table
 
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
-    """The reasons in the table of layers, each once, numbered from 1."""
+    """Return the reasons in the table of layers, each once, with their numbers from 1 on."""
+    # A dictionary keeps the order of the rows and has each reason once.
     reasons = dict.fromkeys(row[-1] for row in layer_rows(sparsifier) if row[-1])
     return {reason: number for number, reason in enumerate(reasons, 1)}
 
@@ -80,22 +95,18 @@ class Whole:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(
-            self.table, options.update(width=max(options.max_width, self.table.min_width or 0))
-        )
+        # rich would cut the cells; a terminal breaks lines that are too long, and a file holds them whole.
+        width = max(options.max_width, self.table.min_width or 0)
+        yield from console.render(self.table, options.update(width=width))
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield every weight, masked ones first: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
-    shapes = {
-        plain_name(name): tuple(parameter.shape)
-        for name, parameter in sparsifier.model.named_parameters()
-    }
     for name, layer in sparsifier.layers.items():
-        treatments = []
+        operands = []
         reasons = []
         for kind, gemm in layer.gemms()._asdict().items():
-            treatments.append(gemm.treatment)
+            operands.append(gemm.treatment)
             if gemm.reason:
                 reasons.append(f"{kind}: {gemm.reason}")
         method = layer.method.short_name or type(layer.method).__name__
@@ -104,12 +115,17 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
             _shape(layer.param.shape),
             str(layer.pattern),
             method,
-            *treatments,
+            *operands,
             "; ".join(reasons),
         )
+
+    shapes = {}
+    for name, parameter in sparsifier.model.named_parameters():
+        shapes[plain_name(name)] = parameter.shape
     for name, reason in sparsifier.skipped.items():
-        shape = shapes.get(f"{name}.weight") or shapes.get(name)
-        yield name, _shape(shape or ()), "-", "-", "dense", "dense", "dense", reason
+        # A layer has its module's name; a parameter that is not called "weight" follows it.
+        shape = shapes.get(f"{name}.weight") or shapes.get(name) or ()
+        yield name, _shape(shape), "-", "-", "dense", "dense", "dense", reason
 
 
 def broken_name(name: str, width: int) -> str:
@@ -134,11 +150,13 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def phases(sparsifier: NMSparsifier) -> list[str]:
-    """Describe the phases of methods and estimators, each once."""
+    """Return lines that describe the phases of methods and estimators, each once."""
     lines = []
     for layer in sparsifier.layers.values():
+        # A schedule has the first step of a phase and, if it ends, the last one.
         window = layer.schedule
-        if window and (layer.method.dense_start or layer.method.dense_end):
+        has_dense_phase = layer.method.dense_start or layer.method.dense_end
+        if window and has_dense_phase:
             steps = _steps(window, "; the model is dense after that")
             lines.append(f"{type(layer.method).__name__}: masks from training step {steps}")
         window = layer.progress.estimator_schedule
@@ -156,12 +174,11 @@ def _steps(window: Sequence[int], after: str) -> str:
 
 
 def _share(shares: dict[str, float]) -> str:
-    flops = (
-        f"{shares['flops']:.1%} of its weight FLOPs"
-        if "flops" in shares
-        else "FLOPs not known before a batch"
-    )
-    return f"{shares['parameters']:.1%} of the model's parameters, {flops}"
+    """A share of the model as text."""
+    parameters = f"{shares['parameters']:.1%} of the model's parameters"
+    if "flops" not in shares:
+        return f"{parameters}, FLOPs not known before a batch"
+    return f"{parameters}, {shares['flops']:.1%} of its weight FLOPs"
 
 
 def print_note(console: Console, text: str) -> None:
@@ -172,6 +189,7 @@ def print_note(console: Console, text: str) -> None:
 def _scale_line(sparsifier: NMSparsifier) -> str:
     """How learning rates and initial values are scaled."""
     base_density = sparsifier.config.base_density
+    # Layers of different patterns have different factors.
     rates = {base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()}
     line = f"scale={sparsifier.config.scale!r}: learning rates of masked weights {_times(rates)}"
     if sparsifier.initial_factors:
@@ -202,23 +220,34 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
     masked = sparsifier.shares()
-    estimated = sparsifier.shares(gradients=True)
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
-        known = "flops" in masked
-        share = masked["flops"] if known else sparsifier.share_of_products()
-        if share < 0.5:
-            part = "weight FLOPs" if known else "parameters outside of embeddings"
-            why = f"less than half of the model's {part} is masked, so little can be gained"
-            console.print(
-                f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True
-            )
+        _warn_of_small_share(sparsifier, masked, console)
+    estimated = sparsifier.shares(gradients=True)
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 
 
+def _warn_of_small_share(
+    sparsifier: NMSparsifier, masked: dict[str, float], console: Console
+) -> None:
+    """Warn if less than half of the model's work is masked; ``masked`` is what ``sparsifier.shares()`` returns."""
+    if "flops" in masked:
+        share = masked["flops"]
+        part = "weight FLOPs"
+    else:
+        # No batch has run yet. Embeddings take no products, so their parameters do not count.
+        share = sparsifier.share_of_products()
+        part = "parameters outside of embeddings"
+    if share < 0.5:
+        why = f"less than half of the model's {part} is masked, so little can be gained"
+        console.print(
+            f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True
+        )
+
+
 def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
-    """Return the statistics of a finished fit."""
+    """Return the table of the statistics of a finished fit; ``metrics`` holds those that the model logged."""
     table = plain_table("N:M summary", show_header=False)
     table.add_column("statistic")
     table.add_column("value", justify="right")
@@ -232,6 +261,7 @@ def summary_rows(
     sparsifier: NMSparsifier, metrics: dict[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the statistics of a finished fit: name, value, meaning."""
+    # The monitor's own statistics are among the metrics, too; they follow as they are now.
     for name, value in metrics.items():
         if not name.startswith(("nm/", PREFIX)):
             yield name, f"{float(value):.4f}", "last value that the model logged"
@@ -268,19 +298,14 @@ def print_summary(
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
     console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
-    dense = []
-    for layer in sparsifier.layers.values():
-        if (
-            isinstance(layer.method, MaskMethod)
-            and layer.forward_mask is None
-            and not layer.forward_reason
-        ):
-            dense.append(layer)
-    if dense:
+    layers = sparsifier.layers.values()
+    dense_count = sum(_is_unexpectedly_dense(layer) for layer in layers)
+    if dense_count:
         console.print(
-            f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {len(sparsifier.layers)} layers: their "
+            f"[yellow]warning:[/] the trained model is dense in {dense_count} of {len(layers)} layers: their "
             "masks have not started yet, or have ended (dense_end)"
         )
+    # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
     checkpoint = trainer.checkpoint_callback
     path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
     if path:
@@ -289,3 +314,9 @@ def print_summary(
         if logger.save_dir is not None:
             folder = getattr(logger, "log_dir", logger.save_dir)
             console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
+
+
+def _is_unexpectedly_dense(layer: NMLayer) -> bool:
+    """Whether a layer's method has a mask at other times, but not now."""
+    has_masks = isinstance(layer.method, MaskMethod) and not layer.forward_reason
+    return has_masks and layer.forward_mask is None

@@ -68,7 +68,7 @@ class TensorBoardWriter:
 
 
 def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
-    """Write a histogram."""
+    """Write a histogram whose bins were counted already."""
     writer.add_histogram_raw(
         tag,
         min=histogram.low,
@@ -89,7 +89,10 @@ def charts_of(names: Iterable[str]) -> dict[str, list[str]]:
         >>> charts_of(["density", "flip_rate", "overlap"])
         {'kept': ['density', 'overlap'], 'flip rate': ['flip_rate']}
     """
-    chart_of = {name: chart for chart, members in CHARTS.items() for name in members}
+    chart_of = {}
+    for chart, members in CHARTS.items():
+        for name in members:
+            chart_of[name] = chart
     charts: dict[str, list[str]] = {}
     for name in names:
         title = chart_of.get(name, name.replace("_", " "))
@@ -102,29 +105,37 @@ Layout = dict[str, dict[str, list[Any]]]
 
 
 def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
-    """Return a layout for TensorBoard's custom scalars, given the logged statistics and whether layers are logged.
+    """Return a layout for TensorBoard's custom scalars.
+
+    Args:
+        names: The statistics that are logged.
+        layers: Whether they are also logged for each layer.
 
     Example:
         >>> custom_scalars_layout(["flip_rate"], layers=False)
         {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
-    layout: Layout = {"N:M masks": {}}
+    model_charts: dict[str, list[Any]] = {}
     for title, members in charts_of(names).items():
         tags = [f"^(.+-)?nm/{name}$" for name in members]
-        layout["N:M masks"][title] = ["Multiline", tags]
+        model_charts[title] = ["Multiline", tags]
     if not layers:
-        return layout
-    layout["N:M layers"] = {}
+        return {"N:M masks": model_charts}
+
+    # One chart for each statistic, with a line for each layer.
+    layer_charts: dict[str, list[Any]] = {}
     for name in names:
         if name not in MODEL_ONLY:
-            tag = f"^(.+-)?nm/{re.escape(name)}/"
-            layout["N:M layers"][name.replace("_", " ")] = ["Multiline", [tag]]
-    return layout
+            title = name.replace("_", " ")
+            tags = [f"^(.+-)?nm/{re.escape(name)}/"]
+            layer_charts[title] = ["Multiline", tags]
+    return {"N:M masks": model_charts, "N:M layers": layer_charts}
 
 
 def write_map_rows(writer: Any, layers: Sequence[str], step: int, suffix: str = "") -> None:
     """Write the names of the layers of :func:`write_map_column` from this step on."""
+    # TensorBoard shows the text as Markdown, so the list is a block of code, with a line for each name.
     names = json.dumps(list(layers), indent=0)
     writer.add_text(f"nm/map_rows{suffix}", f"```json\n{names}\n```", step)
 
@@ -141,9 +152,12 @@ def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -
         ImportError: Without matplotlib.
     """
     maps = HeatMapFigure(history.layers, history.steps)
-    for place, name in enumerate(MAPS):
+    for index, name in enumerate(MAPS):
+        # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
+        by_root = name == "flip_rate"
+        values = history.values[:, index]  # [columns, layers]
         title = f"{name.replace('_', ' ')} of layers over steps"
-        figure = maps.show(title, history.values[:, place], root=name == "flip_rate")
+        figure = maps.show(title, values, root=by_root)
         # pyplot does not know the figure, so there is nothing to close.
         writer.add_figure(f"nm/{name}_map{suffix}", figure, step, close=False)
 
@@ -157,40 +171,52 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | --- | --- |
         | net\_1 | 8 x 8 |
     """
-    lines = [head, ["---"] * len(head)]
+    rule = ["---" for _ in head]
+    lines = [_markdown_line(head), _markdown_line(rule)]
     for row in rows:
-        lines.append([_markdown_cell(cell) for cell in row])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = [_markdown_cell(cell) for cell in row]
+        lines.append(_markdown_line(cells))
+    return "\n".join(lines)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    joined = " | ".join(cells)
+    return f"| {joined} |"
 
 
 def _markdown_cell(text: str) -> str:
-    """The text in one line, its marks escaped; Markdown needs a space in an empty cell."""
+    """The text in one line, with Markdown's special characters escaped."""
     one_line = " ".join(text.split())
-    return re.sub(r"([\\|*_])", r"\\\1", one_line) or " "
+    escaped = re.sub(r"([\\|*_])", r"\\\1", one_line)
+    return escaped or " "  # Markdown needs a space in an empty cell
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels_of_layer: dict[str, dict[str, str]] = {}
+    kernels_of_layer: dict[str, dict[str, str]] = {}  # by layer and GEMM
     used_kernels = [] if router is None else router.used()
     for used in used_kernels:
-        kernels = kernels_of_layer.setdefault(used.product.layer, {})
-        kernels[used.product.key.gemm] = used.kernel
+        product = used.product
+        kernels = kernels_of_layer.setdefault(product.layer, {})
+        kernels[product.key.gemm] = used.kernel  # the last one, if it changed
     rows = []
     for row in layer_rows(sparsifier):
         name = row[0]
         kernels = kernels_of_layer.get(name, {})
         text = ", ".join(f"{gemm}: {kernel}" for gemm, kernel in kernels.items())
+        # Products that no router has seen ran as torch computes them.
         rows.append((*row, text or "dense product"))
     head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
     return markdown_table(head, rows)
 
 
 def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:
-    """Return the statistics of a finished fit in Markdown."""
-    return markdown_table(("statistic", "value", "meaning"), summary_rows(sparsifier, metrics))
+    """Return the statistics of a finished fit in Markdown; ``metrics`` holds those that the model logged."""
+    head = ("statistic", "value", "meaning")
+    return markdown_table(head, summary_rows(sparsifier, metrics))
 
 
 def kernels_markdown(router: Router) -> str:
     """Return the kernels that ran in Markdown."""
-    return markdown_table(*kernel_columns(router))
+    head, rows = kernel_columns(router)
+    return markdown_table(head, rows)

@@ -10,17 +10,22 @@ from lightning_nm.training.phases import finished_phases
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
     """Warn of layers that are not trained and, in a resumed training, of phases that ended before it."""
-    for phase in finished_phases(sparsifier.selection.layers) if continues else ():
-        rank_zero_warn(f"{phase}; for another training with phases of its own, make a new callback")
+    # A new training has only just begun its phases.
+    if continues:
+        for phase in finished_phases(sparsifier.selection.layers):
+            rank_zero_warn(
+                f"{phase}; for another training with phases of its own, make a new callback"
+            )
     if not sparsifier.layers:
-        waiting = [layer.name for layer in sparsifier.selection.waiting]
-        names = ", ".join(waiting[:8]) + (
-            f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
-        )
+        frozen = [layer.name for layer in sparsifier.selection.waiting]
+        names = ", ".join(frozen[:8])
+        if len(frozen) > 8:
+            names += f" and {len(frozen) - 8} more"
         advice = (
             "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
         )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
+    # Layers that `include` names are masked although they are frozen.
     if sparsifier.unowned:
         rank_zero_warn(
             f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}"
@@ -29,7 +34,8 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
 
 def warn_of_replaced(sparsifier: NMSparsifier) -> None:
     """Warn of layers whose module was replaced since the masks were chosen."""
-    if replaced := sparsifier.selection.replaced(sparsifier.model):
+    replaced = sparsifier.selection.replaced(sparsifier.model)
+    if replaced:
         rank_zero_warn(
             f"these layers are no longer in the model, and what replaced them stays dense in this fit: {replaced}. "
             "Replace modules before the fit starts, for example in setup()"
@@ -38,6 +44,7 @@ def warn_of_replaced(sparsifier: NMSparsifier) -> None:
 
 def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
     """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
+    # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
     if sparsifier.unseen:
         rank_zero_warn(
             f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
