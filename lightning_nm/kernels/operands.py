@@ -156,7 +156,8 @@ def mvue_transposed(
     with zeros, which no estimate keeps, to a multiple of 16.
 
     Args:
-        grad: dY ``[tokens, out]``, as for :func:`permuted_columns`. Half dtypes are computed in float32, and rounded once.
+        grad: dY ``[tokens, out]``, as for :func:`permuted_columns`. Half dtypes are computed in float32 and
+            rounded once.
         seed: Four words in int64, from :func:`lightning_nm.functional.fold_seed`.
         pattern: N:M pattern along the tokens; M must divide 16.
         gather: A permutation for dgrad: the same launch also computes ``permuted_columns(grad, gather)``, so dY is
