@@ -331,7 +331,7 @@ def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any
         raise MemoryError("there is no memory for the panels of a CPU kernel")
     if status == _NO_KERNEL:
         raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
-    if status:  # only convolutions return another one
+    if status:  # only convolutions have a third one
         raise RuntimeError(
             "the planes of the convolution are too large for the kernel's 32-bit offsets"
         )
