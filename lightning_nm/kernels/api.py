@@ -189,6 +189,13 @@ class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
 
     The base class is the reference: dense products, on every device and dtype.
+
+    Example::
+
+        >>> kernel = GemmKernel()
+        >>> packed = kernel.pack(torch.tensor([[1.0, 0.0, 0.0, 2.0]]))
+        >>> kernel.linear(packed, torch.ones(3, 4)).shape
+        torch.Size([3, 1])
     """
 
     name = "reference"

@@ -82,6 +82,7 @@ def _masked(
 ) -> Tensor:
     """Check the arguments, then compute by Triton or by torch; `bit` is the bit of the mask to apply."""
     _check_weight(weight, mask_bits, dtype, permutation)
+    # The Triton module has functions of the same arguments.
     kernels = _kernels_for(weight, dtype)
     compute = masked_reference if kernels is None else kernels.masked
     result: Tensor = compute(weight.detach(), mask_bits, dtype, bit, permutation, transposed)
@@ -99,6 +100,7 @@ def masked_reference(
     """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
     mask = (mask_bits & bit).ne(0)
     result = masked(weight, mask).to(dtype)
+    # The rows of W_B are output channels, which dgrad sums over in the order of R, see `permuted_columns`.
     if permutation is not None:
         result = result[permutation]
     if transposed:
@@ -201,7 +203,7 @@ def mvue_transposed_reference(
     """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padding = grad.new_zeros(-tokens % TOKENS, out)
-    padded = torch.cat([grad, padding])
+    padded = torch.cat([grad, padding])  # [padded tokens, out]
     # One random number for each block of M tokens of one column.
     blocks = len(padded) // pattern.m
     uniform = counter_uniform(blocks * out, seed, device=grad.device)
@@ -274,6 +276,7 @@ def in_one_pass(matrix: Tensor) -> bool:
 
 def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The Triton kernels, if they can be used; Inductor compiles the torch operations into its own."""
+    # Inductor compiles the torch operations into kernels of its own, and an empty matrix needs none.
     if torch.compiler.is_compiling() or not matrix.numel():
         return None
     if matrix.dtype not in _TRITON_DTYPES or dtype not in _TRITON_DTYPES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,20 +15,22 @@ from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
 
+_Layout: TypeAlias = PermuteLayout | CsrLayout
+
 
 class Packed(NamedTuple):
     """A sparse matrix: where its entries are, and their values."""
 
-    layout: PermuteLayout | CsrLayout
+    layout: _Layout
     values: Tensor | None  # None where the product needs the layout alone
 
 
 class _CpuKernel(GemmKernel):
-    """What both kernels share: the device, the dtypes, the self-check."""
+    """The base of both kernels: the device, the dtypes, the self-check."""
 
     device_type = "cpu"
-    keeps_packs = False
-    layouts: type[PermuteLayout | CsrLayout]
+    keeps_packs = False  # packing costs no more than reading the weight
+    layouts: type[PermuteLayout | CsrLayout]  # the class of layouts that the kernel takes
 
     def probe(self, device: torch.device) -> str:
         """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
@@ -37,7 +39,7 @@ class _CpuKernel(GemmKernel):
         return library.unavailable() or self._missing() or self._self_check()
 
     def _missing(self) -> str:
-        """What the instruction set lacks."""
+        """What the instruction set lacks; empty if nothing."""
         return ""
 
     def supports(self, key: GemmKey) -> str:
@@ -50,6 +52,7 @@ class _CpuKernel(GemmKernel):
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
+        # As in the product of a small bucket of tokens.
         if key.conv is not None and not key.images:
             return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
@@ -70,7 +73,7 @@ class _CpuKernel(GemmKernel):
         library.run(self._function(), LINEAR, dense, layout.operand(packed.values))
         return y
 
-    def sampled(self, layout: PermuteLayout | CsrLayout, grad: Tensor, x: Tensor) -> Tensor:
+    def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
         self._refuse_foreign(layout, x)
         _check(x, (len(grad), layout.depth))
@@ -84,7 +87,7 @@ class _CpuKernel(GemmKernel):
         """The library's function for the products of this kernel."""
         raise NotImplementedError
 
-    def _refuse_foreign(self, layout: PermuteLayout | CsrLayout, x: Tensor) -> None:
+    def _refuse_foreign(self, layout: _Layout, x: Tensor) -> None:
         """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
         if not isinstance(layout, self.layouts):
             raise ValueError(
@@ -99,7 +102,9 @@ class _CpuKernel(GemmKernel):
         """Compare small products with float64 ones."""
         generator = torch.Generator().manual_seed(0)
         # Sizes that leave parts of registers and panels unused.
-        rows, depth, tokens = 40, 48, 11
+        rows = 40
+        depth = 48
+        tokens = 11
         pattern = NMPattern(1, 8)
         for dtype in DTYPES:
             weight = torch.randn(rows, depth, generator=generator).to(dtype)
@@ -147,6 +152,7 @@ class CpuPermuteKernel(_CpuKernel):
         reason = super().static_reason(key)
         if reason:
             return reason
+        # The instruction picks among the inputs of one token.
         if key.gemm == "wgrad" and key.sparsity == "n:m":
             return "it permutes inputs of a token, not tokens"
         lanes = library.load().nm_lanes(library.level())
@@ -181,7 +187,7 @@ class CpuCsrKernel(_CpuKernel):
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
-    ordered = False
+    ordered = False  # a permuted mask is any mask to it
     convolutions = True
     layouts = CsrLayout
 
@@ -207,7 +213,8 @@ class CpuCsrKernel(_CpuKernel):
         self._refuse_foreign(packed.layout, matrix)
         layout = cast("CsrLayout", packed.layout)
         depth = layout.depth
-        given, columns = len(matrix), matrix.shape[-1]
+        given = len(matrix)
+        columns = matrix.shape[-1]
         _check(matrix, (given, columns))
         if given > depth:
             raise ValueError(f"a matrix of {given} rows does not fit {depth} columns")
@@ -275,7 +282,7 @@ def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMa
     )
 
 
-def _check_conv(layout: PermuteLayout | CsrLayout, conv: Convolution) -> None:
+def _check_conv(layout: _Layout, conv: Convolution) -> None:
     """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
     out, inputs, height, width = conv.weight_shape
     taps = height * width

@@ -201,7 +201,7 @@ def _is_cut_off() -> bool:
 
 
 def _build_failure() -> str:
-    """Why the last build gave no library, in parentheses; empty if that is not known."""
+    """Return why the last build gave no library, in parentheses; empty if that is not known."""
     try:
         reason = LIBRARY.with_name(REASON).read_text()
     except OSError:
@@ -258,7 +258,7 @@ def threads() -> int:
 
 
 def unavailable() -> str:
-    """Why there are no kernels on this machine; empty if there are."""
+    """Return why there are no kernels on this machine; empty if there are."""
     try:
         level()
     except RuntimeError as error:

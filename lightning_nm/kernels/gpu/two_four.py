@@ -97,7 +97,7 @@ class TwoFourKernel(GemmKernel):
     """Checks a device before the first product on it; None for software that works everywhere."""
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
+        """Return why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
         return ""
 
     def probe(self, device: torch.device) -> str:
@@ -139,7 +139,7 @@ class TwoFourKernel(GemmKernel):
         return self._misfit(key, SPARSE_MULTIPLE)
 
     def _misfit(self, key: GemmKey, multiple: int) -> str:
-        """Why a product does not fit hardware with this multiple of rows and depth; empty if it does."""
+        """Return why a product does not fit hardware with this multiple of rows and depth; empty if it does."""
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
         depth = key.depth

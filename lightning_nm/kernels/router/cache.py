@@ -138,6 +138,15 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     those of two devices of one type: the GPUs of a machine are assumed to be equal.
 
     One thread may add decisions while others read them: iterating goes through those that were there when it began.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> decisions = Decisions(environment_of(torch.device("cpu")))
+        >>> key = GemmKey("forward", 64, 32, 1000, torch.float32, NMPattern(2, 4), "cpu")
+        >>> decisions[key] = Decision("cpu-csr", 1.0, 0.5, 0.1, "measured", "measured")
+        >>> decisions[GemmKey("forward", 64, 32, 1024, torch.float32, NMPattern(2, 4), "cpu")].kernel
+        'cpu-csr'
     """
 
     def __init__(self, environment: Environment) -> None:

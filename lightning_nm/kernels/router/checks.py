@@ -94,7 +94,7 @@ def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
 
 
 def _difference(result: Tensor, expected: Tensor) -> str:
-    """Why a product is wrong, from its relative Frobenius difference; empty if it is right."""
+    """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
     # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
     dtype = torch.promote_types(expected.dtype, torch.float32)
     difference = torch.linalg.vector_norm(result - expected, dtype=dtype)

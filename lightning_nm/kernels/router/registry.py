@@ -78,14 +78,14 @@ class KernelRegistry:
         return sparse
 
     def made_for(self, device: str) -> list[GemmKernel]:
-        """The kernels besides the reference that are made for a type of device, in order; all if none is."""
+        """Return the kernels besides the reference that are made for a device's type, in order; all if none is."""
         kind = torch.device(device).type
         found = [kernel for kernel in self.backends if kernel.device_type in ("", kind)]
         # With none the others are asked, so that the report says why each does not work here.
         return found or self.backends
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
+        """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
         failed = self.failures.get((kernel.name, key))
         if failed:
             return failed
@@ -97,7 +97,7 @@ class KernelRegistry:
         )
 
     def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel cannot use what is sparse in a product; empty if it can."""
+        """Return why a kernel cannot use what is sparse in a product; empty if it can."""
         if kernel is self.reference:
             return ""
         if key.conv is not None and not kernel.convolutions:
@@ -114,14 +114,14 @@ class KernelRegistry:
         return self.reason(kernel, key)
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
-        """Why a kernel does not work on a device; asked once for each."""
+        """Return why a kernel does not work on a device; asked once for each."""
         asked = kernel.name, device
         if asked not in self._probes:
             self._probes[asked] = reason_or_error(partial(kernel.probe, torch.device(device)))
         return self._probes[asked]
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in the products of the kernels that work on a device."""
+        """Return what may be sparse in the products of the kernels that work on a device."""
         taken: frozenset[Sparsity] = frozenset()
         for kernel in self.backends:
             if not self.probe(kernel, device):
@@ -129,7 +129,7 @@ class KernelRegistry:
         return taken
 
     def unavailable_reason(self, device: str) -> str:
-        """Why no sparse kernel works on a device; empty if one does."""
+        """Return why no sparse kernel works on a device; empty if one does."""
         names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
         for kernel in self.backends:
             reason = self.probe(kernel, device)

@@ -385,7 +385,7 @@ class Router(HasHandle):
         self._saved |= measured
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in products on a device for a kernel to take them.
+        """Return what may be sparse in products on a device for a kernel to take them.
 
         An N:M operand always: if no kernel takes it, the decision says why.
         """

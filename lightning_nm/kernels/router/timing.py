@@ -35,6 +35,12 @@ class DeviceTimer:
         warmup: Calls that are not measured.
         samples: Samples of which the median is taken.
         calls: Calls in a sample.
+
+    Example::
+
+        >>> x = torch.randn(64, 64)
+        >>> DeviceTimer().time(lambda: x @ x, torch.device("cpu")) > 0
+        True
     """
 
     def __init__(self, warmup: int = 3, samples: int = 7, calls: int = 10) -> None:

@@ -180,7 +180,7 @@ class Tuner:
                 yield kernel
 
     def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel does not compute a product right; empty if it does."""
+        """Return why a kernel does not compute a product right; empty if it does."""
         return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
