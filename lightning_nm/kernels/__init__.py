@@ -24,9 +24,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if (
-        name == "CutlassKernel"
-    ):  # ImportError, because `from ... import` hides the text of an AttributeError
+    if name == "CutlassKernel":
+        # Not an AttributeError, whose text `from ... import` hides.
         raise ImportError(
             "CutlassKernel was removed: use CuSparseLtKernel, which runs on the same GPUs"
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class Convolution(NamedTuple):
         ((14, 14), '3>8@28x28,kernel3x3,stride2x2,padding1x1,dilation1x1,groups1')
     """
 
-    inputs: int  # channels
-    outputs: int
+    inputs: int  # channels, of all groups
+    outputs: int  # as well
     size: tuple[int, int]  # of the input
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
@@ -42,28 +42,34 @@ class Convolution(NamedTuple):
     groups: int = 1
 
     def __str__(self) -> str:
-        names, values = ("kernel", "stride", "padding", "dilation"), self[3:7]
-        pairs = (f"{name}{a}x{b}" for name, (a, b) in zip(names, values, strict=True))
+        # Keys in files of decisions are written so, without spaces, and read by `parse`.
         height, width = self.size
-        return ",".join(
-            [f"{self.inputs}>{self.outputs}@{height}x{width}", *pairs, f"groups{self.groups}"]
-        )
+        parts = [f"{self.inputs}>{self.outputs}@{height}x{width}"]
+        for name in ("kernel", "stride", "padding", "dilation"):
+            along_height, along_width = getattr(self, name)
+            parts.append(f"{name}{along_height}x{along_width}")
+        parts.append(f"groups{self.groups}")
+        return ",".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Convolution:
         """Read what ``str`` wrote."""
-        inputs, outputs, *rest, groups = map(int, re.findall(r"\d+", text))
-        size, kernel, stride, padding, dilation = zip(rest[::2], rest[1::2], strict=True)
+        # The numbers alone, in the order of the fields: those between the first two and the last are pairs.
+        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+        inputs, outputs, *flat, groups = numbers
+        size, kernel, stride, padding, dilation = zip(flat[::2], flat[1::2], strict=True)
         return cls(inputs, outputs, size, kernel, stride, padding, dilation, groups)
 
     @property
     def positions(self) -> tuple[int, int]:
         """Height and width of the output."""
-        height, width = (
-            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-            for size, kernel, stride, padding, dilation in zip(*self[2:7], strict=True)
-        )
-        return height, width
+        return self._positions_along(0), self._positions_along(1)
+
+    def _positions_along(self, axis: int) -> int:
+        """Output positions along an axis, 0 for the height and 1 for the width, as torch counts them."""
+        padded = self.size[axis] + 2 * self.padding[axis]
+        reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1  # from the first tap to the last
+        return (padded - reach) // self.stride[axis] + 1
 
     @property
     def arguments(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
@@ -103,10 +109,17 @@ class GemmKey:
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, and ``permuted``, the sparsity or the geometry."""
+        # Files of decisions hold this text; `parse_key` reads it.
         dtype = str(self.dtype).removeprefix("torch.")
-        marks = " permuted" * self.permuted + f" {self.sparsity}" * (self.sparsity != "n:m")
-        marks += "" if self.conv is None else f" {self.conv}"
-        return f"{self.gemm} {self.rows}x{self.depth}x{self.columns} {dtype} {self.pattern} {self.device}{marks}"
+        sizes = f"{self.rows}x{self.depth}x{self.columns}"
+        parts = [self.gemm, sizes, dtype, str(self.pattern), self.device]
+        if self.permuted:
+            parts.append("permuted")
+        if self.sparsity != "n:m":
+            parts.append(self.sparsity)
+        if self.conv is not None:
+            parts.append(str(self.conv))
+        return " ".join(parts)
 
     @property
     def tokens(self) -> int:
@@ -118,22 +131,19 @@ class GemmKey:
         """Images of a convolution with these tokens."""
         assert self.conv is not None
         height, width = self.conv.positions
+        # A bucket of tokens need not hold whole images; what is left over is not counted.
         return self.tokens // (height * width)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what a kernel returns."""
         if self.gemm == "wgrad":
-            return self.rows, self.columns
+            return self.rows, self.columns  # dW as a matrix, also of a convolution
         if self.conv is None:
             return self.columns, self.rows
-        forward = self.gemm == "forward"
-        channels, size = (
-            (self.conv.outputs, self.conv.positions)
-            if forward
-            else (self.conv.inputs, self.conv.size)
-        )
-        return self.images, channels, *size
+        if self.gemm == "forward":
+            return self.images, self.conv.outputs, *self.conv.positions
+        return self.images, self.conv.inputs, *self.conv.size
 
 
 class MaskedMatrix(NamedTuple):
@@ -169,9 +179,7 @@ class Algorithm(NamedTuple):
 
     id: int = 0  # the library's default
     split_k: int = 1  # parts into which the contraction is split
-    split_k_mode: int = (
-        -1
-    )  # how they are added, an enumeration of the library; -1 leaves that to it
+    split_k_mode: int = -1  # how they are added, an enumeration of the library; -1 leaves it open
 
     def __str__(self) -> str:
         return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
@@ -181,6 +189,13 @@ class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
 
     The base class is the reference: dense products, on every device and dtype.
+
+    Example::
+
+        >>> kernel = GemmKernel()
+        >>> packed = kernel.pack(torch.tensor([[1.0, 0.0, 0.0, 2.0]]))
+        >>> kernel.linear(packed, torch.ones(3, 4)).shape
+        torch.Size([3, 1])
     """
 
     name = "reference"
@@ -197,27 +212,27 @@ class GemmKernel:
     as given its layout: a pack that is made anew has no values from before a write that torch does not count."""
 
     def probe(self, device: torch.device) -> str:
-        """Why this kernel does not work on a device; empty if a numeric check on the device passed."""
+        """Return why this kernel does not work on a device; empty if a numeric check on the device passed."""
         return ""
 
     def remark(self, device: torch.device) -> str:
-        """What users should know about this kernel on a device where it works; usually empty."""
+        """Return what users should know about this kernel on a device where it works; usually empty."""
         return ""
 
     def supports(self, key: GemmKey) -> str:
-        """Why this kernel cannot execute a product; empty if it can."""
+        """Return why this kernel cannot execute a product; empty if it can."""
         return ""
 
     def static_reason(self, key: GemmKey) -> str:
-        """Why no device can execute a product by this kernel, from dtype, pattern and sizes; empty if one might."""
+        """Return why no device can execute a product, by its dtype, pattern and sizes; empty if one might."""
         return ""
 
     def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """Algorithms to try besides the kernel's own, of :meth:`matmul` for ``"wgrad"``, else of :meth:`linear`."""
+        """Return algorithms to try besides the kernel's own, of :meth:`matmul` for ``"wgrad"`` or of :meth:`linear`."""
         return ()
 
     def with_algorithm(self, algorithm: Algorithm) -> GemmKernel:
-        """This kernel with another algorithm; packed operands are the same."""
+        """Return this kernel with another algorithm; packed operands are the same."""
         return self
 
     def pack(self, matrix: Tensor) -> Any:
@@ -225,46 +240,51 @@ class GemmKernel:
         return matrix
 
     def layout(self, matrix: MaskedMatrix) -> Any:
-        """Of the packed form what depends on the mask alone: it is kept until the masks move."""
+        """Return the part of the packed form that depends on the mask alone; it is kept until the masks change."""
         return None
 
     def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Any:
-        """Pack a weight and its mask, whose :meth:`layout` this is."""
+        """Pack a weight and its mask; `layout` is what :meth:`layout` returned for them."""
         return self.pack(matrix.dense())
 
     def linear(self, packed: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
+
+        All are contiguous.
+        """
         return torch.nn.functional.linear(x, packed, bias)
 
     def matmul(self, packed: Any, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous.
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous.
 
         A may have more columns than B has rows: zeros that pad the tokens.
         """
-        found: Tensor = packed[:, : len(matrix)] @ matrix
-        return found
+        product: Tensor = packed[:, : len(matrix)] @ matrix
+        return product
 
     def sampled(self, layout: Any, grad: Tensor, x: Tensor) -> Tensor:
-        """``grad^T x`` at the entries of a mask with this layout, zero or anything elsewhere.
+        """Compute ``grad^T x`` at the entries of a mask with this layout; other entries are zero or anything.
 
         ``grad [tokens, rows]``, ``x [tokens, columns]``, result ``[rows, columns]``, all contiguous.
         """
         return grad.t() @ x
 
     def conv(self, packed: Any, x: Tensor, conv: Convolution, bias: Tensor | None = None) -> Tensor:
-        """The convolution of ``x [images, in, *size]`` with the packed ``W [out, in / groups * taps]``, contiguous."""
-        return torch.nn.functional.conv2d(x, packed.view(conv.weight_shape), bias, *conv.arguments)
+        """Convolve ``x [images, in, *size]`` with the packed ``W [out, in / groups * taps]``, all contiguous."""
+        weight = packed.view(conv.weight_shape)
+        return torch.nn.functional.conv2d(x, weight, bias, *conv.arguments)
 
     def conv_input(self, packed: Any, grad: Tensor, conv: Convolution) -> Tensor:
-        """The gradient of a convolution's input for ``grad [images, out, *positions]``, W as for :meth:`conv`."""
+        """Compute a convolution's input gradient for ``grad [images, out, *positions]``, W as for :meth:`conv`."""
+        weight = packed.view(conv.weight_shape)
         shape = torch.Size((len(grad), conv.inputs, *conv.size))
-        return nn_grad.conv2d_input(shape, packed.view(conv.weight_shape), grad, *conv.arguments)
+        return nn_grad.conv2d_input(shape, weight, grad, *conv.arguments)
 
     def conv_sampled(self, layout: Any, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
-        """DW of a convolution, as a matrix: right at the entries of a mask, zero or anything elsewhere."""
-        return nn_grad.conv2d_weight(
-            x, torch.Size(conv.weight_shape), grad, *conv.arguments
-        ).flatten(1)
+        """Compute the gradient of a convolution's weight as a matrix; right at a mask's entries, anything elsewhere."""
+        # The result is [out, in / groups * taps].
+        shape = torch.Size(conv.weight_shape)
+        return nn_grad.conv2d_weight(x, shape, grad, *conv.arguments).flatten(1)
 
 
 def token_bucket(tokens: int) -> int:
@@ -278,10 +298,13 @@ def token_bucket(tokens: int) -> int:
         >>> [token_bucket(tokens) for tokens in (3, 9, 1000, 1024, 1025)]
         [3, 10, 1024, 1024, 1280]
     """
+    # Between two powers of two the buckets are equally far apart, a quarter of the lower power: three bits are kept.
     step = 1 << max((tokens - 1).bit_length() - 3, 0)
-    return -(-tokens // step) * step
+    steps = -(-tokens // step)  # rounded up
+    return steps * step
 
 
+# Cached, because the router asks for each product that it meets, and making a frozen dataclass is slow.
 @lru_cache(maxsize=1 << 14)
 def bucketed(key: GemmKey) -> GemmKey:
     """Replace the tokens of a key, its columns or for wgrad its depth, by their bucket; a decision holds for it."""
@@ -297,35 +320,44 @@ def multiply_adds(key: GemmKey) -> int:
 
 def uses_of_pack(gemm: GemmName, reuse: int) -> int:
     """Count the products that use one pack: `reuse` of them for a weight's, one for an output gradient's."""
-    return 1 if gemm == "wgrad" else reuse
+    if gemm == "wgrad":
+        return 1
+    return reuse
+
+
+_KEY = re.compile(
+    r"(?P<gemm>forward|dgrad|wgrad) "
+    r"(?P<rows>\d+)x(?P<depth>\d+)x(?P<columns>\d+) "
+    r"(?P<dtype>\w+) (?P<pattern>\d+:\d+) (?P<device>\S+)"
+    r"( (?P<permuted>permuted))?"
+    r"( (?P<sparsity>masked|outputs))?"
+    r"( (?P<conv>\d+>\S+))?"
+)
 
 
 def parse_key(text: str) -> GemmKey:
     """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    product, marks = (
-        r"(forward|dgrad|wgrad) (\d+)x(\d+)x(\d+)",
-        r"( permuted)?( masked| outputs)?(?: (\d+>\S+))?",
-    )
-    match = re.fullmatch(product + r" (\w+) (\d+:\d+) (\S+)" + marks, text)
-    dtype = getattr(torch, match[5], None) if match else None
+    match = _KEY.fullmatch(text)
+    dtype = None if match is None else getattr(torch, match["dtype"], None)
+    # Any name of torch matches the expression: "load", for example, is not a dtype.
     if match is None or not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'"
         )
-    rows, depth, columns = (int(match[group]) for group in (2, 3, 4))
-    gemm: GemmName = match[1]  # type: ignore[assignment]
-    sparsity: Sparsity = "n:m" if match[9] is None else match[9][1:]  # type: ignore[assignment]
+    gemm = cast("GemmName", match["gemm"])
+    sparsity = cast("Sparsity", match["sparsity"] or "n:m")
+    conv = match["conv"]
     return GemmKey(
         gemm=gemm,
-        rows=rows,
-        depth=depth,
-        columns=columns,
+        rows=int(match["rows"]),
+        depth=int(match["depth"]),
+        columns=int(match["columns"]),
         dtype=dtype,
-        pattern=NMPattern.parse(match[6]),
-        device=match[7],
-        permuted=match[8] is not None,
+        pattern=NMPattern.parse(match["pattern"]),
+        device=match["device"],
+        permuted=match["permuted"] is not None,
         sparsity=sparsity,
-        conv=None if match[10] is None else Convolution.parse(match[10]),
+        conv=None if conv is None else Convolution.parse(conv),
     )
 
 
@@ -337,9 +369,9 @@ _REMOVED = {
 
 def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
     """Raise a TypeError for an argument, unknown or removed, with the replacement of a removed one."""
-    for name in arguments:
-        advice = f" was removed: {_REMOVED[name]}" if name in _REMOVED else " is unknown"
-        raise TypeError(f"{owner}: the argument {name!r}{advice}")
+    for name in arguments:  # the first one raises
+        fault = f"was removed: {_REMOVED[name]}" if name in _REMOVED else "is unknown"
+        raise TypeError(f"{owner}: the argument {name!r} {fault}")
 
 
 def check_mode(kernels: object) -> None:
@@ -347,10 +379,11 @@ def check_mode(kernels: object) -> None:
     if kernels in ("auto", "sparse", "reference"):
         return
     modes = "'auto' (measured), 'sparse' or 'reference'"
-    if isinstance(kernels, str) and (kernels == "heuristic" or kernels.startswith("replay")):
-        raise ValueError(f"kernels={kernels!r} was removed: use {modes}")
     if not isinstance(kernels, str):
         raise ValueError(
             f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends="
         )
+    # Modes of the first release.
+    if kernels == "heuristic" or kernels.startswith("replay"):
+        raise ValueError(f"kernels={kernels!r} was removed: use {modes}")
     raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")

@@ -27,6 +27,7 @@ from lightning_nm.functional.select import masked
 TOKENS = 16
 """The tokens of a sparse wgrad are padded to a multiple of this: cuSPARSELt's rule for half types."""
 
+# float64 and the 8-bit types take torch operations.
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,52 +60,52 @@ def masked_backward(
     """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
 
     Args:
-        weight: As :func:`masked_forward`'s, as the next two; the result is W_B^T ``[in, out]``.
-        marks: Mask bits.
-        dtype: Dtype of the result.
+        weight: W ``[out, in]``, any floating dtype and strides.
+        marks: Mask bits, as for :func:`masked_forward`.
+        dtype: Floating dtype of the result, W_B^T ``[in, out]``.
         permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
             checked: on a GPU that would synchronise.
         own_backward: Whether the backward bits are the mask; without a backward mask the forward bits are.
     """
-    return _masked(
-        weight,
-        marks,
-        dtype,
-        BACKWARD_BIT if own_backward else FORWARD_BIT,
-        permutation,
-        transposed=True,
-    )
+    bit = BACKWARD_BIT if own_backward else FORWARD_BIT
+    return _masked(weight, marks, dtype, bit, permutation, transposed=True)
 
 
 def _masked(
     weight: Tensor,
-    marks: Tensor,
+    mask_bits: Tensor,
     dtype: torch.dtype,
     bit: int,
     permutation: Tensor | None,
     *,
     transposed: bool,
 ) -> Tensor:
-    _check_weight(weight, marks, dtype, permutation)
+    """Check the arguments, then compute by Triton or by torch; `bit` is the bit of the mask to apply."""
+    _check_weight(weight, mask_bits, dtype, permutation)
+    # The Triton module has functions of the same arguments.
     kernels = _kernels_for(weight, dtype)
     compute = masked_reference if kernels is None else kernels.masked
-    result: Tensor = compute(weight.detach(), marks, dtype, bit, permutation, transposed)
+    result: Tensor = compute(weight.detach(), mask_bits, dtype, bit, permutation, transposed)
     return result
 
 
 def masked_reference(
     weight: Tensor,
-    marks: Tensor,
+    mask_bits: Tensor,
     dtype: torch.dtype,
     bit: int,
     permutation: Tensor | None,
     transposed: bool,
 ) -> Tensor:
     """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
-    result = masked(weight, (marks & bit).ne(0)).to(dtype)
+    mask = (mask_bits & bit).ne(0)
+    result = masked(weight, mask).to(dtype)
+    # The rows of W_B are output channels, which dgrad sums over in the order of R, see `permuted_columns`.
     if permutation is not None:
         result = result[permutation]
-    return (result.t() if transposed else result).contiguous()
+    if transposed:
+        result = result.t()
+    return result.contiguous()
 
 
 def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
@@ -112,7 +113,12 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
     Args:
         grad: dY ``[tokens, out]``, contiguous, any floating dtype, as R.
-        permutation: As :func:`masked_backward`'s.
+        permutation: int64 ``[out]``, each column once, as for :func:`masked_backward`.
+
+    Example::
+
+        >>> permuted_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1]))
+        tensor([[3., 1., 2.]])
 
     Source: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", ICML 2023, arXiv:2302.06058.
     """
@@ -152,7 +158,8 @@ def mvue_transposed(
     with zeros, which no estimate keeps, to a multiple of 16.
 
     Args:
-        grad: As :func:`permuted_columns`'s. Half dtypes are computed in float32, and rounded once.
+        grad: dY ``[tokens, out]``, as for :func:`permuted_columns`. Half dtypes are computed in float32 and
+            rounded once.
         seed: Four words in int64, from :func:`lightning_nm.functional.fold_seed`.
         pattern: N:M pattern along the tokens; M must divide 16.
         gather: A permutation for dgrad: the same launch also computes ``permuted_columns(grad, gather)``, so dY is
@@ -174,6 +181,7 @@ def mvue_transposed(
     """
     pattern = NMPattern.parse(pattern)
     _check_grad(grad)
+    # Padding to whole blocks of the pattern and to the hardware's multiple is then the same padding.
     if TOKENS % pattern.m:
         raise ValueError(
             f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide"
@@ -194,11 +202,16 @@ def mvue_transposed_reference(
 ) -> Any:
     """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
-    padded = torch.cat([grad, grad.new_zeros(-tokens % TOKENS, out)])
-    blocks = padded.shape[0] // pattern.m
-    uniform = counter_uniform(blocks * out, seed, device=grad.device).view(blocks, out)
-    estimate = mvue(padded, pattern, 0, uniform=uniform).t().contiguous()
-    return estimate if gather is None else (estimate, permuted_columns_reference(grad, gather))
+    padding = grad.new_zeros(-tokens % TOKENS, out)
+    padded = torch.cat([grad, padding])  # [padded tokens, out]
+    # One random number for each block of M tokens of one column.
+    blocks = len(padded) // pattern.m
+    uniform = counter_uniform(blocks * out, seed, device=grad.device)
+    estimate = mvue(padded, pattern, 0, uniform=uniform.view(blocks, out))
+    transposed = estimate.t().contiguous()  # [out, padded tokens]
+    if gather is None:
+        return transposed
+    return transposed, permuted_columns_reference(grad, gather)
 
 
 def _check_matrix(name: str, matrix: Tensor) -> None:
@@ -215,26 +228,33 @@ def _check_grad(grad: Tensor) -> None:
 
 
 def _check_weight(
-    weight: Tensor, marks: Tensor, dtype: torch.dtype, permutation: Tensor | None
+    weight: Tensor, mask_bits: Tensor, dtype: torch.dtype, permutation: Tensor | None
 ) -> None:
+    """Refuse a weight and mask bits that the Triton kernel, which reads both by the weight's strides, would misread."""
     _check_matrix("weight", weight)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
-    if marks.dtype != torch.uint8:
-        raise TypeError(f"marks are bytes of two bits; got {marks.dtype}")
-    strides = zip(weight.shape, weight.stride(), marks.stride(), strict=False)
-    other_strides = any(
-        size > 1 and own != other for size, own, other in strides
-    )  # moot for a dimension of size 1
-    if marks.shape != weight.shape or marks.device != weight.device or other_strides:
-        own, other = _layout(weight), _layout(marks)
+    if mask_bits.dtype != torch.uint8:
+        raise TypeError(f"marks are bytes of two bits; got {mask_bits.dtype}")
+    if not _same_layout(weight, mask_bits):
         raise ValueError(
-            f"marks must have the layout of the weight, {own}; got {other}: transpose both or neither"
+            f"marks must have the layout of the weight, {_layout(weight)}; got {_layout(mask_bits)}: transpose both or "
+            "neither"
         )
     _check_order("permutation", permutation, weight.shape[0], weight.device)
 
 
+def _same_layout(matrix: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape, device and order of entries in memory."""
+    if matrix.shape != other.shape or matrix.device != other.device:
+        return False
+    strides = zip(matrix.shape, matrix.stride(), other.stride(), strict=True)
+    # torch sets the stride of a dimension of size 1 to anything.
+    return all(size <= 1 or one == two for size, one, two in strides)
+
+
 def _check_order(name: str, order: Tensor | None, size: int, device: torch.device) -> None:
+    """Refuse a permutation of another dtype, size or device; its values are not read, which would synchronise."""
     if order is None:
         return
     if order.dtype != torch.int64:
@@ -256,17 +276,17 @@ def in_one_pass(matrix: Tensor) -> bool:
 
 def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The Triton kernels, if they can be used; Inductor compiles the torch operations into its own."""
-    if (
-        torch.compiler.is_compiling()
-        or not matrix.numel()
-        or not {matrix.dtype, dtype} <= set(_TRITON_DTYPES)
-    ):
+    # Inductor compiles the torch operations into kernels of its own, and an empty matrix needs none.
+    if torch.compiler.is_compiling() or not matrix.numel():
         return None
-    if matrix.device.type != "cuda" and not (
-        matrix.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    ):
+    if matrix.dtype not in _TRITON_DTYPES or dtype not in _TRITON_DTYPES:
         return None
-    return triton_kernels()
+    if matrix.device.type == "cpu":
+        # Triton's interpreter runs the kernels in NumPy: for tests of the kernels alone.
+        usable = os.environ.get("TRITON_INTERPRET") == "1"
+    else:
+        usable = matrix.device.type == "cuda"
+    return triton_kernels() if usable else None
 
 
 @functools.cache
@@ -276,4 +296,5 @@ def triton_kernels() -> ModuleType | None:
         importlib.import_module("triton")
     except ImportError:
         return None
+    # Outside of the `try`: an error in this package's own file must not look like a missing Triton.
     return importlib.import_module("lightning_nm.kernels.gpu.operands_triton")

@@ -36,21 +36,25 @@ def source() -> str:
     files = sorted(SOURCES.glob("*.[ch]"))
     if not files:
         return ""
-    found = hashlib.sha256()
-    for file in (*files, Path(__file__)):
+    # This file decides about the compiler flags, so it is part of what a library is made from.
+    files.append(Path(__file__))
+    digest = hashlib.sha256()
+    for file in files:
         content = file.read_bytes()
-        found.update(f"{file.name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:16]
+        # The name and the length separate the files: moving bytes from one to the next changes the hash.
+        digest.update(f"{file.name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
 
 
 def is_current(library: Path) -> bool:
     """Whether a file is a library that loads, compiled from the present sources."""
     try:
-        version = ctypes.CDLL(str(library)).nm_source
+        compiled_from = ctypes.CDLL(str(library)).nm_source
     except (OSError, AttributeError):
         return False
-    version.restype = ctypes.c_char_p
-    return bool(version().decode() == source())
+    compiled_from.restype = ctypes.c_char_p
+    return bool(compiled_from().decode() == source())
 
 
 def build(folder: Path = LIBRARY.parent) -> str:
@@ -65,7 +69,9 @@ def build(folder: Path = LIBRARY.parent) -> str:
 
 def compiler() -> list[str]:
     """The command of the C compiler: ``$CC``, ``cc``, ``gcc`` or ``clang``; empty if there is none."""
-    for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+    # $CC may hold options as well, as in "ccache gcc".
+    from_environment = shlex.split(os.environ.get("CC", ""))
+    for command in (from_environment, ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
             return command
     return []
@@ -92,53 +98,75 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
         "-fvisibility=default",
         *flags,
     ]
-    macros, failed = _run(
-        [*common, "-dM", "-E", "-x", "c", os.devnull]
-    )  # of the target, also where CC crosses
+    preprocess_nothing = ["-E", "-x", "c", os.devnull]
+    # The macros tell the processor that is compiled for: with a cross compiler it is not this machine's.
+    macros, failed = _run([*common, "-dM", *preprocess_nothing])
     if failed:
         return failed
-    levels = LEVELS if "__x86_64__" in macros else {0: []}
-    pairs = len(levels) > 1 and not _run([*common, *BF16, "-E", "-x", "c", os.devnull])[1]
+    levels: dict[int, list[str]] = {0: []}
+    knows_bf16 = False
+    if "__x86_64__" in macros:
+        levels = LEVELS
+        # An old compiler refuses the flag; the library then goes without level 3.
+        _, refused = _run([*common, *BF16, *preprocess_nothing])
+        knows_bf16 = not refused
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "source.c"
         version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = []
-        for file, level, extra in [
-            (version, None, []),
-            (SOURCES / "library.c", None, ["-DNM_BF16"] if pairs else []),
-            (SOURCES / "layout.c", None, []),
-            *(
-                (SOURCES / file, level, extra)
-                for file in ("kernels.c", "conv.c")
-                for level, extra in levels.items()
-            ),
-            *([(SOURCES / "bf16.c", 3, BF16)] if pairs else []),
-        ]:
-            objects.append(f"{folder}/{file.stem}{'' if level is None else level}.o")
-            define = [] if level is None else [f"-DNM_LEVEL={level}"]
-            _, failed = _run([*common, *extra, *define, "-c", str(file), "-o", objects[-1]])
+        for file, level, extra in _compilations(version, levels, knows_bf16):
+            name = file.stem
+            define = []
+            if level is not None:
+                # One file becomes an object, with function names of its own, for each level.
+                name = f"{file.stem}{level}"
+                define = [f"-DNM_LEVEL={level}"]
+            compiled = f"{folder}/{name}.o"
+            _, failed = _run([*common, *extra, *define, "-c", str(file), "-o", compiled])
             if failed:
                 return failed
-        made = Path(folder) / target.name
-        _, failed = _run([*command, "-shared", *flags, *objects, "-o", str(made)])
+            objects.append(compiled)
+        linked = Path(folder) / target.name
+        _, failed = _run([*command, "-shared", *flags, *objects, "-o", str(linked)])
         if failed:
             return failed
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Renaming replaces a file at once, but only within one file system: copy beside the target first.
         new = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copy(made, new)
+        shutil.copy(linked, new)
         new.replace(target)
     return ""
 
 
+def _compilations(
+    version: Path, levels: dict[int, list[str]], knows_bf16: bool
+) -> list[tuple[Path, int | None, list[str]]]:
+    """The C files to compile, each with its level and further flags; level None for files that are compiled once."""
+    library_flags = ["-DNM_BF16"] if knows_bf16 else []
+    compilations: list[tuple[Path, int | None, list[str]]] = [
+        (version, None, []),
+        (SOURCES / "library.c", None, library_flags),
+        (SOURCES / "layout.c", None, []),
+    ]
+    for name in ("kernels.c", "conv.c"):
+        for level, extra in levels.items():
+            compilations.append((SOURCES / name, level, extra))
+    if knows_bf16:
+        compilations.append((SOURCES / "bf16.c", 3, BF16))
+    return compilations
+
+
 def _run(command: list[str]) -> tuple[str, str]:
-    """What a command printed, and how it failed; empty if it did not."""
+    """Run a command; return what it printed, and how it failed, which is empty if it did not."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         return "", f"{shlex.join(command)} failed: {error}"
     if done.returncode == 0:
         return done.stdout, ""
-    message = (done.stderr or done.stdout).strip()[:2000]
+    # Some compilers write errors to the standard output; an error in a header can fill pages.
+    printed = done.stderr or done.stdout
+    message = printed.strip()[:2000]
     return "", f"{shlex.join(command)} failed with status {done.returncode}: {message}"
 
 

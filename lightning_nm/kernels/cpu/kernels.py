@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,60 +15,67 @@ from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
 
+_Layout: TypeAlias = PermuteLayout | CsrLayout
+
 
 class Packed(NamedTuple):
     """A sparse matrix: where its entries are, and their values."""
 
-    layout: PermuteLayout | CsrLayout
-    values: Tensor | None
+    layout: _Layout
+    values: Tensor | None  # None where the product needs the layout alone
 
 
 class _CpuKernel(GemmKernel):
-    """What both kernels share: the device, the dtypes, the self-check."""
+    """The base of both kernels: the device, the dtypes, the self-check."""
 
     device_type = "cpu"
-    keeps_packs = False
-    layouts: type[PermuteLayout | CsrLayout]
+    keeps_packs = False  # packing costs no more than reading the weight
+    layouts: type[PermuteLayout | CsrLayout]  # the class of layouts that the kernel takes
 
     def probe(self, device: torch.device) -> str:
-        """Why the kernel does not work: another device, no library, or a small product that is wrong."""
+        """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
         if device.type != "cpu":
             return f"it is for CPUs, not {device.type}"
         return library.unavailable() or self._missing() or self._self_check()
 
     def _missing(self) -> str:
-        """What the instruction set lacks."""
+        """What the instruction set lacks; empty if nothing."""
         return ""
 
     def supports(self, key: GemmKey) -> str:
-        """Why a product cannot run."""
+        """Return why a product cannot run; empty if it can."""
         return self.static_reason(key)
 
     def static_reason(self, key: GemmKey) -> str:
-        """Why no CPU runs a product: its dtype or its sizes."""
+        """Return why no CPU runs a product: its dtype or its sizes."""
         if key.dtype not in DTYPES:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
+        # As in the product of a small bucket of tokens.
         if key.conv is not None and not key.images:
             return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
 
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``, all contiguous."""
-        rows, depth = packed.layout.rows, packed.layout.depth
-        self._own(packed.layout, x)
-        _check(x, (len(x), depth))
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
+
+        All are contiguous.
+        """
+        layout = packed.layout
+        tokens = len(x)
+        self._refuse_foreign(layout, x)
+        _check(x, (tokens, layout.depth))
         if bias is not None:
-            _check(bias, (rows,), x.dtype)
-        y = x.new_empty(len(x), rows)
-        dense = library.operands(rows, depth, len(x), x, y, bias)
-        library.run(self._function(), LINEAR, dense, packed.layout.operand(packed.values))
+            _check(bias, (layout.rows,), x.dtype)
+        y = x.new_empty(tokens, layout.rows)
+        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
+        library.run(self._function(), LINEAR, dense, layout.operand(packed.values))
         return y
 
-    def sampled(self, layout: PermuteLayout | CsrLayout, grad: Tensor, x: Tensor) -> Tensor:
-        """``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
-        self._own(layout, x)
+    def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
+        """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
+        self._refuse_foreign(layout, x)
         _check(x, (len(grad), layout.depth))
         _check(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
@@ -77,9 +84,10 @@ class _CpuKernel(GemmKernel):
         return y
 
     def _function(self) -> object:
+        """The library's function for the products of this kernel."""
         raise NotImplementedError
 
-    def _own(self, layout: PermuteLayout | CsrLayout, x: Tensor) -> None:
+    def _refuse_foreign(self, layout: _Layout, x: Tensor) -> None:
         """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
         if not isinstance(layout, self.layouts):
             raise ValueError(
@@ -93,35 +101,29 @@ class _CpuKernel(GemmKernel):
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
         generator = torch.Generator().manual_seed(0)
+        # Sizes that leave parts of registers and panels unused.
+        rows = 40
+        depth = 48
+        tokens = 11
+        pattern = NMPattern(1, 8)
         for dtype in DTYPES:
-            pattern = NMPattern(1, 8)
-            weight, x = (
-                torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 48), (11, 48))
-            )
-            grad = torch.randn(11, 40, generator=generator).to(dtype)
+            weight = torch.randn(rows, depth, generator=generator).to(dtype)
+            x = torch.randn(tokens, depth, generator=generator).to(dtype)
+            grad = torch.randn(tokens, rows, generator=generator).to(dtype)
             mask = nm_mask(weight.abs(), pattern)
-            matrix = MaskedMatrix(
-                weight,
-                mask.view(torch.uint8),
-                FORWARD_BIT,
-                pattern,
-                dtype,
-                None,
-                lambda: weight,  # noqa: B023
-            )
+            matrix = _matrix(weight, mask, pattern)
             layout = self.layout(matrix)
             packed = self.pack_masked(matrix, layout)
             masked = torch.where(mask, weight, 0).double()
-            for what, found, expected in (
+            full_grad = grad.double().t() @ x.double()  # [rows, depth]
+            comparisons = (
                 ("linear", self.linear(packed, x), x.double() @ masked.t()),
-                (
-                    "sampled",
-                    self.sampled(layout, grad, x),
-                    torch.where(mask, grad.double().t() @ x.double(), 0),
-                ),
-            ):
-                error = float((found.double() - expected).norm() / expected.norm())
-                if not error < 4 * torch.finfo(dtype).eps:
+                ("sampled", self.sampled(layout, grad, x), torch.where(mask, full_grad, 0)),
+            )
+            for what, found, expected in comparisons:
+                difference = found.double() - expected
+                error = float(difference.norm() / expected.norm())
+                if not error < 4 * torch.finfo(dtype).eps:  # true of NaN
                     return f"its {what} product in {dtype} is wrong by {error:.2g} on this CPU"
         return ""
 
@@ -140,16 +142,17 @@ class CpuPermuteKernel(_CpuKernel):
     layouts = PermuteLayout
 
     def _missing(self) -> str:
-        return (
-            ""
-            if library.load().nm_lanes(library.level())
-            else "the baseline instruction set has no permutation"
-        )
+        # Inputs of a register that an instruction permutes; 0 where there is no such instruction.
+        if library.load().nm_lanes(library.level()):
+            return ""
+        return "the baseline instruction set has no permutation"
 
     def static_reason(self, key: GemmKey) -> str:
-        """Also a pattern whose blocks do not fit registers, and a wgrad whose operand is N:M along the tokens."""
-        if reason := super().static_reason(key):
+        """Return why no CPU runs a product: also blocks that do not fit registers, or an operand N:M by tokens."""
+        reason = super().static_reason(key)
+        if reason:
             return reason
+        # The instruction picks among the inputs of one token.
         if key.gemm == "wgrad" and key.sparsity == "n:m":
             return "it permutes inputs of a token, not tokens"
         lanes = library.load().nm_lanes(library.level())
@@ -161,7 +164,7 @@ class CpuPermuteKernel(_CpuKernel):
         return library.load().nm_permute_product
 
     def layout(self, matrix: MaskedMatrix) -> PermuteLayout:
-        """Lay out a mask."""
+        """Lay out the mask of a matrix."""
         if matrix.pattern is None:
             raise ValueError(f"{self.name} takes a mask of a pattern")
         return PermuteLayout.of(matrix, matrix.pattern)
@@ -171,7 +174,7 @@ class CpuPermuteKernel(_CpuKernel):
         return Packed(layout, layout.values(matrix))
 
     def pack(self, matrix: Tensor) -> Packed:
-        """Not offered: an index needs a mask."""
+        """Refuse a matrix without a mask, which a layout is made from."""
         raise NotImplementedError(f"{self.name} packs masked weights alone, see pack_masked")
 
 
@@ -184,7 +187,7 @@ class CpuCsrKernel(_CpuKernel):
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
-    ordered = False
+    ordered = False  # a permuted mask is any mask to it
     convolutions = True
     layouts = CsrLayout
 
@@ -192,7 +195,8 @@ class CpuCsrKernel(_CpuKernel):
         return library.load().nm_csr_product
 
     def layout(self, matrix: MaskedMatrix) -> CsrLayout:
-        """Lay out a mask."""
+        """Lay out the mask of a matrix."""
+        # Any mask will do, so the depth stays in the order of memory; `ordered` says so to callers.
         return CsrLayout.of(matrix._replace(order=None))
 
     def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
@@ -201,78 +205,89 @@ class CpuCsrKernel(_CpuKernel):
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
-        found = MaskedMatrix(
-            matrix,
-            matrix.ne(0).view(torch.uint8),
-            FORWARD_BIT,
-            None,
-            matrix.dtype,
-            None,
-            lambda: matrix,
-        )
-        return self.pack_masked(found, self.layout(found))
+        masked = _matrix(matrix, matrix.ne(0), None)
+        return self.pack_masked(masked, self.layout(masked))
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        self._own(packed.layout, matrix)
-        layout, columns = cast("CsrLayout", packed.layout), matrix.shape[-1]
-        rows, depth = layout.rows, layout.depth
-        _check(matrix, (len(matrix), columns))
-        if len(matrix) > depth:
-            raise ValueError(f"a matrix of {len(matrix)} rows does not fit {depth} columns")
-        if len(matrix) < depth and layout.used_depth() > len(matrix):
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
+        self._refuse_foreign(packed.layout, matrix)
+        layout = cast("CsrLayout", packed.layout)
+        depth = layout.depth
+        given = len(matrix)
+        columns = matrix.shape[-1]
+        _check(matrix, (given, columns))
+        if given > depth:
+            raise ValueError(f"a matrix of {given} rows does not fit {depth} columns")
+        # The tokens of A may be padded with zeros, those of B not.
+        if given < depth and layout.used_depth() > given:
             raise ValueError(
-                f"a matrix of {depth} columns has nonzeros beyond the {len(matrix)} rows of its operand"
+                f"a matrix of {depth} columns has nonzeros beyond the {given} rows of its operand"
             )
-        y = matrix.new_empty(rows, columns)
-        dense = library.operands(rows, len(matrix), columns, matrix, y)
-        library.run(self._function(), MATMUL, dense, packed.layout.operand(packed.values))
+        y = matrix.new_empty(layout.rows, columns)
+        dense = library.operands(layout.rows, given, columns, matrix, y)
+        library.run(self._function(), MATMUL, dense, layout.operand(packed.values))
         return y
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
     ) -> Tensor:
-        """The convolution of `x` with the packed ``W [out, in / groups * taps]``."""
+        """Convolve `x` with the packed ``W [out, in / groups * taps]``."""
         _check_conv(packed.layout, conv)
-        _check(x, (len(x), conv.inputs, *conv.size))
+        images = len(x)
+        _check(x, (images, conv.inputs, *conv.size))
         if bias is not None:
             _check(bias, (conv.outputs,), x.dtype)
-        y = x.new_empty(len(x), conv.outputs, *conv.positions)
-        self._conv(FORWARD, packed, library.conv_operands(conv, len(x), y, x, bias))
+        y = x.new_empty(images, conv.outputs, *conv.positions)
+        dense = library.conv_operands(conv, images, y, x, bias)
+        self._conv(FORWARD, packed, dense)
         return y
 
     def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
-        """The gradient of a convolution's input, with W packed as for :meth:`conv`."""
+        """Compute the gradient of a convolution's input, with W packed as for :meth:`conv`."""
         _check_conv(packed.layout, conv)
-        _check(grad, (len(grad), conv.outputs, *conv.positions))
-        dx = grad.new_empty(len(grad), conv.inputs, *conv.size)
-        self._conv(DGRAD, packed, library.conv_operands(conv, len(grad), dx, grad=grad))
+        images = len(grad)
+        _check(grad, (images, conv.outputs, *conv.positions))
+        dx = grad.new_empty(images, conv.inputs, *conv.size)
+        dense = library.conv_operands(conv, images, dx, grad=grad)
+        self._conv(DGRAD, packed, dense)
         return dx
 
     def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
-        """The gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
+        """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
         _check_conv(layout, conv)
-        _check(x, (len(grad), conv.inputs, *conv.size))
-        _check(grad, (len(grad), conv.outputs, *conv.positions), x.dtype)
-        y = x.new_empty(layout.rows, layout.depth)
-        self._conv(
-            WGRAD, Packed(layout, None), library.conv_operands(conv, len(x), y, x, grad=grad)
-        )
-        return y
+        images = len(grad)
+        _check(x, (images, conv.inputs, *conv.size))
+        _check(grad, (images, conv.outputs, *conv.positions), x.dtype)
+        dw = x.new_empty(layout.rows, layout.depth)
+        dense = library.conv_operands(conv, images, dw, x, grad=grad)
+        # The weight is the result, so its layout is needed alone.
+        self._conv(WGRAD, Packed(layout, None), dense)
+        return dw
 
-    def _conv(self, product: int, packed: Packed, operands: library.ConvOperands) -> None:
-        library.run(
-            library.load().nm_conv_product, product, operands, packed.layout.operand(packed.values)
-        )
+    def _conv(self, product: int, packed: Packed, dense: library.ConvOperands) -> None:
+        sparse = packed.layout.operand(packed.values)
+        library.run(library.load().nm_conv_product, product, dense, sparse)
 
 
-def _check_conv(layout: PermuteLayout | CsrLayout, conv: Convolution) -> None:
+def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
+    """A matrix with a mask in bool, as kernels take it."""
+    return MaskedMatrix(
+        values=matrix,
+        bits=mask.view(torch.uint8),
+        bit=FORWARD_BIT,
+        pattern=pattern,
+        dtype=matrix.dtype,
+        order=None,
+        dense=lambda: matrix,
+    )
+
+
+def _check_conv(layout: _Layout, conv: Convolution) -> None:
     """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
     out, inputs, height, width = conv.weight_shape
-    if not isinstance(layout, CsrLayout) or (layout.rows, layout.depth) != (
-        out,
-        inputs * height * width,
-    ):
+    taps = height * width
+    fits = layout.rows == out and layout.depth == inputs * taps
+    if not isinstance(layout, CsrLayout) or not fits:
         raise ValueError(
             f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
         )
@@ -281,7 +296,7 @@ def _check_conv(layout: PermuteLayout | CsrLayout, conv: Convolution) -> None:
 
 
 def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Refuse what the library would misread."""
+    """Refuse what the library would misread: it takes addresses, and knows neither dtypes nor strides."""
     if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
         raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
     if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():

@@ -55,19 +55,26 @@ class PermuteLayout:
     @property
     def block(self) -> int:
         """Inputs in a register."""
-        return self.lanes * 2 if self.paired else self.lanes
+        if self.paired:
+            return 2 * self.lanes
+        return self.lanes
 
     @property
     def slots(self) -> int:
         """Nonzeros of a row in one block, at most."""
-        return self.inputs.shape[2] * 2 if self.paired else self.inputs.shape[2]
+        if self.paired:
+            return 2 * self.inputs.shape[2]
+        return self.inputs.shape[2]
 
     @staticmethod
     def most_slots(pattern: NMPattern, block: int) -> int:
         """Nonzeros that a row of a pattern may have in an aligned block."""
         if block % pattern.m == 0:
             return pattern.n * (block // pattern.m)
-        return min(pattern.n, block) if pattern.m % block == 0 else block
+        if pattern.m % block == 0:
+            return min(pattern.n, block)
+        # The blocks of the pattern and of the register cross: their nonzeros may all meet in one.
+        return block
 
     @classmethod
     def of(cls, matrix: MaskedMatrix, pattern: NMPattern) -> PermuteLayout:
@@ -79,14 +86,19 @@ class PermuteLayout:
         library = load()
         lanes = library.nm_lanes(level())
         rows, depth = matrix.shape
-        paired = multiplies_pairs(matrix.dtype) and (
-            2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
-        )
+        aligned = 2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
+        paired = multiplies_pairs(matrix.dtype) and aligned
         beside = 2 if paired else 1
         block = lanes * beside
-        slots = -(-cls.most_slots(pattern, block) // beside) * beside
-        shape = [-(-rows // (2 * lanes)), -(-depth // block), slots // beside, 2 * lanes]
-        inputs = torch.empty(shape + [2] * paired, dtype=torch.uint8)
+        # An odd number of slots is filled up to whole pairs.
+        groups_of_slots = _divide_up(cls.most_slots(pattern, block), beside)
+        slots = groups_of_slots * beside
+        tiles = _divide_up(rows, 2 * lanes)  # a tile is two registers of outputs
+        blocks = _divide_up(depth, block)
+        shape = [tiles, blocks, groups_of_slots, 2 * lanes]
+        if paired:
+            shape.append(2)
+        inputs = torch.empty(shape, dtype=torch.uint8)
         mask, _ = _mask(matrix)
         if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, paired, inputs.data_ptr()):
             raise ValueError(
@@ -113,9 +125,9 @@ class PermuteLayout:
         """Values of the matrix at the entries of this layout, rounded to the matrix's dtype, float32 if not paired."""
         if self.paired and matrix.dtype != torch.bfloat16:
             raise ValueError(f"a paired layout has bfloat16 values, not {matrix.dtype}")
-        values = torch.empty(
-            self.inputs.shape, dtype=torch.bfloat16 if self.paired else torch.float32
-        )
+        # Pairs are multiplied as bfloat16; other instructions widen to float32, so that is done here once.
+        dtype = torch.bfloat16 if self.paired else torch.float32
+        values = torch.empty(self.inputs.shape, dtype=dtype)
         mask, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
         load().nm_permute_values(
@@ -126,13 +138,13 @@ class PermuteLayout:
             self.inputs.data_ptr(),
             weight.data_ptr(),
             DTYPES[weight.dtype],
-            matrix.dtype == torch.bfloat16,
+            matrix.dtype == torch.bfloat16,  # whether values are rounded
             values.data_ptr(),
         )
         return values
 
     def operand(self, values: Tensor | None = None) -> PermuteOperand:
-        """The matrix as the library takes it."""
+        """Return the matrix as the library takes it; the tensors must outlive the call."""
         pointer = None if values is None else values.data_ptr()
         return PermuteOperand(self.inputs.data_ptr(), pointer, self.slots, self.paired)
 
@@ -145,7 +157,7 @@ class CsrLayout:
     memory.
     """
 
-    start: Tensor
+    start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
     offset: Tensor
     source: Tensor
     slot: Tensor
@@ -161,22 +173,33 @@ class CsrLayout:
         """
         library = load()
         rows, depth = matrix.shape
+        # Entries are counted, and columns times 64 stored, in 32 bits.
         if max(rows * depth, depth * PANEL) >= 2**31:
             raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
         mask, _ = _mask(matrix)
-        if (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride >= 2**31:
+        # So are places in the weight's memory, which may have gaps.
+        last_place = (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride
+        if last_place >= 2**31:
             raise ValueError(
                 f"a mask with strides {matrix.bits.stride()} is too large for 32-bit offsets"
             )
+        # The first pass counts the entries of each row, the second one fills them in.
         start = torch.empty(rows + 1, dtype=torch.int32)
         entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
-        following, offset = (
-            torch.empty(rows, dtype=torch.int32),
-            torch.empty(entries, dtype=torch.int32),
+        following = torch.empty(
+            rows, dtype=torch.int32
+        )  # work space: the next free slot of each row
+        offset = torch.empty(entries, dtype=torch.int32)
+        source = torch.empty_like(offset)
+        slot = torch.empty_like(offset)
+        library.nm_csr_fill(
+            ctypes.byref(mask),
+            start.data_ptr(),
+            following.data_ptr(),
+            offset.data_ptr(),
+            source.data_ptr(),
+            slot.data_ptr(),
         )
-        source, slot = torch.empty_like(offset), torch.empty_like(offset)
-        tensors = (start, following, offset, source, slot)
-        library.nm_csr_fill(ctypes.byref(mask), *(tensor.data_ptr() for tensor in tensors))
         return cls(start, offset, source, slot, rows, depth)
 
     def __post_init__(self) -> None:
@@ -189,8 +212,14 @@ class CsrLayout:
         Raises:
             ValueError: If an entry is not within the matrix.
         """
-        sizes = (self.rows, self.offset.data_ptr(), self.offset.numel(), self.depth)
-        if not load().nm_csr_valid(self.start.data_ptr(), *sizes):
+        valid = load().nm_csr_valid(
+            self.start.data_ptr(),
+            self.rows,
+            self.offset.data_ptr(),
+            self.offset.numel(),
+            self.depth,
+        )
+        if not valid:
             raise ValueError(
                 f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask"
             )
@@ -214,53 +243,70 @@ class CsrLayout:
         return values
 
     def used_depth(self) -> int:
-        """One more than the last column with an entry."""
-        return int(self.offset.max()) // PANEL + 1 if self.offset.numel() else 0
+        """Return one more than the last column with an entry."""
+        if not self.offset.numel():
+            return 0
+        return int(self.offset.max()) // PANEL + 1
 
     def operand(self, values: Tensor | None = None) -> CsrOperand:
-        """The matrix as the library takes it."""
-        return CsrOperand(
-            self.start.data_ptr(),
-            self.offset.data_ptr(),
-            None if values is None else values.data_ptr(),
-        )
+        """Return the matrix as the library takes it; the tensors must outlive the call."""
+        pointer = None if values is None else values.data_ptr()
+        return CsrOperand(self.start.data_ptr(), self.offset.data_ptr(), pointer)
+
+
+def _divide_up(size: int, part: int) -> int:
+    """How many parts cover a size."""
+    return -(-size // part)
 
 
 def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
     """The mask as the library takes it, and the weight with the strides that the mask has."""
-    bits, order = matrix.bits, matrix.order
+    bits = matrix.bits
+    order = matrix.order
     weight = matrix.values.detach()
     if 1 not in bits.stride():
         raise ValueError(f"a mask with strides {bits.stride()} has no contiguous axis")
     if weight.dtype not in DTYPES:
         weight = weight.float()
     if weight.stride() != bits.stride():
-        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=weight.dtype).copy_(weight)
+        # The library reads both by the strides of the mask.
+        values = weight
+        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=values.dtype)
+        weight.copy_(values)
     rows, depth = bits.shape
     row_stride, depth_stride = bits.stride()
     if order is not None:
         if rows == 1:  # its stride may be anything
             row_stride = 1
-        if (
-            row_stride != 1
-        ):  # of a transposed weight: the library permutes columns of contiguous rows alone
-            bits, weight = (tensor.t().contiguous().t() for tensor in (bits, weight))
+        # The library permutes the depth only where each of its entries is a contiguous line of memory, as in the
+        # transposed view of a weight. A weight that lies in memory the other way is copied.
+        if row_stride != 1:
+            bits = bits.t().contiguous().t()
+            weight = weight.t().contiguous().t()
             row_stride, depth_stride = bits.stride()
-        if (order.dtype, order.shape, order.is_contiguous()) != (torch.int64, (depth,), True):
+        if order.dtype != torch.int64 or order.shape != (depth,) or not order.is_contiguous():
             raise ValueError(
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
-    bit = matrix.bit.bit_length() - 1
-    pointer = None if order is None else order.data_ptr()
-    size = (rows, depth, row_stride, depth_stride)
-    found = Mask(parallel(), threads(), bits.data_ptr(), bit, *size, pointer)
-    found.keep = bits  # the structure has its address alone
-    return found, weight
+    mask = Mask(
+        parallel=parallel(),
+        threads=threads(),
+        bits=bits.data_ptr(),
+        bit=matrix.bit.bit_length() - 1,  # its number
+        rows=rows,
+        depth=depth,
+        row_stride=row_stride,
+        depth_stride=depth_stride,
+        order=None if order is None else order.data_ptr(),
+    )
+    mask.keep = bits  # the structure has its address alone
+    return mask, weight
 
 
 def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:
     """Refuse a weight of another shape than its layout has."""
     if matrix.shape != (rows, depth):
+        given_rows, given_depth = matrix.shape
         raise ValueError(
-            f"a layout of {rows} x {depth} is not one of a matrix of {matrix.shape[0]} x {matrix.shape[1]}"
+            f"a layout of {rows} x {depth} is not one of a matrix of {given_rows} x {given_depth}"
         )

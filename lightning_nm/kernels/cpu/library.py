@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import sys
+from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,24 @@ from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 PLACE = Path(__file__).resolve().parents[3]
 """The folder that Python imports this package from: a checkout, or that of the installed packages."""
 ABI = 5
+"""Version of the structures and functions below; the library has the same number, or is not loaded."""
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
 LINEAR, MATMUL, SAMPLED = range(3)
+"""Products of matrices, by their numbers in the library."""
 FORWARD, DGRAD, WGRAD = range(3)
 """Products of convolutions."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes of operands, by their numbers in the library."""
 EMPTY = 0x80
-_NO_MEMORY, _NO_KERNEL = 1, 2
+"""The index of a slot without an entry."""
 PANEL = 64
+"""Tokens that the csr kernel computes at once."""
+# What a product returns if it fails.
+_NO_MEMORY = 1
+_NO_KERNEL = 2
 
-
+# The structures and signatures repeat those of csrc/nm.h, field by field.
 _THREADS: list[Any] = [("parallel", c_void_p), ("threads", c_int64)]
 _DENSE: list[Any] = [
     ("dtype", c_int32),
@@ -136,7 +144,8 @@ def load() -> Any:
         "in a checkout, run `make library`"
     )
     if not LIBRARY.exists():
-        if other := _other_copy():
+        other = _other_copy()
+        if other is not None:
             advice = (
                 f"Python imports lightning_nm from {PLACE}. Run `python lightning_nm/kernels/cpu/build.py` or `make "
                 f"library` there, or start Python in another folder, for the copy in {other}, which has the library"
@@ -153,11 +162,13 @@ def load() -> Any:
             )
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
         ) from error
+    # Without the C files, as in an installed package, there is nothing to compare with.
     if source() not in ("", library.nm_source().decode()):
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
@@ -169,29 +180,33 @@ def load() -> Any:
 def _other_copy() -> Path | None:
     """The folder of another copy of this package that Python could import, and that has a library."""
     inside = Path(__file__).resolve().relative_to(PLACE).with_name(LIBRARY.name)
-    folders = (Path(folder or os.curdir).resolve() for folder in sys.path)
-    return next(
-        (folder for folder in folders if folder != PLACE and (folder / inside).exists()), None
-    )
+    for entry in sys.path:
+        folder = Path(entry or os.curdir).resolve()  # an empty entry is the current folder
+        if folder != PLACE and (folder / inside).exists():
+            return folder
+    return None
 
 
 def _is_cut_off() -> bool:
     """Whether the file ends before its section headers, the last part of an ELF file: loading it may be a bus error."""
     with open(LIBRARY, "rb") as file:
-        head = file.read(64)
-    start, size, count = (
-        int.from_bytes(head[place], "little")
-        for place in (slice(40, 48), slice(58, 60), slice(60, 62))
-    )
-    return head.startswith(b"\x7fELF") and LIBRARY.stat().st_size < start + size * count
+        header = file.read(64)
+    if not header.startswith(b"\x7fELF"):
+        return False
+    # The fields e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
+    start = int.from_bytes(header[40:48], "little")
+    size = int.from_bytes(header[58:60], "little")
+    count = int.from_bytes(header[60:62], "little")
+    return LIBRARY.stat().st_size < start + size * count
 
 
 def _build_failure() -> str:
-    """Why the last build gave no library, in parentheses; empty if that is not known."""
+    """Return why the last build gave no library, in parentheses; empty if that is not known."""
     try:
-        return f" ({LIBRARY.with_name(REASON).read_text().strip()})"
+        reason = LIBRARY.with_name(REASON).read_text()
     except OSError:
         return ""
+    return f" ({reason.strip()})"
 
 
 @functools.cache
@@ -226,9 +241,8 @@ def compiled_from() -> str:
 def parallel() -> int | None:
     """Address of torch's function that runs a loop on its threads; ``None`` before torch 2.10, which has none."""
     try:
-        found = ctypes.CDLL(
-            None
-        ).torch_parallel_for  # torch's libraries are loaded, but perhaps not for all
+        # Among the symbols of the process; torch's libraries are loaded, but perhaps not for all to see.
+        found = ctypes.CDLL(None).torch_parallel_for
     except (AttributeError, OSError):
         path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
         try:
@@ -244,7 +258,7 @@ def threads() -> int:
 
 
 def unavailable() -> str:
-    """Why there are no kernels on this machine; empty if there are."""
+    """Return why there are no kernels on this machine; empty if there are."""
     try:
         level()
     except RuntimeError as error:
@@ -254,13 +268,13 @@ def unavailable() -> str:
 
 def cpu_name() -> str:
     """The model of the CPU as the system reports it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(
-                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    # Windows and macOS have no such file, and that of ARM has no such line.
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                _, _, name = line.partition(":")
+                return name.strip()
+    return platform.processor() or platform.machine()
 
 
 def operands(
@@ -272,12 +286,13 @@ def operands(
     bias: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> Operands:
-    """The dense operands of a product, as the library takes them; the tensors must outlive the call."""
-    found = Operands(parallel(), threads(), rows, depth, tokens, DTYPES[x.dtype], 0, x.data_ptr())
-    found.bias = None if bias is None else bias.data_ptr()
-    found.grad = None if grad is None else grad.data_ptr()
-    found.y = y.data_ptr()
-    return found
+    """Return the dense operands of a product as the library takes them; the tensors must outlive the call."""
+    dense = Operands(parallel(), threads(), rows, depth, tokens, DTYPES[x.dtype])
+    dense.x = x.data_ptr()
+    dense.bias = None if bias is None else bias.data_ptr()
+    dense.grad = None if grad is None else grad.data_ptr()
+    dense.y = y.data_ptr()
+    return dense
 
 
 def conv_operands(
@@ -288,16 +303,20 @@ def conv_operands(
     bias: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> ConvOperands:
-    """The dense operands of a convolution, as the library takes them; the tensors must outlive the call."""
-    pairs = (conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions)
-    found = ConvOperands(parallel(), threads(), images, conv.inputs, conv.outputs, conv.groups)
-    found.size, found.kernel, found.stride, found.padding, found.dilation, found.positions = pairs
-    found.dtype = DTYPES[y.dtype]
-    found.x, found.bias, found.grad = (
-        None if each is None else each.data_ptr() for each in (x, bias, grad)
-    )
-    found.y = y.data_ptr()
-    return found
+    """Return the dense operands of a convolution as the library takes them; the tensors must outlive the call."""
+    dense = ConvOperands(parallel(), threads(), images, conv.inputs, conv.outputs, conv.groups)
+    dense.size = conv.size
+    dense.kernel = conv.kernel
+    dense.stride = conv.stride
+    dense.padding = conv.padding
+    dense.dilation = conv.dilation
+    dense.positions = conv.positions
+    dense.dtype = DTYPES[y.dtype]
+    dense.x = None if x is None else x.data_ptr()
+    dense.bias = None if bias is None else bias.data_ptr()
+    dense.grad = None if grad is None else grad.data_ptr()
+    dense.y = y.data_ptr()
+    return dense
 
 
 def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any) -> None:
@@ -312,7 +331,7 @@ def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any
         raise MemoryError("there is no memory for the panels of a CPU kernel")
     if status == _NO_KERNEL:
         raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
-    if status:
+    if status:  # only convolutions have a third one
         raise RuntimeError(
             "the planes of the convolution are too large for the kernel's 32-bit offsets"
         )

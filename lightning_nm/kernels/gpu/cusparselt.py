@@ -19,7 +19,7 @@ CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (11, 0
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-_thread = threading.local()
+_thread = threading.local()  # its attribute `device` is the one that this thread uses
 
 
 class CuSparseLtKernel(TwoFourKernel):
@@ -53,20 +53,24 @@ class CuSparseLtKernel(TwoFourKernel):
     ops: Any = torch  # the namespace of the two operators; tests replace it
 
     def __init__(self, algorithm: int = 0, check: bool = False) -> None:
+        # Decisions are stored under the name, so another algorithm is another kernel.
         self.name = named(self.name, algorithm)
         self.algorithm = algorithm
         self.check = check
         self.device_probe = DeviceProbe(self)
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
-        if (reason := cuda_reason(device)) or torch.backends.cusparselt.is_available():
+        """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        reason = cuda_reason(device)
+        if reason or torch.backends.cusparselt.is_available():
             return reason
         return f"torch {torch.__version__} was built without cuSPARSELt: install a CUDA build from pytorch.org"
 
     def remark(self, device: torch.device) -> str:
         """Warn of cuSPARSELt 0.8.0 on Hopper, which is slower than other versions."""
-        return "" if self.machine_reason(device) else regression(device, library_version())
+        if self.machine_reason(device):
+            return ""
+        return regression(device, library_version())
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack by the library.
@@ -80,14 +84,15 @@ class CuSparseLtKernel(TwoFourKernel):
         return self.ops._cslt_compress(matrix)
 
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         _claim_thread(x.device)
+        # The operator computes A x^T in column order, which is x A^T in row order.
         return self.ops._cslt_sparse_mm(
             packed, x.t(), bias=bias, transpose_result=True, alg_id=self.algorithm
         )
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
         _claim_thread(matrix.device)
         return self.ops._cslt_sparse_mm(packed, matrix, alg_id=self.algorithm)
 
@@ -110,12 +115,16 @@ def named(name: str, algorithm: int) -> str:
         raise ValueError(
             f"algorithm={algorithm} is not an id of cuSPARSELt: pass 0, its default, or a larger one"
         )
-    return f"{name}:{algorithm}" if algorithm else name
+    if algorithm == 0:
+        return name
+    return f"{name}:{algorithm}"
 
 
 def refuse_crowded(name: str, matrix: Tensor) -> None:
     """Refuse a matrix with more than two entries other than ``+0`` in a group of four."""
-    if violation := two_four_violation(matrix.view(torch.int16) != 0):
+    # As bits, because the library counts -0.0 as a nonzero.
+    violation = two_four_violation(matrix.view(torch.int16) != 0)
+    if violation:
         raise ValueError(
             f"{name}: a matrix of shape {tuple(matrix.shape)} cannot be packed, {violation}, counting -0.0: "
             "prune it by a select (`torch.where`, `nm_prune`), which leaves +0.0, and not by a product with a mask"
@@ -123,22 +132,22 @@ def refuse_crowded(name: str, matrix: Tensor) -> None:
 
 
 def cuda_reason(device: torch.device) -> str:
-    """Why cuSPARSELt cannot run on a device, as far as torch knows; empty if it may."""
+    """Return why cuSPARSELt cannot run on a device, as far as torch knows; empty if it may."""
     if device.type != "cuda":
         return f"cuSPARSELt needs a CUDA device, not {device}"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if torch.version.hip:
         return "ROCm's replacement of cuSPARSELt was never tested"
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in CAPABILITIES:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) not in CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"compute capability {capability[0]}.{capability[1]} is not one that cuSPARSELt knows: {known}"
+        return f"compute capability {major}.{minor} is not one that cuSPARSELt knows: {known}"
     return ""
 
 
 def regression(device: torch.device, version: int | None) -> str:
-    """Warn of a version of cuSPARSELt that is slow on a device; empty if it is not."""
+    """Return a warning of a version of cuSPARSELt that is slow on a device; empty if it is not."""
     if version != 800 or torch.cuda.get_device_capability(device) != (9, 0):
         return ""
     return (
@@ -156,6 +165,7 @@ def library_version() -> int | None:
     if not torch.backends.cusparselt.is_available():
         return None
     try:
+        # torch has loaded it already, so this finds the same copy.
         library = ctypes.CDLL("libcusparseLt.so.0")
         return version_number(lambda part: _property(library, part))
     except (OSError, AttributeError, RuntimeError):
@@ -164,12 +174,16 @@ def library_version() -> int | None:
 
 def version_number(read: Callable[[int], int]) -> int:
     """Return ``1000 major + 100 minor + patch`` from the library's properties 0, 1 and 2."""
-    major, minor, patch = map(read, range(3))
+    major = read(0)
+    minor = read(1)
+    patch = read(2)
     return 1000 * major + 100 * minor + patch
 
 
 def _property(library: Any, part: int) -> int:
+    """A property of the library, by its number in ``libraryPropertyType``."""
     value = ctypes.c_int()
-    if status := library.cusparseLtGetProperty(part, ctypes.byref(value)):
+    status = library.cusparseLtGetProperty(part, ctypes.byref(value))
+    if status:
         raise RuntimeError(f"cusparseLtGetProperty({part}) returned {status}")
     return value.value

@@ -27,6 +27,7 @@ from lightning_nm.kernels.gpu.two_four import TwoFourKernel
 VERSIONS = (800, 801)
 """The supported versions of cuSPARSELt: 0.8.0 and 0.8.1."""
 
+# Its attribute `libraries` has those of this thread, by binding and index of the device.
 _thread = threading.local()
 
 
@@ -45,7 +46,8 @@ class CuSparseLtDirectKernel(TwoFourKernel):
 
     Args:
         algorithm: The library's id of an algorithm, 0 for its default; with another one no algorithm is searched.
-        check: As ``CuSparseLtKernel``'s.
+        check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
+            pass and a synchronisation.
         any_version: Try versions of the library besides 0.8.0 and 0.8.1.
 
     Raises:
@@ -67,14 +69,16 @@ class CuSparseLtDirectKernel(TwoFourKernel):
 
     def binding(self) -> Any:
         """Import the module with the library's calls when it is first needed."""
+        # nvmath-python is optional, and importing it loads the library.
         return importlib.import_module("nvmath.bindings.cusparseLt")
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        # Without a CUDA device there is no handle to ask for the version.
         return cuda_reason(device) or self.library_reason(device)
 
     def library_reason(self, device: torch.device) -> str:
-        """Why the library is not used: it is missing, or of an unknown version."""
+        """Return why the library is not used, as it is missing or of an unknown version; empty if it is used."""
         try:
             version = self.version(device)
         except ImportError as error:
@@ -90,44 +94,56 @@ class CuSparseLtDirectKernel(TwoFourKernel):
         )
 
     def remark(self, device: torch.device) -> str:
-        """As ``CuSparseLtKernel``'s."""
-        return "" if self.machine_reason(device) else regression(device, self.version(device))
+        """Warn of cuSPARSELt 0.8.0 on Hopper, which is slower than other versions."""
+        if self.machine_reason(device):
+            return ""
+        return regression(device, self.version(device))
 
     def version(self, device: torch.device) -> int:
-        """The version of the loaded library, 801 for 0.8.1."""
+        """Return the version of the loaded library, 801 for 0.8.1."""
         with self._entered(device) as (library, _):
             return library.version
 
     def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """The algorithm that the library's search proposes, unless one was given or it is the default."""
+        """Return the algorithm that the library's search proposes, unless one was given or it is the default."""
         if self.algorithm != Algorithm():
             return ()
+        # The wgrad is `A B`, the others `x A^T`.
+        transposed = gemm != "wgrad"
         with self._entered(dense.device) as (library, stream):
-            found = library.search(packed, dense, transposed=gemm != "wgrad", stream=stream)
-        return () if found == self.algorithm else (found,)
+            found = library.search(packed, dense, transposed=transposed, stream=stream)
+        # The default is measured in any case.
+        if found == self.algorithm:
+            return ()
+        return (found,)
 
     def with_algorithm(self, algorithm: Algorithm) -> CuSparseLtDirectKernel:
-        """This kernel with another algorithm; the device's probe is shared."""
+        """Return this kernel with another algorithm; the device's probe is shared."""
+        # A shallow copy, under the same name: a Decision has the algorithm beside the name.
         other = copy(self)
         other.algorithm = algorithm
         return other
 
     def compress(self, matrix: Tensor) -> Tensor:
-        """As ``CuSparseLtKernel``'s."""
+        """Pack by the library.
+
+        Raises:
+            ValueError: If ``check`` is set and a group holds more than two entries other than ``+0``.
+        """
         if self.check:
             refuse_crowded(self.name, matrix)
         with self._entered(matrix.device) as (library, stream):
             return library.compress(matrix, stream)
 
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         with self._entered(x.device) as (library, stream):
             return library.multiply(
                 packed, x, bias, transposed=True, algorithm=self.algorithm, stream=stream
             )
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
         with self._entered(matrix.device) as (library, stream):
             return library.multiply(
                 packed, matrix, None, transposed=False, algorithm=self.algorithm, stream=stream
@@ -141,14 +157,16 @@ class CuSparseLtDirectKernel(TwoFourKernel):
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[tuple[Library, int]]:
-        """The library of this thread and a device, and the stream for its work."""
+        """Give the library of this thread and a device, and the stream for its work."""
         binding = self.binding()
         libraries = _thread.__dict__.setdefault("libraries", {})
         with self.stream(device) as (index, stream):
+            # Made while the device is current: the handle belongs to it.
             if (binding, index) not in libraries:
                 libraries[binding, index] = Library(binding)
             yield libraries[binding, index], stream
 
 
 def _dotted(version: int) -> str:
+    """A version of the library as people write it: 0.8.1 for 801."""
     return f"{version // 1000}.{version // 100 % 10}.{version % 100}"

@@ -91,6 +91,8 @@ def mvue_transposed(
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
     result = torch.empty(out, padded, dtype=grad.dtype, device=grad.device)
+    # A strip is TILE tokens. Its parts are the tiles to sample, and then, if columns are gathered in the same launch,
+    # groups of ROWS rows to gather.
     parts, width, gathered, options = triton.cdiv(out, TILE), None, None, SAMPLING
     if gather is not None and _gatherable(grad):
         parts, width, gathered = (
@@ -112,6 +114,7 @@ def mvue_transposed(
             N=pattern.n,
             M=pattern.m,
             TILE=TILE,
+            # One call of Philox makes four words: with 4 dividing `out` they belong to four columns of one block.
             SHARED=out % 4 == 0,
             ROWS=ROWS,
             WIDTH=width,
@@ -119,6 +122,7 @@ def mvue_transposed(
         )
     if gather is None:
         return result
+    # Rows that are too long for a program are left to torch.
     return result, permuted_columns_reference(grad, gather) if gathered is None else gathered
 
 
@@ -150,14 +154,17 @@ def _masked(
     The reads of a weight stored as [in, out] under a permutation are not; programs that run at the same time share them
     through the L2 cache.
     """
+    # In 64 bits, as places in memory are: a weight may have more than 2^31 entries.
     position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    # `position` is a row of the result, `row` the row of the weight that goes there.
     row = position
     if permutation is not None:
         row = tl.load(permutation + position, mask=position < out, other=0)
     inside = (position < out)[:, None] & (column < columns)[None, :]
     at = (row * row_stride)[:, None] + (column * column_stride)[None, :]
     mark = tl.load(marks + at, mask=inside, other=0)
+    # A select and not a product: a pruned infinity is 0, and a pruned negative weight is +0.
     value = tl.where((mark & BIT) != 0, tl.load(weight + at, mask=inside, other=0.0), 0.0)
     masked = value.to(result.dtype.element_ty)
     if TRANSPOSED:
@@ -178,8 +185,10 @@ def _permuted_columns(grad, order, result, tokens, out, ROWS: tl.constexpr, WIDT
 @triton.jit
 def _gather(grad, order, result, first, tokens, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Bring the columns of some rows into order."""
+    # A range has a power of two as its length, so the row is filled up.
     column = tl.arange(0, WIDTH)
     inside = column < out
+    # Read once for all rows.
     source = tl.load(order + column, mask=inside, other=0).to(tl.int32)
     for i in range(ROWS):
         at = (first + i) * out + column
@@ -210,6 +219,7 @@ def _mvue_transposed(
     The tiles and the rows of the same tokens follow each other, so the second read finds them in the L2 cache.
     """
     tiles = tl.cdiv(out, TILE)
+    # Known when the kernel is compiled: an argument that is None makes a kernel of its own.
     if gathered is None:
         strip, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         _mvue_tile(grad, seed, result, strip, part, tokens, out, padded, N, M, TILE, SHARED)
@@ -241,22 +251,25 @@ def _mvue_tile(
     """Sample the blocks of one tile as M planes [blocks, columns], and store them as rows."""
     block = strip.to(tl.int64) * (TILE // M) + tl.arange(0, TILE // M)
     column = part * TILE + tl.arange(0, TILE)
+    # Plane i holds the i-th token of each block, so the entries of a block meet in one thread. Half types are widened.
     planes = ()
     for i in tl.static_range(M):
         token = block * M + i
         inside = (token < tokens)[:, None] & (column < out)[None, :]
         entry = tl.load(grad + (token * out)[:, None] + column[None, :], mask=inside, other=0.0)
         planes = planes + (entry.to(tl.float32),)
+    # The block b of column o takes word b * out + o: it is the word (b * out + o) % 4 of the counter (b * out + o) / 4.
     if SHARED:
         quarter = part * (TILE // 4) + tl.arange(0, TILE // 4)
         words = _interleave(_philox(seed, (block * (out // 4))[:, None] + quarter[None, :]), 4)
     else:
         index = (block * out)[:, None] + column[None, :]
         words = _select(_philox(seed, index >> 2), index & 3)
+    # The upper 24 bits of a word, as many as float32 has, are a number in [0, 1).
     sample = _sample(planes, (words >> 8).to(tl.float32) * (1 / (1 << 24)), N, M)
     rows = ()
     for i in tl.static_range(M):
-        rows = rows + (tl.trans(sample[i]),)
+        rows = rows + (tl.trans(sample[i]),)  # [columns, blocks]
     token = strip.to(tl.int64) * TILE + tl.arange(0, TILE)
     row = column.to(tl.int64)
     tl.store(
@@ -269,6 +282,7 @@ def _mvue_tile(
 @triton.jit
 def _philox(seed, index):
     """Return the four words of each counter, as ``functional.random`` makes them."""
+    # Two words of the seed are the key, the other two the upper half of the counter.
     key = (tl.load(seed) & 0xFFFFFFFF) | (tl.load(seed + 1) << 32)
     word2, word3 = tl.load(seed + 2).to(tl.uint32), tl.load(seed + 3).to(tl.uint32)
     return tl.philox(key, index.to(tl.uint32), (index >> 32).to(tl.uint32), word2, word3)
@@ -285,6 +299,7 @@ def _select(words, lane):
 @triton.jit
 def _interleave(planes, M: tl.constexpr):
     """Join M tensors [rows, columns], M a power of two, so that entry ``M q + i`` of a row is entry q of plane i."""
+    # tl.interleave joins two tensors. Planes i and i + M / 2 first: later calls bring i and i + 1 beside each other.
     half: tl.constexpr = M // 2
     joined = ()
     for i in tl.static_range(half):
@@ -308,6 +323,7 @@ def _top(planes, M: tl.constexpr):
     """Return the largest magnitude of each block, or NaN."""
     top = tl.abs(planes[0])
     for i in tl.static_range(1, M):
+        # By default the maximum of a number and NaN may be the number.
         top = tl.maximum(top, tl.abs(planes[i]), propagate_nan=tl.PropagateNan.ALL)
     return top
 
@@ -315,7 +331,8 @@ def _top(planes, M: tl.constexpr):
 @triton.jit
 def _scale(planes, M: tl.constexpr):
     """Scale blocks whose sum might overflow by a power of two; return the scaled planes and what undoes it."""
-    large = _top(planes, M) > 3.4028234663852886e38 / (4 * M)
+    large = _top(planes, M) > 3.4028234663852886e38 / (4 * M)  # the largest float32
+    # M is a power of two, so scaling rounds nothing.
     unit = tl.where(large, 1 / (4 * M), 1.0)
     scaled = ()
     for i in tl.static_range(M):
@@ -326,12 +343,15 @@ def _scale(planes, M: tl.constexpr):
 @triton.jit
 def _sample(planes, uniform, N: tl.constexpr, M: tl.constexpr):
     """Draw what ``functional.mvue`` draws, by the same roundings in the same order."""
-    finite = _top(planes, M) < float("inf")
+    finite = _top(planes, M) < float("inf")  # false of NaN
+    # The tail is the magnitudes of a block that are still to be drawn. One that is not finite is drawn as if of ones,
+    # and its level is NaN.
     tail = ()
     nonzeros = tl.zeros_like(uniform)
     for i in tl.static_range(M):
         tail = tail + (tl.where(finite, tl.abs(planes[i]), 1.0),)
         nonzeros += (tail[i] > 0).to(tl.float32)
+    # A block of at most N nonzeros is kept as it is: nothing is due to be drawn.
     few = nonzeros <= N
     due = tl.where(few, 0.0, 1.0 * N)
 
@@ -348,9 +368,11 @@ def _sample(planes, uniform, N: tl.constexpr, M: tl.constexpr):
         due, tail = left, rest
     part, unit = _scale(tail, M)
     total = _sum(part, M)
+    # The magnitude of each drawn entry. Divided as torch divides, to the nearest, and not by an approximate reciprocal.
     level = tl.where(finite, tl.div_rn(total, tl.maximum(due, 1.0)) * unit, float("nan"))
 
     # Draw the others: an entry survives if one of u, u + 1, ... falls into its part of the line.
+    # `wanted` entries must be drawn so far for the other nonzeros to make up what is due, whatever the rounding.
     wanted = due
     for i in tl.static_range(M):
         wanted = wanted - (tail[i] > 0).to(tl.float32)

@@ -19,6 +19,8 @@ _REPEATS = 3
 
 
 class _Verdict(NamedTuple):
+    """Why a kernel does not work on a device, or with an empty reason, for which multiples of sizes it does."""
+
     reason: str
     multiple: int = 0
 
@@ -39,11 +41,11 @@ class DeviceProbe:
         return {"kernel": self.kernel, "_verdicts": {}}
 
     def reason(self, device: torch.device) -> str:
-        """Why the kernel does not work on a device; empty if it does."""
+        """Return why the kernel does not work on a device; empty if it does."""
         return self._verdict(device).reason
 
     def multiple(self, device: torch.device) -> int:
-        """The finest multiple of sizes that is right on a device.
+        """Return the finest multiple of sizes that is right on a device.
 
         Raises:
             RuntimeError: If the kernel did not pass the probe of this device.
@@ -54,7 +56,9 @@ class DeviceProbe:
         return verdict.multiple
 
     def _verdict(self, device: torch.device) -> _Verdict:
+        """Return the verdict on a device, which is judged once."""
         try:
+            # "cuda" stands for the current device, which may be another one the next time.
             if device.type == "cuda" and device.index is None and torch.cuda.is_available():
                 device = torch.device("cuda", torch.cuda.current_device())
             if device not in self._verdicts:
@@ -64,9 +68,11 @@ class DeviceProbe:
         return self._verdicts[device]
 
     def _judge(self, device: torch.device) -> _Verdict:
-        if reason := self.kernel.machine_reason(device):
+        """Judge a device: climb the rungs until one is wrong."""
+        reason = self.kernel.machine_reason(device)
+        if reason:
             return _Verdict(reason)
-        verdict = _Verdict("")
+        finest = 0  # the multiple of the last rung that was right
         # A thread of its own: the library's handle belongs to a thread and its current device, and the caller's
         # autocast and tracers do not apply there.
         with ThreadPoolExecutor(1) as pool:
@@ -74,52 +80,60 @@ class DeviceProbe:
                 try:
                     reason = pool.submit(self._compare, device, *sizes).result()
                 except Exception:
-                    if not verdict.multiple:
+                    # Only the first rung has to work; finer sizes may be unsupported.
+                    if not finest:
                         raise
                     break
                 if reason:
-                    return verdict if verdict.multiple else _Verdict(reason)
-                verdict = _Verdict("", multiple)
-        return verdict
+                    if not finest:
+                        return _Verdict(reason)
+                    break
+                finest = multiple
+        return _Verdict("", finest)
 
     @torch.no_grad()
     def _compare(self, device: torch.device, rows: int, depth: int, tokens: int) -> str:
         """Compare all products of one shape with float64; return what differs first, or an empty string."""
-        kernel, generator = self.kernel, torch.Generator().manual_seed(0)
+        kernel = self.kernel
+        # Drawn on the CPU, so every device is checked with the same numbers.
+        generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
         for dtype in kernel.dtypes:
-            matrix, x, biases = (
-                nm_prune(normal(rows, depth), "2:4"),
-                normal(tokens, depth),
-                normal(_REPEATS, rows),
-            )
-            matrix[::2, :4] = 0
-            matrix[:, 4] = 0
-            dense = x.t().contiguous()
+            matrix = nm_prune(normal(rows, depth), "2:4")
+            x_ti = normal(tokens, depth)
+            # Rows of one matrix: each bias starts at another address.
+            biases = normal(_REPEATS, rows)
+            matrix[::2, :4] = 0  # groups of zeros
+            matrix[:, 4] = 0  # groups of one nonzero
+            dense_it = x_ti.t().contiguous()
             packed = kernel.compress(matrix)
             if packed.numel() != rows * packed_width(depth, dtype):
                 return f"{dtype} [{rows}, {depth}] is packed into {packed.numel()} values, not 9/16 of its own"
             packed = packed.view(rows, -1)
-            product = matrix.double() @ dense.double()
+            product_ot = matrix.double() @ dense_it.double()
+            product_to = product_ot.t()
             for bias in biases:
                 shift = bias.double()
-                for what, result, expected in (
-                    ("linear", kernel.sparse_linear(packed, x, None), product.t()),
+                comparisons = (
+                    ("linear", kernel.sparse_linear(packed, x_ti, None), product_to),
                     (
                         "linear with bias",
-                        kernel.sparse_linear(packed, x, bias),
-                        product.t() + shift,
+                        kernel.sparse_linear(packed, x_ti, bias),
+                        product_to + shift,
                     ),
-                    ("matmul", kernel.sparse_matmul(packed, dense), product),
-                ):
+                    ("matmul", kernel.sparse_matmul(packed, dense_it), product_ot),
+                )
+                # Sums in float32, rounded once or, before the bias, twice: a lost value would show at once.
+                scale = shift.abs().max()
+                for what, result, expected in comparisons:
+                    product = f"{dtype} {what} of [{rows}, {depth}]"
                     if result.shape != expected.shape or not result.is_contiguous():
-                        return f"{dtype} {what} of [{rows}, {depth}] returned shape {tuple(result.shape)}"
+                        return f"{product} returned shape {tuple(result.shape)}"
                     error = (result.double() - expected).abs()
-                    # Sums in float32, rounded once or, before the bias, twice: a lost value would show at once.
-                    allowed = torch.finfo(dtype).eps * (expected.abs() + shift.abs().max()) + 1e-2
-                    if not bool((error <= allowed).all()):
-                        return f"{dtype} {what} of [{rows}, {depth}] is wrong by up to {float(error.max()):.3g}"
+                    allowed = torch.finfo(dtype).eps * (expected.abs() + scale) + 1e-2
+                    if not bool((error <= allowed).all()):  # true of NaN
+                        return f"{product} is wrong by up to {float(error.max()):.3g}"
         return ""

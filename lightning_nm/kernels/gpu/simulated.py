@@ -8,11 +8,26 @@ from torch.nn.functional import linear, pad
 
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, packed_width, two_four_violation
 
-# For each set of nonzeros of a group, as bits: the two stored positions, in order. Other positions, the lowest first,
-# fill up if there are fewer nonzeros; the third and fourth nonzero are lost.
-_POSITIONS = [
-    sorted(sorted(range(4), key=lambda entry: not bits >> entry & 1)[:2]) for bits in range(16)
-]
+_GROUP = 4
+"""Entries of a group, of which two are stored."""
+
+
+def _stored_positions(nonzero_bits: int) -> list[int]:
+    """The two stored positions of a group, in ascending order; bit `p` says whether the entry at `p` is a nonzero."""
+    nonzeros = []
+    zeros = []
+    for position in range(_GROUP):
+        if nonzero_bits >> position & 1:
+            nonzeros.append(position)
+        else:
+            zeros.append(position)
+    # The lowest zeros fill up if there are fewer than two nonzeros; the third and fourth nonzero are lost.
+    stored = (nonzeros + zeros)[:2]
+    return sorted(stored)
+
+
+_POSITIONS = [_stored_positions(bits) for bits in range(1 << _GROUP)]
+"""By the bits of a group's nonzeros: the two stored positions."""
 
 
 def compress(matrix: Tensor) -> Tensor:
@@ -35,15 +50,25 @@ def compress(matrix: Tensor) -> Tensor:
         >>> packed[:, :4].tolist(), f"{int(packed.view(torch.uint8)[0, 16]):08b}"
         ([[1.0, 2.0, 3.0, 0.0]], '01001101')
     """
-    groups = matrix.unflatten(1, (-1, 4))
+    device = matrix.device
+    groups = matrix.unflatten(1, (-1, _GROUP))  # [rows, groups, 4]
     nonzero = groups != 0
-    bits = (nonzero * torch.tensor([1, 2, 4, 8], device=matrix.device)).sum(2)
-    positions = torch.tensor(_POSITIONS, device=matrix.device)[bits]
-    values = torch.where(nonzero, groups, 0).gather(2, positions).flatten(1)
-    codes = (positions[..., 0] + 4 * positions[..., 1]).to(torch.uint8)
-    packed_codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    filled = pad(packed_codes, (0, -packed_codes.shape[1] % matrix.itemsize))
-    return torch.cat((values, filled.view(matrix.dtype)), 1)
+    weight_of_bit = torch.tensor([1, 2, 4, 8], device=device)
+    bits = (nonzero * weight_of_bit).sum(2)  # [rows, groups]
+    positions = torch.tensor(_POSITIONS, device=device)[bits]  # [rows, groups, 2]
+    # A zero is stored as +0, also where the matrix has -0.
+    kept = torch.where(nonzero, groups, 0)
+    values = kept.gather(2, positions).flatten(1)  # [rows, depth / 2]
+    first = positions[..., 0]
+    second = positions[..., 1]
+    codes = (first + 4 * second).to(torch.uint8)  # [rows, groups], 4 bits each
+    lower_half = codes[:, 0::2]
+    upper_half = codes[:, 1::2]
+    packed_codes = lower_half | upper_half << 4  # [rows, groups / 2]
+    # The bytes are viewed as the dtype, so they have to fill whole words.
+    missing = -packed_codes.shape[1] % matrix.itemsize
+    words = pad(packed_codes, (0, missing)).view(matrix.dtype)
+    return torch.cat((values, words), 1)
 
 
 def expand(packed: Tensor, depth: int) -> Tensor:
@@ -54,12 +79,22 @@ def expand(packed: Tensor, depth: int) -> Tensor:
         >>> expand(compress(torch.tensor([[0.0, 1.0, 0.0, 2.0, 3.0, 0.0, 0.0, -0.0]])), 8).tolist()
         [[0.0, 1.0, 0.0, 2.0, 3.0, 0.0, 0.0, 0.0]]
     """
-    values, words = packed.split((depth // 2, packed_width(depth, packed.dtype) - depth // 2), 1)
-    packed_codes = words.contiguous().view(torch.uint8)[:, : depth // 8]
-    codes = torch.stack((packed_codes & 15, packed_codes >> 4), 2).flatten(1)
-    positions = torch.stack((codes & 3, codes >> 2), 2).long()
-    groups = packed.new_zeros(len(packed), depth // 4, 4)
-    return groups.scatter_(2, positions, values.unflatten(1, (-1, 2))).flatten(1)
+    rows = len(packed)
+    value_count = depth // 2
+    group_count = depth // _GROUP
+    word_count = packed_width(depth, packed.dtype) - value_count
+    values, words = packed.split((value_count, word_count), 1)
+    # Two codes in a byte; the bytes after them fill the last word.
+    packed_codes = words.contiguous().view(torch.uint8)[:, : group_count // 2]
+    lower_half = packed_codes & 15
+    upper_half = packed_codes >> 4
+    codes = torch.stack((lower_half, upper_half), 2).flatten(1)  # [rows, groups]
+    first = codes & 3
+    second = codes >> 2
+    positions = torch.stack((first, second), 2).long()  # [rows, groups, 2]
+    groups = packed.new_zeros(rows, group_count, _GROUP)
+    groups.scatter_(2, positions, values.unflatten(1, (-1, 2)))
+    return groups.flatten(1)
 
 
 class SimulatedSparseKernel(TwoFourKernel):
@@ -67,6 +102,13 @@ class SimulatedSparseKernel(TwoFourKernel):
 
     It takes what the hardware takes, and float32 and float64. The result is the dense product of the unpacked matrix:
     as there, a pruned weight times infinity is NaN.
+
+    Example::
+
+        >>> kernel = SimulatedSparseKernel()
+        >>> packed = kernel.pack(torch.eye(16, 32))
+        >>> packed.shape, kernel.linear(packed, torch.ones(8, 32)).sum().item()
+        (torch.Size([16, 17]), 128.0)
     """
 
     name = "simulated"
@@ -78,7 +120,8 @@ class SimulatedSparseKernel(TwoFourKernel):
         Raises:
             ValueError: If the matrix is not 2:4; the hardware would drop values silently.
         """
-        if violation := two_four_violation(matrix != 0):
+        violation = two_four_violation(matrix != 0)
+        if violation:
             raise ValueError(
                 f"{self.name}: a matrix of shape {tuple(matrix.shape)} is not 2:4 along its last axis, {violation}: "
                 "prune it first, for example with `nm_prune`"
@@ -86,9 +129,9 @@ class SimulatedSparseKernel(TwoFourKernel):
         return compress(matrix)
 
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         return linear(x, expand(packed, x.shape[1]), bias)
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
         return expand(packed, len(matrix)) @ matrix

@@ -39,6 +39,7 @@ def two_four_reason(pattern: PatternLike, depth: int | None = None) -> str:
         'an axis of 6 is not made of groups of four, as 2:4 hardware needs it'
     """
     pattern = NMPattern.parse(pattern)
+    # Blocks of 2:M with 4 dividing M begin at groups: no group has nonzeros of two blocks.
     if pattern.n > 2 or (pattern.n == 2 and pattern.m % 4):
         fault = f"{pattern} may put more than two nonzeros into a group of four, and the hardware knows 2:4 alone"
         return f"{fault}: patterns 1:M and 2:M with 4 dividing M fit"
@@ -57,11 +58,11 @@ def two_four_violation(nonzero: Tensor) -> str:
         >>> two_four_violation(torch.tensor([[False, True, False, True, True, True, True, False]]))
         '1 of 2 groups of four holds more than two nonzeros, the first at row 0, columns 4 to 7'
     """
-    crowded = nonzero.unflatten(1, (-1, 4)).sum(2) > 2
+    crowded = nonzero.unflatten(1, (-1, 4)).sum(2) > 2  # [rows, groups]
     count = int(crowded.sum())
     if not count:
         return ""
-    row, group = (int(index) for index in crowded.nonzero()[0])
+    row, group = crowded.nonzero()[0].tolist()
     hold = "holds" if count == 1 else "hold"
     return (
         f"{count} of {crowded.numel()} groups of four {hold} more than two nonzeros, "
@@ -74,7 +75,9 @@ def packed_width(depth: int, dtype: torch.dtype) -> int:
 
     ``depth / 2 + ceil(depth / 8 / itemsize)``: 9/16 of `depth` for 16-bit types.
     """
-    return depth // 2 + -(-(depth // 8) // dtype.itemsize)
+    position_bytes = depth // 8  # 4 bits for each group of four
+    position_words = -(-position_bytes // dtype.itemsize)  # rounded up
+    return depth // 2 + position_words
 
 
 class TwoFourKernel(GemmKernel):
@@ -94,55 +97,67 @@ class TwoFourKernel(GemmKernel):
     """Checks a device before the first product on it; None for software that works everywhere."""
 
     def machine_reason(self, device: torch.device) -> str:
-        """Why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
+        """Return why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
         return ""
 
     def probe(self, device: torch.device) -> str:
-        """The reason that :class:`~lightning_nm.kernels.gpu.probe.DeviceProbe` found against a device."""
-        return "" if self.device_probe is None else self.device_probe.reason(device)
+        """Return the reason that :class:`~lightning_nm.kernels.gpu.probe.DeviceProbe` found against a device."""
+        if self.device_probe is None:
+            return ""
+        return self.device_probe.reason(device)
 
     def multiple(self, device: torch.device) -> int:
-        """Divisor of rows and depth of A on a device; a RuntimeError if the kernel did not pass its probe there."""
-        return SPARSE_MULTIPLE if self.device_probe is None else self.device_probe.multiple(device)
+        """Return what divides rows and depth of A on a device.
+
+        Raises:
+            RuntimeError: If the kernel did not pass its probe there.
+        """
+        if self.device_probe is None:
+            return SPARSE_MULTIPLE
+        return self.device_probe.multiple(device)
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack ``A [rows, depth]`` into ``rows * packed_width(depth)`` values of its dtype."""
         raise NotImplementedError
 
     def sparse_linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, result ``[tokens, rows]``."""
         raise NotImplementedError
 
     def sparse_matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
+        """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``."""
         raise NotImplementedError
 
     def supports(self, key: GemmKey) -> str:
-        """Why a product cannot run: the probe's reason, its dtype, its pattern, or the first size that does not fit."""
+        """Return why a product cannot run: the probe's reason, its dtype, its pattern, or a size that does not fit."""
         device = torch.device(key.device)
+        # Only a device that passed the probe has a multiple.
         return self.probe(device) or self._misfit(key, self.multiple(device))
 
     def static_reason(self, key: GemmKey) -> str:
-        """Why no device runs a product: its dtype, its pattern, or a size that is no multiple of 16, or of 8."""
+        """Return why no device runs a product: its dtype, its pattern, or a size that is no multiple of 16, or of 8."""
         return self._misfit(key, SPARSE_MULTIPLE)
 
     def _misfit(self, key: GemmKey, multiple: int) -> str:
+        """Return why a product does not fit hardware with this multiple of rows and depth; empty if it does."""
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
-        depth = key.depth + (-key.depth % multiple if key.gemm == "wgrad" else 0)
-        if reason := two_four_reason(key.pattern, depth):
+        depth = key.depth
+        if key.gemm == "wgrad":
+            depth += -depth % multiple  # `pack` pads the tokens
+        reason = two_four_reason(key.pattern, depth)
+        if reason:
             return reason
         if 0 in (key.rows, key.depth, key.columns):
             return f"the product {key} is empty"
-        sizes = [("rows", key.rows, multiple), ("depth", depth, multiple)]
+        divisors = [("rows", key.rows, multiple), ("depth", depth, multiple)]
         if key.gemm == "wgrad":
-            sizes.append(("columns", key.columns, DENSE_MULTIPLE))
-        misfits = (
-            f"{name}={size} is not a multiple of {divisor}"
-            for name, size, divisor in sizes
-            if size % divisor
-        )
-        return next(misfits, "")
+            # The columns of the other products are tokens, which `linear` pads.
+            divisors.append(("columns", key.columns, DENSE_MULTIPLE))
+        for name, size, divisor in divisors:
+            if size % divisor:
+                return f"{name}={size} is not a multiple of {divisor}"
+        return ""
 
     def pack(self, matrix: Tensor) -> Tensor:
         """Pack ``A [rows, depth]`` into one tensor ``[rows, packed_width(depth)]`` of its dtype.
@@ -158,9 +173,11 @@ class TwoFourKernel(GemmKernel):
         if matrix.shape[0] % multiple:
             fault = f"a matrix of shape {tuple(matrix.shape)} has rows that are not a multiple of {multiple}"
             raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
-        if missing := -matrix.shape[1] % multiple:
+        missing = -matrix.shape[1] % multiple
+        if missing:
             matrix = pad(matrix, (0, missing))
-        rows, width = matrix.shape[0], packed_width(matrix.shape[1], matrix.dtype)
+        rows, depth = matrix.shape
+        width = packed_width(depth, matrix.dtype)
         packed = self.compress(matrix)
         if packed.numel() != rows * width:
             given = f"a packed matrix of shape {tuple(matrix.shape)}"
@@ -171,44 +188,63 @@ class TwoFourKernel(GemmKernel):
         return packed.view(rows, width)
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x A^T + bias``, as :meth:`GemmKernel.linear`; a ValueError for an operand that does not fit the pack."""
+        """Compute ``x A^T + bias``, as :meth:`GemmKernel.linear`.
+
+        Raises:
+            ValueError: If an operand does not fit the packed matrix.
+        """
         self._check("x", x, packed)
         self._check_packed(packed, x.shape[1], "x", x)
         if bias is not None:
             self._check("bias", bias, packed, shape=packed.shape[:1])
         tokens = len(x)
-        if missing := -tokens % DENSE_MULTIPLE:
+        missing = -tokens % DENSE_MULTIPLE
+        if missing:
             x = pad(x, (0, 0, 0, missing))
+        # The first rows of a contiguous result are contiguous: nothing is copied.
         return self.sparse_linear(packed, x, bias)[:tokens]
 
     def matmul(self, packed: Tensor, matrix: Tensor) -> Tensor:
-        """``A B``, as :meth:`GemmKernel.matmul`; B is padded as A's depth was. Raises as :meth:`linear`."""
+        """Compute ``A B``, as :meth:`GemmKernel.matmul`; B is padded as A's depth was.
+
+        Raises:
+            ValueError: If an operand does not fit the packed matrix.
+        """
         self._check("B", matrix, packed)
         missing = -len(matrix) % self.multiple(matrix.device)
         self._check_packed(packed, len(matrix) + missing, "B", matrix)
         if matrix.shape[1] % DENSE_MULTIPLE:
             fault = f"B of shape {tuple(matrix.shape)} has columns that are not a multiple of {DENSE_MULTIPLE}"
             raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
-        return self.sparse_matmul(packed, pad(matrix, (0, 0, 0, missing)) if missing else matrix)
+        if missing:
+            matrix = pad(matrix, (0, 0, 0, missing))
+        return self.sparse_matmul(packed, matrix)
 
     def _check(
         self, name: str, tensor: Tensor, like: Tensor | None = None, shape: tuple[int, ...] = ()
     ) -> None:
-        """Refuse what the library would misread: it checks neither strides nor the dtype of a second operand."""
+        """Refuse what the library would misread: it checks neither strides nor the dtype of a second operand.
+
+        `like` is the packed matrix that the operand is multiplied with; without a `shape` any matrix will do.
+        """
+        # This runs for each operand of each product, so it is one function: a call costs as much as a test.
         size = tuple(tensor.shape)
+        fits = size == shape if shape else len(size) == 2
         if tensor.dtype not in self.dtypes:
             fault = f"is {tensor.dtype}, not one of {', '.join(map(str, self.dtypes))}"
         elif like is not None and (tensor.dtype != like.dtype or tensor.device != like.device):
-            given, packed = f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}"
+            given = f"{tensor.dtype} on {tensor.device}"
+            packed = f"{like.dtype} on {like.device}"
             fault = (
                 f"is {given}, but the packed matrix is {packed}: bring both to one dtype and device"
             )
-        elif (shape and size != shape) or (not shape and len(size) != 2) or not tensor.numel():
+        elif not fits or not tensor.numel():
             wanted = f"of shape {tuple(shape)}" if shape else "a matrix that is not empty"
             fault = f"must be {wanted}, not of shape {size}"
         elif not tensor.is_contiguous():
             fault = f"of shape {size} has strides {tensor.stride()}: pass it contiguous"
         elif tensor.data_ptr() % ALIGNMENT:
+            # A view into a larger tensor may start anywhere.
             fault = f"of shape {size} starts at an address that is not a multiple of {ALIGNMENT} bytes: pass a clone"
         else:
             return
@@ -217,9 +253,8 @@ class TwoFourKernel(GemmKernel):
     def _check_packed(self, packed: Tensor, depth: int, name: str, dense: Tensor) -> None:
         """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
         self._check("the packed matrix", packed)
-        if depth % self.multiple(packed.device) or packed.shape[1] != packed_width(
-            depth, packed.dtype
-        ):
+        width = packed_width(depth, packed.dtype)
+        if depth % self.multiple(packed.device) or packed.shape[1] != width:
             fault = f"{name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape {tuple(packed.shape)}"
             raise ValueError(
                 f"{self.name}: {fault}: pass what `pack` returned for a matrix of that depth"

@@ -51,15 +51,21 @@ class Environment:
     nvmath: str | None = None
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{field.name} {getattr(self, field.name) or 'none'}" for field in fields(self)
-        )
+        # The text is the key of the decisions in their file.
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name) or "none"
+            parts.append(f"{field.name} {value}")
+        return ", ".join(parts)
 
 
 def environment_of(device: torch.device) -> Environment:
     """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
     if device.type == "cpu":
-        kernels = "no kernels" if unavailable() else f"{LEVELS[level()]}; library {compiled_from()}"
+        # Another instruction set, build of the library or number of threads is another speed.
+        kernels = "no kernels"
+        if not unavailable():
+            kernels = f"{LEVELS[level()]}; library {compiled_from()}"
         name = f"{cpu_name()}; {kernels}; threads: {torch.get_num_threads()}"
         return Environment(name, None, torch.__version__, None, None)
     if device.type != "cuda":
@@ -89,9 +95,9 @@ class Decision:
     pack_ms: float | None  # of packing its operand once
     reason: str  # why this kernel, and why not others
     source: Source
-    terms: str = ""  # when it holds: available kernels, uses of a pack, margin, whether products must be deterministic
-    # The fastest of the kernel's library; None for the kernel's own.
-    algorithm: Algorithm | None = None
+    # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
+    terms: str = ""
+    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for its own
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:
@@ -100,10 +106,12 @@ class Decision:
         Raises:
             TypeError: If it is none.
         """
-        algorithm = entry.get("algorithm")
-        decision = cls(
-            **{**entry, "algorithm": None if algorithm is None else Algorithm(*algorithm)}
-        )
+        values = dict(entry)
+        # JSON turned the named tuple into a list.
+        if values.get("algorithm") is not None:
+            values["algorithm"] = Algorithm(*values["algorithm"])
+        decision = cls(**values)
+        # Dataclasses check no types, and a file may have been edited.
         texts = (decision.kernel, decision.reason, decision.source, decision.terms)
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
         if not all(isinstance(text, str) for text in texts):
@@ -115,9 +123,12 @@ class Decision:
 
 def decisions_file(path: str | os.PathLike[str] | None) -> Path | None:
     """The file at a path, which may begin with ``~``; ``None`` if the user has no home directory."""
-    with suppress(RuntimeError):
-        return None if path is None else Path(path).expanduser()
-    return None
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # there is no home directory, as for some users of containers
+        return None
 
 
 class Decisions(MutableMapping[GemmKey, Decision]):
@@ -127,6 +138,15 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     those of two devices of one type: the GPUs of a machine are assumed to be equal.
 
     One thread may add decisions while others read them: iterating goes through those that were there when it began.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> decisions = Decisions(environment_of(torch.device("cpu")))
+        >>> key = GemmKey("forward", 64, 32, 1000, torch.float32, NMPattern(2, 4), "cpu")
+        >>> decisions[key] = Decision("cpu-csr", 1.0, 0.5, 0.1, "measured", "measured")
+        >>> decisions[GemmKey("forward", 64, 32, 1024, torch.float32, NMPattern(2, 4), "cpu")].kernel
+        'cpu-csr'
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -152,11 +172,11 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
         """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
         decisions = cls(environment)
+        # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
         with suppress(OSError, ValueError, TypeError, AttributeError):
             entries = _read(Path(path)).get(str(environment), {})
-            decisions._decisions = {
-                parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()
-            }
+            found = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+            decisions._decisions = found  # all or none
         return decisions
 
     def postponed(self) -> list[GemmKey]:
@@ -179,24 +199,25 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             self._save(path)
 
     def _save(self, path: Path) -> None:
+        """Add the decisions to a file, which is locked by the caller."""
         try:
             environments = _read(path)
         except (FileNotFoundError, _OtherSchemaError):
             environments = {}
-        entries = {
-            str(key): asdict(decision)
-            for key, decision in self.items()
-            if decision.source != "postponed"
-        }
-        environments[str(self.environment)] = environments.get(str(self.environment), {}) | entries
+        # Read again at each save: another process may have added decisions.
+        entries = environments.setdefault(str(self.environment), {})
+        for key, decision in self.items():
+            # A postponed product is still to be measured, here or by the next training.
+            if decision.source != "postponed":
+                entries[str(key)] = asdict(decision)
+        content = {"schema": SCHEMA, "environments": environments}
+        # A reader sees the old file or the new one, never a part: renaming is atomic.
         new = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
-            new.write_text(
-                json.dumps({"schema": SCHEMA, "environments": environments}, indent=1) + "\n"
-            )
+            new.write_text(json.dumps(content, indent=1) + "\n")
             new.replace(path)
         finally:
-            new.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)  # left if writing or renaming failed
 
 
 @contextmanager
@@ -219,11 +240,12 @@ class _OtherSchemaError(ValueError):
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries by environment."""
+    """Read the entries of a file, by environment."""
     text = path.read_text()
     try:
         content = json.loads(text)
-        schema, environments = content["schema"], content["environments"]
+        schema = content["schema"]
+        environments = content["environments"]
         if not isinstance(environments, dict):
             raise TypeError("`environments` is not a mapping")
     except (ValueError, TypeError, KeyError) as error:

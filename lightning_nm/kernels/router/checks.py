@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_mask, nm_prune
 from lightning_nm.functional.mask_bits import FORWARD_BIT
-from lightning_nm.kernels.api import Algorithm, Convolution, GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import (
+    Algorithm,
+    Convolution,
+    GemmKernel,
+    GemmKey,
+    GemmName,
+    MaskedMatrix,
+)
 from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.kernels.router.timing import Timer, copies_past_cache, rotated
 
@@ -40,30 +48,34 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     with _no_autocast():
         matrix, dense = _operands(key, _generator(key))
         expected = _product(GemmKernel(), key, matrix, dense)
-        packable, kept = matrix.clone(), dense.clone()
-        packed = _packed(kernel, key, packable)
+        matrix_copy = matrix.clone()
+        dense_copy = dense.clone()
+        packed = _packed(kernel, key, matrix_copy)
         result = _product(kernel, key, packed, dense)
-        if not torch.equal(dense, kept) or not torch.equal(packable, matrix):
+        if not torch.equal(dense, dense_copy) or not torch.equal(matrix_copy, matrix):
             return "changes its operands"
+        # The first result still exists: a kernel that has one buffer for all would overwrite it in training.
         second = _product(kernel, key, packed, dense)
         if result.data_ptr() == second.data_ptr():
             return "returns the same memory for two products"
-        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+        if result.shape != expected.shape or result.dtype != expected.dtype:
             return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+        compared = result
         if key.sparsity == "outputs":
+            # The kernel may return anything at the other entries.
             mask = _needed(key).bits.bool()
-            if reason := _difference(torch.where(mask, result, 0), torch.where(mask, expected, 0)):
-                return reason
-        elif reason := _difference(result, expected):
+            compared = torch.where(mask, result, 0)
+            expected = torch.where(mask, expected, 0)
+        reason = _difference(compared, expected)
+        if reason:
             return reason
         if torch.are_deterministic_algorithms_enabled():
-            repeats = [
-                _product(kernel, key, _packed(kernel, key, matrix), dense)
-                for _ in range(REPEATS - 1)
-            ]
-            bits = [
-                product.contiguous().view(torch.uint8) for product in (result, second, *repeats)
-            ]
+            products = [result, second]
+            for _ in range(REPEATS - 1):
+                # Packed anew: the packing has to be deterministic, too.
+                products.append(_product(kernel, key, _packed(kernel, key, matrix), dense))
+            # Bytes are compared, because a NaN does not equal itself and -0 equals +0.
+            bits = [product.contiguous().view(torch.uint8) for product in products]
             if not all(torch.equal(each, bits[0]) for each in bits):
                 return "gives other bits when it is repeated, and deterministic algorithms are asked for"
     return ""
@@ -74,18 +86,22 @@ def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
     with _no_autocast():
         generator = _generator(key)
         matrix, dense = _operands(key, generator)
-        bias = 10 * torch.randn(key.rows, dtype=key.dtype, device=key.device, generator=generator)
+        # Large, so that a bias that is left out exceeds the tolerance.
+        bias = 10 * _random(key, (key.rows,), generator)
         result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
-        return _difference(result, GemmKernel().linear(matrix, dense, bias))
+        expected = GemmKernel().linear(matrix, dense, bias)
+        return _difference(result, expected)
 
 
 def _difference(result: Tensor, expected: Tensor) -> str:
+    """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
+    # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
     dtype = torch.promote_types(expected.dtype, torch.float32)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(t, dtype=dtype) for t in (result - expected, expected)]
-    )
-    difference, norm = norms.tolist()
-    error = difference / norm
+    difference = torch.linalg.vector_norm(result - expected, dtype=dtype)
+    norm = torch.linalg.vector_norm(expected, dtype=dtype)
+    # Stacked, so that the device is waited for once; divided in double precision.
+    difference_value, norm_value = torch.stack([difference, norm]).tolist()
+    error = difference_value / norm_value
     most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
     if not error < most:  # true of NaN
         return f"wrong by {error:.2g} of the dense product, not less than {most:g}"
@@ -96,9 +112,9 @@ def dense_ms(key: GemmKey, timer: Timer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
     with _no_autocast():
         matrices, others = _copies(key)
-        return _milliseconds(
-            timer, key, lambda a, b: _product(GemmKernel(), key, a, b), matrices, others
-        )
+        # The reference takes a matrix as its packed form.
+        dense_product = partial(_product, GemmKernel(), key)
+        return _milliseconds(timer, key, dense_product, matrices, others)
 
 
 def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
@@ -109,19 +125,22 @@ def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, fl
     the dense product's, the times include neither masking nor drawing.
     """
     with _no_autocast():
-        product = time_product(kernel, key, timer)
+        product_ms = time_product(kernel, key, timer)
         if key.sparsity == "outputs":
-            return product, 0.0
+            return product_ms, 0.0
+        matrices, _ = _copies(key)
         if key.gemm == "wgrad":
-            return product, _milliseconds(
-                timer, key, kernel.pack, [m.contiguous() for m in _copies(key)[0]]
-            )
-        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in _copies(key)[0]]
+            # An estimate is drawn anew for each product, so it has no mask to lay out.
+            contiguous = [matrix.contiguous() for matrix in matrices]
+            return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
+        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
         for operand in operands:
             operand.dense()  # made once: making it is masking
-        return product, _milliseconds(
-            timer, key, lambda each: kernel.pack_masked(each, kernel.layout(each)), operands
-        )
+
+        def pack(operand: MaskedMatrix) -> Any:
+            return kernel.pack_masked(operand, kernel.layout(operand))
+
+        return product_ms, _milliseconds(timer, key, pack, operands)
 
 
 def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
@@ -131,17 +150,18 @@ def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
         packs = [_packed(kernel, key, matrix) for matrix in matrices]
         order = _order(key, kernel)
 
-        def product_of(packed: Tensor, dense: Tensor) -> Tensor:
-            return _product(
-                kernel, key, packed, dense if order is None else permuted_columns(dense, order)
-            )
+        def product(packed: Any, dense: Tensor) -> Tensor:
+            # Training permutes dY for each product, so it is part of the time.
+            if order is not None:
+                dense = permuted_columns(dense, order)
+            return _product(kernel, key, packed, dense)
 
-        return _milliseconds(timer, key, product_of, packs, others)
+        return _milliseconds(timer, key, product, packs, others)
 
 
 @contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Neither autograd nor autocast."""
+    """Switch off autograd and autocast: the caller may be a forward pass under both."""
     with (
         torch.no_grad(),
         torch.autocast("cuda", enabled=False),
@@ -151,91 +171,121 @@ def _no_autocast() -> Iterator[None]:
 
 
 def _generator(key: GemmKey) -> torch.Generator:
+    """A generator of its own on the device of a product: the random numbers of the training stay as they are."""
     return torch.Generator(key.device).manual_seed(0)
+
+
+def _random(key: GemmKey, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
 def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
     """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY; of a convolution W or dY."""
     if key.conv is not None:
         return _conv_matrix(key, key.conv, generator)
-    axis, m = (0 if key.sparsity == "masked" else 1), key.pattern.m
-    shape = [size + -size % m * (axis == i) for i, size in enumerate((key.rows, key.depth))]
-    matrix = torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+    axis = 0 if key.sparsity == "masked" else 1
+    shape = [key.rows, key.depth]
+    shape[axis] += -shape[axis] % key.pattern.m  # whole blocks, the last one is cut below
+    matrix = _random(key, shape, generator)
     if key.sparsity != "outputs":
         matrix = nm_prune(matrix, key.pattern, axis)
     matrix = matrix[: key.rows, : key.depth]
     if key.gemm == "wgrad" and key.sparsity == "n:m":  # estimates have padded tokens
         matrix = pad(matrix, (0, -key.depth % TOKENS))
-    return matrix.contiguous() if key.gemm == "forward" else matrix.t().contiguous().t()
+    if key.gemm == "forward":
+        return matrix.contiguous()
+    # W^T of dgrad and dY^T of wgrad are transposed views of what lies in memory.
+    return matrix.t().contiguous().t()
 
 
 def _conv_matrix(key: GemmKey, conv: Convolution, generator: torch.Generator) -> Tensor:
     """A random ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY."""
     if key.gemm == "wgrad":
-        shape: tuple[int, ...] = (key.images, conv.outputs, *conv.positions)
-        return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
-    out, *rest = conv.weight_shape
-    depth = math.prod(rest)
-    matrix = torch.randn(
-        out, depth + -depth % key.pattern.m, dtype=key.dtype, device=key.device, generator=generator
-    )
-    return nm_prune(matrix, key.pattern, 1)[:, :depth].contiguous()
+        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
+    out, *fan_in = conv.weight_shape
+    depth = math.prod(fan_in)
+    padded_depth = depth + -depth % key.pattern.m
+    # Whole blocks are drawn and pruned; the last one is cut.
+    matrix = _random(key, (out, padded_depth), generator)
+    pruned = nm_prune(matrix, key.pattern, 1)
+    return pruned[:, :depth].contiguous()
 
 
 def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """A random dense operand: x, or dY for dgrad."""
+    shape: tuple[int, ...]
     if key.conv is not None:
-        conv, backward = key.conv, key.gemm == "dgrad"
-        channels, size = (conv.outputs, conv.positions) if backward else (conv.inputs, conv.size)
-        return torch.randn(
-            key.images, channels, *size, dtype=key.dtype, device=key.device, generator=generator
-        )
-    shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
-    return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+        if key.gemm == "dgrad":
+            shape = (key.images, key.conv.outputs, *key.conv.positions)
+        else:
+            shape = (key.images, key.conv.inputs, *key.conv.size)
+    elif key.gemm == "wgrad":
+        shape = (key.depth, key.columns)  # B of `A B`
+    else:
+        shape = (key.columns, key.depth)  # x of `x A^T`
+    return _random(key, shape, generator)
 
 
 def _operands(key: GemmKey, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return _matrix(key, generator), _dense(key, generator)
+    matrix = _matrix(key, generator)
+    dense = _dense(key, generator)
+    return matrix, dense
 
 
 def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of both operands that do not stay in the cache."""
-    generator, device = _generator(key), torch.device(key.device)
-    matrices, others = (
-        [
-            make(key, generator)
-            for _ in range(copies_past_cache(rows * key.depth * key.dtype.itemsize, device))
-        ]
-        for make, rows in ((_matrix, key.rows), (_dense, key.columns))
-    )
+    """Copies of both operands that do not stay in the cache: as in training, they are read from memory."""
+    generator = _generator(key)
+    device = torch.device(key.device)
+    depth_bytes = key.depth * key.dtype.itemsize
+    matrix_count = copies_past_cache(key.rows * depth_bytes, device)
+    other_count = copies_past_cache(key.columns * depth_bytes, device)
+    matrices = [_matrix(key, generator) for _ in range(matrix_count)]
+    others = [_dense(key, generator) for _ in range(other_count)]
     return matrices, others
 
 
 def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
     """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
     dense = matrix.contiguous()
-    values = matrix if order is None else matrix.t()[order.argsort()].t()
+    values = matrix
+    if order is not None:
+        values = matrix.t()[order.argsort()].t()
     bits = values.ne(0).view(torch.uint8)
-    return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
+    return MaskedMatrix(
+        values=values,
+        bits=bits,
+        bit=FORWARD_BIT,
+        pattern=key.pattern,
+        dtype=key.dtype,
+        order=order,
+        dense=lambda: dense,
+    )
 
 
 def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
     """The permutation of a permuted product, for a kernel that takes it."""
     if not (key.permuted and kernel.ordered):
         return None
-    return torch.randperm(key.depth, generator=torch.Generator().manual_seed(0)).to(key.device)
+    # Drawn on the CPU, so every call and every device has the same one.
+    generator = torch.Generator().manual_seed(0)
+    return torch.randperm(key.depth, generator=generator).to(key.device)
 
 
 def _needed(key: GemmKey) -> MaskedMatrix:
     """A matrix whose mask is the needed outputs of a product."""
-    width = key.columns + -key.columns % key.pattern.m
+    width = key.columns + -key.columns % key.pattern.m  # whole blocks
     scores = torch.rand(key.rows, width, device=key.device, generator=_generator(key))
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
     return _masked(key, mask.to(key.dtype))
 
 
 def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
+    """What :func:`_product` takes of a matrix; where outputs are sparse, a pair of the mask's layout and dY."""
     if key.sparsity == "outputs":
-        return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
+        layout = kernel.layout(_needed(key))
+        # The matrix is dY^T, but dY itself of a convolution.
+        grad = matrix.t().contiguous() if key.conv is None else matrix
+        return layout, grad
     if key.gemm == "wgrad":  # estimated, which a convolution is not
         return kernel.pack(matrix.contiguous())
     masked = _masked(key, matrix, _order(key, kernel))
@@ -243,13 +293,9 @@ def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
 
 
 def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
+    """The product of what :func:`_packed` returned, or for the reference of the matrix itself."""
     if key.conv is not None:
-        if key.gemm == "wgrad":
-            layout, grad = packed if isinstance(packed, tuple) else (None, packed)
-            return kernel.conv_sampled(layout, grad, dense, key.conv)
-        return (kernel.conv if key.gemm == "forward" else kernel.conv_input)(
-            packed, dense, key.conv
-        )
+        return _conv_product(kernel, key.gemm, key.conv, packed, dense)
     if key.gemm != "wgrad":
         return kernel.linear(packed, dense)
     if key.sparsity == "outputs" and isinstance(packed, tuple):
@@ -258,18 +304,31 @@ def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Te
     return kernel.matmul(packed, dense)
 
 
+def _conv_product(
+    kernel: GemmKernel, gemm: GemmName, conv: Convolution, packed: Any, dense: Tensor
+) -> Tensor:
+    if gemm == "forward":
+        return kernel.conv(packed, dense, conv)
+    if gemm == "dgrad":
+        return kernel.conv_input(packed, dense, conv)
+    if isinstance(packed, tuple):
+        layout, grad = packed
+        return kernel.conv_sampled(layout, grad, dense, conv)
+    return kernel.conv_sampled(None, packed, dense, conv)
+
+
 def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
     """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
     with _no_autocast():
         dense = _dense(key, _generator(key))
-        return _milliseconds(timer, key, lambda x: _product(kernel, key, packed, x), [dense])
+        product = partial(_product, kernel, key, packed)
+        return _milliseconds(timer, key, product, [dense])
 
 
 def proposed_algorithms(kernel: GemmKernel, key: GemmKey) -> Sequence[Algorithm]:
     """Algorithms that a kernel proposes for a product."""
-    if (
-        type(kernel).algorithms is GemmKernel.algorithms
-    ):  # it has no choice of them: operands need not be made
+    # It has no choice of them: operands need not be made.
+    if type(kernel).algorithms is GemmKernel.algorithms:
         return ()
     with _no_autocast():
         matrix, dense = _operands(key, _generator(key))
@@ -279,4 +338,6 @@ def proposed_algorithms(kernel: GemmKernel, key: GemmKey) -> Sequence[Algorithm]
 def _milliseconds(
     timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
 ) -> float:
-    return 1e3 * timer.time(rotated(function, *operands), torch.device(key.device))
+    """Milliseconds of one call of a function with the next copy of each operand in turn."""
+    call = rotated(function, *operands)
+    return 1e3 * timer.time(call, torch.device(key.device))

@@ -7,16 +7,27 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 _numbers = count(1)
+# Weak: a number keeps no object alive, and a graph that outlives its router is refused by `lookup`.
 _objects: WeakValueDictionary[int, HasHandle] = WeakValueDictionary()
 
 
 class HasHandle:
-    """An object with an integer handle, by which :func:`lookup` returns it; a copy has a handle of its own."""
+    """An object with an integer handle, by which :func:`lookup` returns it; a copy has a handle of its own.
+
+    Example::
+
+        >>> class Scale(HasHandle):
+        ...     pass
+        >>> scale = Scale()
+        >>> lookup(scale.handle) is scale
+        True
+    """
 
     handle: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object and register it."""
+        # Not in __init__: copying and unpickling do not call that, and would share the handle.
         made = super().__new__(cls)
         made.handle = next(_numbers)
         _objects[made.handle] = made
@@ -24,7 +35,9 @@ class HasHandle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take another object's state, but not its handle."""
-        self.__dict__.update({name: value for name, value in state.items() if name != "handle"})
+        for name, value in state.items():
+            if name != "handle":
+                self.__dict__[name] = value
 
 
 def lookup(handle: int) -> Any:

@@ -53,9 +53,9 @@ class KernelRegistry:
                 CpuPermuteKernel(),
                 CpuCsrKernel(),
             ]
-        if isinstance(backends, (str, GemmKernel)) or not all(
-            isinstance(kernel, GemmKernel) for kernel in backends
-        ):
+        # A mode as text or a single kernel is a likely mistake.
+        is_list = not isinstance(backends, (str, GemmKernel))
+        if not is_list or not all(isinstance(kernel, GemmKernel) for kernel in backends):
             raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
         for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
@@ -65,6 +65,7 @@ class KernelRegistry:
             self.kernels[kernel.name] = kernel
         self.failures: dict[tuple[str, GemmKey], str] = {}
         """Why a kernel was switched off for a product, by its name and the key."""
+        # By the kernel's name and the device: why the kernel does not work there, empty if it does.
         self._probes: dict[tuple[str, str], str] = {}
 
     def __str__(self) -> str:
@@ -73,19 +74,22 @@ class KernelRegistry:
     @property
     def backends(self) -> list[GemmKernel]:
         """The kernels besides the reference, in order."""
-        return list(self.kernels.values())[1:]
+        _, *sparse = self.kernels.values()  # the reference was added first
+        return sparse
 
     def made_for(self, device: str) -> list[GemmKernel]:
-        """The kernels besides the reference that are made for a type of device, in order; all if none is."""
+        """Return the kernels besides the reference that are made for a device's type, in order; all if none is."""
         kind = torch.device(device).type
-        return [
-            kernel for kernel in self.backends if kernel.device_type in ("", kind)
-        ] or self.backends
+        found = [kernel for kernel in self.backends if kernel.device_type in ("", kind)]
+        # With none the others are asked, so that the report says why each does not work here.
+        return found or self.backends
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel is not used for a product: an earlier failure, its probe or its `supports`; empty if it is."""
-        if failed := self.failures.get((kernel.name, key)):
+        """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
+        failed = self.failures.get((kernel.name, key))
+        if failed:
             return failed
+        # The probe comes first: a kernel may need the device to answer the rest.
         return (
             self.probe(kernel, key.device)
             or self.sparsity_reason(kernel, key)
@@ -93,41 +97,48 @@ class KernelRegistry:
         )
 
     def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel cannot use what is sparse in a product; empty if it can."""
+        """Return why a kernel cannot use what is sparse in a product; empty if it can."""
         if kernel is self.reference:
             return ""
         if key.conv is not None and not kernel.convolutions:
             return "it takes no convolutions"
-        return "" if key.sparsity in kernel.takes else _NOT_TAKEN[key.sparsity]
+        if key.sparsity not in kernel.takes:
+            return _NOT_TAKEN[key.sparsity]
+        return ""
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
         kernel = self.kernels.get(name)
-        return "not among the kernels" if kernel is None else self.reason(kernel, key)
+        if kernel is None:  # of a decision from a file
+            return "not among the kernels"
+        return self.reason(kernel, key)
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
-        """Why a kernel does not work on a device; asked once for each."""
-        if (kernel.name, device) not in self._probes:
-            self._probes[kernel.name, device] = reason_or_error(
-                partial(kernel.probe, torch.device(device))
-            )
-        return self._probes[kernel.name, device]
+        """Return why a kernel does not work on a device; asked once for each."""
+        asked = kernel.name, device
+        if asked not in self._probes:
+            self._probes[asked] = reason_or_error(partial(kernel.probe, torch.device(device)))
+        return self._probes[asked]
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in the products of the kernels that work on a device."""
-        return frozenset().union(
-            *(kernel.takes for kernel in self.backends if not self.probe(kernel, device))
-        )
+        """Return what may be sparse in the products of the kernels that work on a device."""
+        taken: frozenset[Sparsity] = frozenset()
+        for kernel in self.backends:
+            if not self.probe(kernel, device):
+                taken |= kernel.takes
+        return taken
 
     def unavailable_reason(self, device: str) -> str:
-        """Why no sparse kernel works on a device; empty if one does."""
+        """Return why no sparse kernel works on a device; empty if one does."""
         names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
         for kernel in self.backends:
-            if not (reason := self.probe(kernel, device)):
+            reason = self.probe(kernel, device)
+            if not reason:
                 return ""
+            # That a kernel for GPUs does not run on a CPU explains nothing.
             if kernel in self.made_for(device):
                 names.setdefault(reason, []).append(kernel.name)
-        reasons = (f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items())
+        reasons = [f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
         return "; ".join(reasons) or "there is no sparse kernel"
 
     def attempt(
@@ -147,6 +158,7 @@ class KernelRegistry:
         shape = key.result_shape
         try:
             result = product()
+            # The layers hand the memory on as it is, so a transposed result would be misread.
             if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
                 raise RuntimeError(
                     f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
@@ -157,9 +169,8 @@ class KernelRegistry:
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            if (
-                kernel is self.reference or capturing
-            ):  # a capture that failed takes no other product either
+            # A capture that failed takes no other product either.
+            if kernel is self.reference or capturing:
                 raise
             failed = f"it failed, {describe_error(error)}"
         result = dense()  # not while the error is handled, which keeps the memory of what failed

@@ -38,7 +38,8 @@ from lightning_nm.kernels.router.tuner import Tuner
 
 Result = TypeVar("Result")
 
-_MOST_KNOWN = 1 << 14
+_MOST_CHOSEN = 1 << 14
+"""Exact sizes whose kernels are remembered: batches of ever new token counts must not fill the memory."""
 
 LATER_SHARE = 0.05
 """Share of the time after :meth:`Router.tune` in which the products that it left out are measured."""
@@ -72,12 +73,12 @@ class _Uses:
     decision: Decision | None = None
 
 
-class _Settled(NamedTuple):
+class _Chosen(NamedTuple):
     """The kernel of a product of one exact size; it holds until a kernel fails or determinism is switched."""
 
     kernel: GemmKernel
-    uses: _Uses
-    validity: tuple[int, bool]
+    uses: _Uses  # shared by all sizes of one bucket
+    validity: tuple[int, bool]  # the number of failed kernels, and whether torch is deterministic
 
 
 class Router(HasHandle):
@@ -145,31 +146,40 @@ class Router(HasHandle):
     def reset(self, reuse: int | None = None) -> None:
         """Forget what ran and every pack, for a new training and perhaps `reuse`; decisions stay in their file."""
         self.reuse = reuse or self.reuse
+        # The tuner needs a device, which is known when the first product runs, see `initialize`.
         self.tuner: Tuner | None = None
         self.unavailable_reason = ""
         """Why no sparse kernel works on the device, once that is known."""
         self.all_dense = False
         """Whether :meth:`settle` ended routing, because no product is faster sparse."""
+        self.registry.failures.clear()
+        self.tuned = self.kernels != "auto"
+
+        # What `tune` found, and what is left for `measure_more`.
         self._none_sparse = False
-        self._tuned_at = self._later_s = 0.0
+        self._tuned_keys: list[GemmKey] = []
+        self._tuned_at = 0.0  # by the monotonic clock
+        self._later_s = 0.0  # spent in measuring since then
         self._later_steps = 0
         # The same in all processes: they measure together or not at all.
         self._postponed_left = False
         # From the first process, before a tuner was made here.
         self._received: Decisions | None = None
-        self.registry.failures.clear()
-        self.tuned = self.kernels != "auto"
-        self._tuned_keys: list[GemmKey] = []
+
+        # A dict instead of a set: it keeps the order of the products.
         self._recorded: dict[Product, None] = {}
-        self._known: dict[Product, _Settled] = {}
+        self._chosen: dict[Product, _Chosen] = {}
+        # By the bucketed product and the kernel's name.
+        self._uses: dict[tuple[Product, str], _Uses] = {}
         self._fastest: dict[Hashable, int] = {}
         self._takes: dict[str, frozenset[Sparsity]] = {}
-        self.convolving = frozenset(k.device_type for k in self.registry.backends if k.convolutions)
-        """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
-        self._uses: dict[tuple[Product, str], _Uses] = {}
-        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = (
-            WeakKeyDictionary()
+        self.convolving = frozenset(
+            kernel.device_type for kernel in self.registry.backends if kernel.convolutions
         )
+        """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
+        # For each layer, by name: a stamp and the operand. Weak, so that a pack ends with its layer.
+        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]]
+        self._packs = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: decisions and packs belong to this process and its device."""
@@ -186,9 +196,11 @@ class Router(HasHandle):
         """Load known decisions and probe the kernels on a device, once."""
         if self.tuner is None:
             environment = environment_of(device)
-            file = self.file if self.kernels == "auto" else None
-            known = Decisions.load(file, environment) if file else Decisions(environment)
-            self._saved = {key for key, decision in known.items() if decision.source == "measured"}
+            if self.kernels == "auto" and self.file is not None:
+                known = Decisions.load(self.file, environment)
+            else:
+                known = Decisions(environment)
+            self._saved = _measured_keys(known)
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
             if self._received is not None:
@@ -198,31 +210,34 @@ class Router(HasHandle):
 
     def kernel(self, product: Product) -> GemmKernel:
         """Return the kernel for a product that is about to run, and count the call."""
+        # This runs for every product of every step: one look-up if the kernel is chosen already.
         validity = len(self.registry.failures), torch.are_deterministic_algorithms_enabled()
-        known = self._known.get(product)
-        if known is None or known.validity != validity:
-            known = self._settle(product, validity)
-        known.uses.calls += 1
-        return known.kernel
+        chosen = self._chosen.get(product)
+        if chosen is None or chosen.validity != validity:
+            chosen = self._choose(product, validity)
+        chosen.uses.calls += 1
+        return chosen.kernel
 
-    def _settle(self, product: Product, validity: tuple[int, bool]) -> _Settled:
+    def _choose(self, product: Product, validity: tuple[int, bool]) -> _Chosen:
+        """Choose the kernel of a product, and remember it unless the choice is for the moment."""
         decision = None
-        # A capture must not measure: products without a decision are dense in it.
-        keep = not _capturing() and (self.tuned or bool(product.reason))
-        if keep and not product.reason:
+        kernel = self.registry.reference
+        # A capture must not measure: products without a decision are dense in it. So are those before `tune`.
+        lasting = not _capturing() and (self.tuned or bool(product.reason))
+        if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
-        kernel = self.registry.kernels[decision.kernel] if decision else self.registry.reference
-        if decision and decision.algorithm is not None:
-            kernel = kernel.with_algorithm(decision.algorithm)
+            kernel = self.registry.kernels[decision.kernel]
+            if decision.algorithm is not None:
+                kernel = kernel.with_algorithm(decision.algorithm)
         bucket = product._replace(key=bucketed(product.key))
         uses = self._uses.setdefault((bucket, kernel.name), _Uses())
         uses.decision = decision
-        settled = _Settled(kernel, uses, validity)
-        if keep:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[product] = settled
-        return settled
+        chosen = _Chosen(kernel, uses, validity)
+        if lasting:
+            if len(self._chosen) >= _MOST_CHOSEN:
+                self._chosen.clear()
+            self._chosen[product] = chosen
+        return chosen
 
     def tune_if_single(self) -> None:
         """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
@@ -242,32 +257,34 @@ class Router(HasHandle):
         if self.tuned:
             return
         self.tuned = True
-        products = [product for product in self._recorded if not product.reason]
+        # Once for each layer: a product of many layers is worth more in the order of measurement.
+        keys = [product.key for product in self._recorded if not product.reason]
         self._recorded.clear()
         try:
-            if products:
-                device = torch.device(products[0].key.device)
+            if keys:
+                device = torch.device(keys[0].device)
                 tuner = self.initialize(device)
                 if _measures():
-                    tuner.tune([product.key for product in products], self.budget_s)
+                    tuner.tune(keys, self.budget_s)
                     if device.type == "cuda":
                         torch.cuda.empty_cache()  # the operands of the checks
                     self.save()
-        finally:  # other processes wait for the decisions, and a process without products takes part
+        # Also after an error: other processes wait for the decisions. A process without products takes part.
+        finally:
             self._share_decisions()
-            if self.tuner is not None and products:
-                self._tuned_at, self._later_s = time.monotonic(), 0.0
-                self._tuned_keys = list(dict.fromkeys(product.key for product in products))
-                self._look_at_decisions(self.tuner)
+            if self.tuner is not None and keys:
+                self._tuned_at = time.monotonic()
+                self._later_s = 0.0
+                self._tuned_keys = list(dict.fromkeys(keys))
+                self._update_none_sparse(self.tuner)
                 self._warn_of_postponed(self.tuner)
 
     def _share_decisions(self) -> None:
         """Take over the decisions of the first process; those that it does not have stay."""
-        own = (
-            self.tuner.decisions
-            if self.tuner is not None
-            else Decisions(environment_of(torch.device("cpu")))
-        )
+        if self.tuner is not None:
+            own = self.tuner.decisions
+        else:
+            own = Decisions(environment_of(torch.device("cpu")))
         shared = share(own)
         self._postponed_left = bool(shared.postponed())
         if self.tuner is not None:
@@ -275,23 +292,26 @@ class Router(HasHandle):
         else:
             self._received = shared
 
-    def _look_at_decisions(self, tuner: Tuner) -> None:
-        """See whether all products of the first batch were measured, and none is faster sparse."""
-        found = [tuner.decisions.get(key) for key in self._tuned_keys]
+    def _update_none_sparse(self, tuner: Tuner) -> None:
+        """Note whether all products of the first batch were measured, and none is faster sparse."""
         reference = self.registry.reference.name
-        self._none_sparse = all(
-            decision is not None and decision.kernel == reference and decision.source != "postponed"
-            for decision in found
-        )
+        self._none_sparse = True
+        for key in self._tuned_keys:
+            decision = tuner.decisions.get(key)
+            # A postponed product runs on the reference, too, but may turn out to be faster sparse.
+            if decision is None or decision.source == "postponed" or decision.kernel != reference:
+                self._none_sparse = False
+                break
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
         """Say which part of the products is dense because it was not measured yet."""
         postponed = [key for key in self._tuned_keys if _is_postponed(tuner, key)]
         if not postponed:
             return
-        share = sum(map(multiply_adds, postponed)) / sum(map(multiply_adds, self._tuned_keys))
+        work = sum(map(multiply_adds, self._tuned_keys))
+        part = sum(map(multiply_adds, postponed)) / work
         warnings.warn(
-            f"{len(postponed)} of {len(self._tuned_keys)} products, {share:.0%} of their multiply-adds, were not "
+            f"{len(postponed)} of {len(self._tuned_keys)} products, {part:.0%} of their multiply-adds, were not "
             f"measured within budget_s={self.budget_s:g}: they run dense until they are measured between steps, in "
             f"{LATER_SHARE:.0%} of the time; a larger budget_s measures them at once",
             stacklevel=2,
@@ -309,6 +329,7 @@ class Router(HasHandle):
         self._later_steps += 1
         start = time.monotonic()
         if _distributed():
+            # Counted in steps, because the clocks of the processes differ, and all have to come.
             if self._later_steps % LATER_STEPS:
                 return
         elif self._later_s > LATER_SHARE * (start - self._tuned_at):
@@ -319,16 +340,19 @@ class Router(HasHandle):
                 self.save()
         finally:  # other processes wait for the decision
             self._share_decisions()
-            self._known.clear()
+            # The product that was measured may have run dense until now.
+            self._chosen.clear()
             if self.tuner is not None:
-                self._look_at_decisions(self.tuner)
+                self._update_none_sparse(self.tuner)
             self._later_s += time.monotonic() - start
 
     def tune_again(self) -> None:
         """Record and measure the next batch's products: layers came in. Decisions so far stay."""
         if self.kernels == "auto":
-            self.tuned = self.all_dense = self._none_sparse = False
-            self._known.clear()
+            self.tuned = False
+            self.all_dense = False
+            self._none_sparse = False
+            self._chosen.clear()
 
     def settle(self) -> None:
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
@@ -339,9 +363,8 @@ class Router(HasHandle):
         if not self._none_sparse or self.all_dense or self.tuner is None:
             return
         self.all_dense = True
-        for (product, _), uses in list(
-            self._uses.items()
-        ):  # those that ran before they were measured
+        # Products that ran before they were measured, for the report. A copy: another thread may run a product.
+        for (product, _), uses in list(self._uses.items()):
             if uses.decision is None and not product.reason:
                 uses.decision = self.tuner.decisions.get(product.key)
 
@@ -350,7 +373,7 @@ class Router(HasHandle):
         if self.kernels != "auto" or self.file is None or self.tuner is None:
             return
         decisions = self.tuner.decisions
-        measured = {key for key, decision in decisions.items() if decision.source == "measured"}
+        measured = _measured_keys(decisions)
         if measured <= self._saved:
             return
         try:
@@ -358,16 +381,19 @@ class Router(HasHandle):
         except (OSError, ValueError) as error:  # no reason to end a training
             message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+        # Also after an error: one warning for the same decisions is enough.
         self._saved |= measured
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """What may be sparse in products on a device for a kernel to take them.
+        """Return what may be sparse in products on a device for a kernel to take them.
 
         An N:M operand always: if no kernel takes it, the decision says why.
         """
         if device not in self._takes:
-            found = frozenset() if self.kernels == "reference" else self.registry.takes(device)
-            self._takes[device] = found | {"n:m"}
+            taken: frozenset[Sparsity] = frozenset({"n:m"})
+            if self.kernels != "reference":
+                taken |= self.registry.takes(device)
+            self._takes[device] = taken
         return self._takes[device]
 
     def convolves(self, device_type: str) -> bool:
@@ -379,11 +405,9 @@ class Router(HasHandle):
 
         That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see :meth:`settle`.
         """
-        return (
-            None
-            if self.kernels == "reference" or self.unavailable_reason or self.all_dense
-            else self
-        )
+        if self.kernels == "reference" or self.unavailable_reason or self.all_dense:
+            return None
+        return self
 
     # ----------------------------------------------------------------------------------------------- products
 
@@ -397,17 +421,22 @@ class Router(HasHandle):
         return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
 
     def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what a packed operand has of a mask; it is kept while `stamp`, the state of the masks, is the same."""
+        """Return the part of a packed operand that depends on the mask alone; it is kept while `stamp` stays the same.
+
+        The stamp is the state of the masks.
+        """
         return self._kept(owner, name, stamp, make) if self.keeps_layouts else make()
 
     def _kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for the same owner, name and stamp before, or now."""
         if _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
         kept = packs.get(name)
         if kept is None or kept[0] != stamp:
-            packs.pop(name, None)  # its memory is free for the next
-            packs[name] = kept = (stamp, make())
+            packs.pop(name, None)  # nothing out of date is left if `make` fails
+            kept = (stamp, make())
+            packs[name] = kept
         return kept[1]
 
     def pick_fastest(
@@ -417,8 +446,8 @@ class Router(HasHandle):
         if name not in self._fastest:
             if self.kernels != "auto" or device.type != "cuda" or _capturing():
                 return ways[0]
-            times = [self.timer.time(way, device) for way in ways]
-            self._fastest[name] = times.index(min(times))
+            seconds = [self.timer.time(way, device) for way in ways]
+            self._fastest[name] = seconds.index(min(seconds))
         return ways[self._fastest[name]]
 
     def release(self) -> None:
@@ -431,12 +460,12 @@ class Router(HasHandle):
 
     def used(self) -> list[Used]:
         """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
-        ran = list(self._uses.items())  # a copy: another thread may run a product
-        return [
-            Used(product, kernel, uses.calls, uses.decision)
-            for (product, kernel), uses in ran
-            if uses.calls
-        ]
+        used = []
+        # A copy: another thread may run a product.
+        for (product, kernel), uses in list(self._uses.items()):
+            if uses.calls:
+                used.append(Used(product, kernel, uses.calls, uses.decision))
+        return used
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
@@ -445,32 +474,38 @@ class Router(HasHandle):
         nothing was measured, the share is one of dense multiply-adds.
         """
         used = self.used()
-        timed = [
-            (u.decision.dense_ms, u.product.key) for u in used if u.decision and u.decision.dense_ms
-        ]
-        rate = (
-            sum(ms for ms, _ in timed) / sum(multiply_adds(key) for _, key in timed)
-            if timed
-            else None
-        )
-        sparse = total = 0.0
+        dense_times: list[float] = []
+        dense_work: list[int] = []
+        for use in used:
+            if use.decision is not None and use.decision.dense_ms:
+                dense_times.append(use.decision.dense_ms)
+                dense_work.append(multiply_adds(use.product.key))
+        # Milliseconds per multiply-add. Without any measurement the unit of time is one multiply-add.
+        rate = sum(dense_times) / sum(dense_work) if dense_times else None
+        basis = "measured times" if rate else "dense multiply-adds"
+
+        total = 0.0
+        sparse = 0.0
         for product, kernel, calls, decision in used:
-            time = multiply_adds(product.key) * (rate or 1.0)
             on_sparse = kernel != self.registry.reference.name
-            if rate and decision and decision.dense_ms:
-                time = decision.dense_ms
+            cost = multiply_adds(product.key) * (rate or 1.0)
+            if rate and decision is not None and decision.dense_ms:
+                cost = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
-                    time = decision.sparse_ms + decision.pack_ms / uses_of_pack(
-                        product.key.gemm, self.pack_reuse(product.key.device)
-                    )
-            total += calls * time
-            sparse += calls * time * on_sparse
-        return (sparse / total if total else 0.0), (
-            "measured times" if rate else "dense multiply-adds"
-        )
+                    reuse = self.pack_reuse(product.key.device)
+                    uses = uses_of_pack(product.key.gemm, reuse)
+                    cost = decision.sparse_ms + decision.pack_ms / uses
+            total += calls * cost
+            if on_sparse:
+                sparse += calls * cost
+        # Nothing ran, or nothing but empty products.
+        if not total:
+            return 0.0, basis
+        return sparse / total, basis
 
 
 def _distributed() -> bool:
+    """Whether other processes train the same model."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -484,7 +519,13 @@ def _is_postponed(tuner: Tuner, key: GemmKey) -> bool:
     return decision is not None and decision.source == "postponed"
 
 
+def _measured_keys(decisions: Decisions) -> set[GemmKey]:
+    """The products whose times were measured: these decisions are worth saving."""
+    return {key for key, decision in decisions.items() if decision.source == "measured"}
+
+
 def _capturing() -> bool:
+    """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -499,7 +540,8 @@ def active() -> Router | None:
 def activate(router: Router | None) -> Router | None:
     """Make a router the one that masked layers use; return the previous one."""
     global _active  # not per thread: backward passes of other threads recompute checkpointed forward passes
-    before, _active = _active, router
+    before = _active
+    _active = router
     return before
 
 

@@ -35,6 +35,12 @@ class DeviceTimer:
         warmup: Calls that are not measured.
         samples: Samples of which the median is taken.
         calls: Calls in a sample.
+
+    Example::
+
+        >>> x = torch.randn(64, 64)
+        >>> DeviceTimer().time(lambda: x @ x, torch.device("cpu")) > 0
+        True
     """
 
     def __init__(self, warmup: int = 3, samples: int = 7, calls: int = 10) -> None:
@@ -48,39 +54,55 @@ class DeviceTimer:
             return self._host_time(function)
         for _ in range(self.warmup):
             function()
-        return median(self._cuda_sample(function, device) for _ in range(self.samples)) / self.calls
+        samples = [self._cuda_sample(function, device) for _ in range(self.samples)]
+        return median(samples) / self.calls
 
     def _host_time(self, function: Callable[[], object]) -> float:
-        """The same on the host, with fewer calls if they are long."""
+        """Return the seconds of one call on the host, measured by fewer calls if they are long."""
+        # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
         first = max(self._host_sample(function, 1), 1e-9)
-        for _ in range(self.warmup - 1 if first < _LONG else 0):
-            function()
         calls = min(max(round(_ENOUGH / first), 1), self.calls)
-        samples = self.samples if first < _LONG else min(self.samples, 3)
-        return median(self._host_sample(function, calls) for _ in range(samples)) / calls
+        if first < _LONG:
+            further_warmup = self.warmup - 1
+            sample_count = self.samples
+        else:
+            further_warmup = 0
+            sample_count = min(self.samples, 3)
+        for _ in range(further_warmup):
+            function()
+        samples = [self._host_sample(function, calls) for _ in range(sample_count)]
+        return median(samples) / calls
 
     def _host_sample(self, function: Callable[[], object], calls: int) -> float:
+        """Seconds of some calls together, by the clock of the host."""
         start = perf_counter()
         for _ in range(calls):
             function()
         return perf_counter() - start
 
     def _cuda_sample(self, function: Callable[[], object], device: torch.device) -> float:
+        """Seconds of the calls of a sample together, between two events."""
+        # Events are recorded on the current stream of the current device, which need not be this one.
         with torch.cuda.device(device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(self.calls):
                 function()
             end.record()
+            # The host runs ahead: without this the end is not reached yet.
             end.synchronize()
-            return start.elapsed_time(end) / 1e3
+            return start.elapsed_time(end) / 1e3  # from milliseconds
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:
     """Count the copies of `size` bytes that together exceed twice the L2 cache, at most 32; one without CUDA."""
     if device.type != "cuda":
         return 1
-    return min(1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // size, 32)
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    enough = 1 + 2 * cache_bytes // size
+    # Small operands would need thousands of copies.
+    return min(enough, 32)
 
 
 def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callable[[], object]:
@@ -93,4 +115,9 @@ def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callab
         ['ax', 'by', 'cx', 'ay']
     """
     rings = [cycle(copies) for copies in operands]
-    return lambda: function(*(next(ring) for ring in rings))
+
+    def call() -> object:
+        arguments = [next(ring) for ring in rings]
+        return function(*arguments)
+
+    return call

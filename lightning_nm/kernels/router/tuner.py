@@ -21,7 +21,7 @@ from lightning_nm.kernels.api import (
     multiply_adds,
     uses_of_pack,
 )
-from lightning_nm.kernels.router.cache import Decision, Decisions, stored_key
+from lightning_nm.kernels.router.cache import Decision, Decisions, Source, stored_key
 from lightning_nm.kernels.router.checks import (
     check,
     check_bias,
@@ -41,14 +41,14 @@ class _Candidate(NamedTuple):
     """A kernel that computes a product right, and its milliseconds."""
 
     kernel: GemmKernel
-    algorithm: Algorithm | None
+    algorithm: Algorithm | None  # None for the kernel's own
     product_ms: float
-    pack_ms: float
+    pack_ms: float  # of packing the operand once
 
     def __str__(self) -> str:
-        return (
-            self.kernel.name if self.algorithm is None else f"{self.kernel.name} ({self.algorithm})"
-        )
+        if self.algorithm is None:
+            return self.kernel.name
+        return f"{self.kernel.name} ({self.algorithm})"
 
 
 class Tuner:
@@ -91,12 +91,10 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        self._sizes: dict[
-            GemmKey, GemmKey
-        ] = {}  # at which the buckets of postponed products are measured
-        self._decide = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}[
-            kernels
-        ]
+        # By the bucket of a postponed product: the size at which it is measured, one that occurred.
+        self._sizes: dict[GemmKey, GemmKey] = {}
+        deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
+        self._decide = deciders[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -105,10 +103,13 @@ class Tuner:
         """
         bucket = bucketed(key)
         if not self._known(bucket):
-            self._settle(bucket, self._decide(key))
+            self._remember(bucket, self._decide(key))
         decision = self.decisions[bucket]
+        # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
-        return _default([f"{decision.kernel}: {reason}"]) if reason else decision
+        if reason:
+            return _default([f"{decision.kernel}: {reason}"])
+        return decision
 
     def tune(
         self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic
@@ -123,24 +124,26 @@ class Tuner:
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
         for key in keys:
-            counts[bucketed(key)] += 1
-            sizes.setdefault(bucketed(key), key)
+            bucket = bucketed(key)
+            counts[bucket] += 1
+            sizes.setdefault(bucket, key)
+
+        def cost(bucket: GemmKey) -> int:
+            return counts[bucket] * multiply_adds(bucket)
+
         end = clock() + budget_s
-        for bucket in sorted(
-            counts, key=lambda bucket: counts[bucket] * multiply_adds(bucket), reverse=True
-        ):
+        for bucket in sorted(counts, key=cost, reverse=True):
             key = sizes[bucket]
-            if self.kernels == "auto" and not (
-                self._known(bucket) and self.decisions[bucket].source == "measured"
-            ):
+            # A decision that an earlier call postponed is known, but is still to be measured.
+            measured = self._known(bucket) and self.decisions[bucket].source == "measured"
+            if self.kernels == "auto" and not measured:
                 if clock() < end:
-                    self._settle(bucket, self._measured(key))
+                    self._remember(bucket, self._measured(key))
                 else:
-                    self._settle(
-                        bucket,
-                        _postponed(f"not measured yet: the budget of {budget_s:g} s is used up"),
-                    )
+                    reason = f"not measured yet: the budget of {budget_s:g} s is used up"
+                    self._remember(bucket, _postponed(reason))
                     self._sizes[stored_key(bucket)] = key
+            # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
     def take_over(self, decisions: Decisions) -> None:
@@ -151,10 +154,14 @@ class Tuner:
 
     def measure_next(self) -> bool:
         """Measure the first postponed product, the one of the highest cost; return whether there was one."""
-        for bucket in self.decisions.postponed():
-            self._settle(bucket, self._measured(self._sizes.pop(bucket, bucket)))
-            return True
-        return False
+        postponed = self.decisions.postponed()
+        if not postponed:
+            return False
+        bucket = postponed[0]  # they were postponed in descending order of cost
+        # A decision from another process came without the size: the bucket's own stands in.
+        key = self._sizes.pop(bucket, bucket)
+        self._remember(bucket, self._measured(key))
+        return True
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
         """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
@@ -165,6 +172,7 @@ class Tuner:
             notes.append("the product is empty")
             return
         for kernel in self.registry.made_for(key.device):
+            # The registry is asked first: the trial runs the kernel, which may not exist for this device.
             reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
             if reason:
                 notes.append(f"{kernel.name}: {reason}")
@@ -172,38 +180,49 @@ class Tuner:
                 yield kernel
 
     def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Why a kernel does not compute a product right; empty if it does."""
+        """Return why a kernel does not compute a product right; empty if it does."""
         return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
-        terms = f"kernels {self.registry}; reuse {uses_of_pack(key.gemm, self.reuse)}; hysteresis {self.hysteresis:g}"
-        return f"{terms}; deterministic" if torch.are_deterministic_algorithms_enabled() else terms
+        """The conditions under which a decision holds, as text; a stored one with other terms is made anew."""
+        uses = uses_of_pack(key.gemm, self.reuse)
+        terms = f"kernels {self.registry}; reuse {uses}; hysteresis {self.hysteresis:g}"
+        if torch.are_deterministic_algorithms_enabled():
+            terms += "; deterministic"
+        return terms
 
     def _known(self, key: GemmKey) -> bool:
+        """Whether there is a decision for a product that holds under the present terms."""
         decision = self.decisions.get(key)
         return decision is not None and decision.terms == self._terms(key)
 
-    def _settle(self, key: GemmKey, decision: Decision) -> None:
+    def _remember(self, key: GemmKey, decision: Decision) -> None:
+        """Store a decision with the terms under which it was made."""
         self.decisions[key] = replace(decision, terms=self._terms(key))
 
     def _measured(self, key: GemmKey) -> Decision:
+        """Decide by measurement: the mode ``"auto"``."""
         notes: list[str] = []
-        dense: list[float] = []
-        found: list[_Candidate] = []
+        dense_times: list[float] = []
+        candidates: list[_Candidate] = []
         for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
-                dense = dense or [self._dense_ms(key)]
+                if not dense_times:
+                    dense_times.append(self._dense_ms(key))
                 product_ms, pack_ms = self._sparse_ms(kernel, key)
-                found.append(_Candidate(kernel, None, product_ms, pack_ms))
+                candidates.append(_Candidate(kernel, None, product_ms, pack_ms))
                 for algorithm, other in _proposed(kernel, key, notes):
-                    found.append(
-                        _Candidate(other, algorithm, time_product(other, key, self.timer), pack_ms)
-                    )
-                dense.append(self._dense_ms(key))
+                    # The packed form does not depend on the algorithm, so neither does its time.
+                    product_ms = time_product(other, key, self.timer)
+                    candidates.append(_Candidate(other, algorithm, product_ms, pack_ms))
+                dense_times.append(self._dense_ms(key))
             except Exception as error:
+                # What was timed of this kernel before the error stays a candidate.
                 notes.append(f"{kernel.name}: {describe_error(error)}")
-        return self._fastest(key, fmean(dense), found, notes) if found else _default(notes)
+        if not candidates:
+            return _default(notes)
+        return self._fastest(key, fmean(dense_times), candidates, notes)
 
     def _dense_ms(self, key: GemmKey) -> float:
         """Milliseconds of the dense product."""
@@ -214,47 +233,62 @@ class Tuner:
         return sparse_ms(kernel, key, self.timer)
 
     def _fastest(
-        self, key: GemmKey, dense_ms: float, found: list[_Candidate], notes: list[str]
+        self, key: GemmKey, dense_ms: float, candidates: list[_Candidate], notes: list[str]
     ) -> Decision:
-        uses, least = uses_of_pack(key.gemm, self.reuse), 1 + self.hysteresis
-        gains = [
-            speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses) for candidate in found
-        ]
-        gain, best = max(zip(gains, found, strict=True), key=lambda pair: pair[0])
-        times = ", ".join(
-            f"{candidate} {gain:.3f}x" for gain, candidate in zip(gains, found, strict=True)
-        )
-        reason = "; ".join([f"measured {times}; sparse from {least:g}x", *notes])
-        name, algorithm = (
-            (best.kernel.name, best.algorithm)
-            if gain >= least
-            else (self.registry.reference.name, None)
-        )
+        """Decide from times: the fastest candidate if its speedup reaches the margin, else the reference."""
+        uses = uses_of_pack(key.gemm, self.reuse)
+        least_gain = 1 + self.hysteresis
+        gains = []
+        measured = []
+        for candidate in candidates:
+            gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
+            gains.append(gain)
+            measured.append(f"{candidate} {gain:.3f}x")
+        best_gain = max(gains)
+        # Of equally fast ones the first: the kernels are in order of preference.
+        best = candidates[gains.index(best_gain)]
+        name = self.registry.reference.name
+        algorithm = None
+        if best_gain >= least_gain:
+            name = best.kernel.name
+            algorithm = best.algorithm
+        reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
         return Decision(
-            name, dense_ms, best.product_ms, best.pack_ms, reason, "measured", algorithm=algorithm
+            kernel=name,
+            dense_ms=dense_ms,
+            sparse_ms=best.product_ms,
+            pack_ms=best.pack_ms,
+            reason="; ".join([reason, *notes]),
+            source="measured",
+            algorithm=algorithm,
         )
 
     def _forced(self, key: GemmKey) -> Decision:
+        """Decide for the first kernel that computes the product right: the mode ``"sparse"``."""
         notes: list[str] = []
+        # No kernel after the first right one is tried.
         kernel = next(self.legal(key, notes), None)
         if kernel is None:
             return _default(notes)
-        return Decision(
-            kernel.name, None, None, None, "; ".join(["mode 'sparse'", *notes]), "forced"
-        )
+        reason = "; ".join(["mode 'sparse'", *notes])
+        return _unmeasured(kernel.name, reason, "forced")
 
     def _dense(self, key: GemmKey) -> Decision:
-        return Decision("reference", None, None, None, "mode 'reference'", "forced")
+        """Decide for the dense product: the mode ``"reference"``."""
+        return _unmeasured("reference", "mode 'reference'", "forced")
 
 
 def _default(notes: Sequence[str]) -> Decision:
-    return Decision(
-        "reference", None, None, None, "; ".join(notes) or "there is no sparse kernel", "default"
-    )
+    reason = "; ".join(notes) or "there is no sparse kernel"
+    return _unmeasured("reference", reason, "default")
 
 
 def _postponed(reason: str) -> Decision:
-    return Decision("reference", None, None, None, reason, "postponed")
+    return _unmeasured("reference", reason, "postponed")
+
+
+def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
+    return Decision(kernel, None, None, None, reason, source)
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
@@ -274,9 +308,8 @@ def _proposed(
     for algorithm in algorithms:
         other = kernel.with_algorithm(algorithm)
         reason = reason_or_error(partial(check, other, key))
-        if (
-            not reason and key.gemm == "forward"
-        ):  # the device's probe checked a bias with the kernel's own algorithm
+        # The device's probe checked a bias, but with the kernel's own algorithm.
+        if not reason and key.gemm == "forward":
             reason = reason_or_error(partial(check_bias, other, key))
         if reason:
             notes.append(f"{kernel.name} ({algorithm}): {reason}")
