@@ -204,7 +204,7 @@ def adaptations(
     layer = sparsifier.layers["0"]
     taken: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(2 * rounds + 2):
-        adapts = layer.dense_gradient
+        adapts = layer.progress.dense_gradient
         layer.weight.grad = torch.randn(size, size)
         sparsifier.before_step(optimizer)
         optimizer.step()

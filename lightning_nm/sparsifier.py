@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.nn.layer.sharding import reshard
 from lightning_nm.nn.layer.state import layer_state
 from lightning_nm.nn.selection.install import install, uninstall
@@ -34,7 +36,7 @@ from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import trained_by, unwrapped
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
-from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_wake
+from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_mask
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -190,7 +192,7 @@ class NMSparsifier:
         )
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
         # Frozen layers get no masks yet, but a schedule that does not fit is an error now.
-        plan_schedules(selection.waiting, saved_layers, self.planned_steps, self.clock)
+        plan_schedules(selection.frozen, saved_layers, self.planned_steps, self.clock)
         self._choose_masks(selection.layers, saved_layers)
         return selection
 
@@ -216,7 +218,7 @@ class NMSparsifier:
     def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
 
-    def wake(self) -> list[NMLayer]:
+    def mask_unfrozen(self) -> list[NMLayer]:
         """Mask the frozen layers that a registered optimizer trains by now, and return them; see :meth:`follow`, too.
 
         :meth:`step` calls it at the end of a batch. Call it right after layers were unfrozen, for masks in the next
@@ -225,25 +227,30 @@ class NMSparsifier:
         Raises:
             ValueError: If a weight holds NaN, or a method does not support the optimizer; nothing is changed then.
         """
-        self._require_attached("wake")
-        if not self.selection.waiting or not self._step.optimizers:
+        self._require_attached("mask_unfrozen")
+        if not self.selection.frozen or not self._step.optimizers:
             return []
         is_trained = trained_by(known.optimizer for known in self._step.optimizers.values())
-        return self._wake(
-            [layer for layer in self.selection.waiting if is_trained(layer.optimizer_param)], {}
-        )
+        unfrozen = [layer for layer in self.selection.frozen if is_trained(layer.optimizer_param)]
+        self._mask_frozen(unfrozen, {})
+        return unfrozen
 
-    def _wake(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> list[NMLayer]:
-        if layers:
-            refuse_to_wake(layers, [known.optimizer for known in self._step.optimizers.values()])
-            for layer in layers:
-                layer.to_weight_device()
-                layer.costs.charge_dense(self.clock)
-            self._choose_masks(layers, saved)
-            self.selection.wake(layers)
-            self._step.add(layers)
-            install(self.model, layers)
-        return layers
+    def wake(self) -> list[NMLayer]:
+        """:meth:`mask_unfrozen` by its name before 0.3. To be removed in 0.4."""
+        warnings.warn("wake() is mask_unfrozen() since 0.3", FutureWarning, stacklevel=2)
+        return self.mask_unfrozen()
+
+    def _mask_frozen(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
+        if not layers:
+            return
+        refuse_to_mask(layers, [known.optimizer for known in self._step.optimizers.values()])
+        for layer in layers:
+            layer.to_weight_device()
+            layer.costs.charge_dense(self.clock)  # the steps so far, in which it was dense
+        self._choose_masks(layers, saved)
+        self.selection.unfreeze(layers)
+        self._step.add(layers)
+        install(self.model, layers)
 
     @property
     def clock(self) -> int:
@@ -268,7 +275,7 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
-            layer.local_weight.copy_(layer.local_forward_weight())
+            layer.view.local.copy_(layer.view.local_forward_weight())
         self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:
@@ -329,11 +336,11 @@ class NMSparsifier:
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
             )
         if self.macs and self._counter is not None:
-            self._counter.settle()
+            self._counter.end_batch()
             if self.macs:
                 self._close_counter()
         stepped = self._step.end_batch()
-        self.wake()
+        self.mask_unfrozen()
         return stepped
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
@@ -408,7 +415,7 @@ class NMSparsifier:
 
     def mean_flops_ratios(self) -> dict[str, float]:
         """Return :meth:`flops_ratios` averaged over the steps so far; dense phases count as dense."""
-        densities = {name: layer.mean_densities() for name, layer in self.layers.items()}
+        densities = {name: mean_densities(layer) for name, layer in self.layers.items()}
         return flops_ratios(densities, self._costs())
 
     def _costs(self) -> dict[str, int]:
@@ -423,10 +430,10 @@ class NMSparsifier:
             layers = [
                 layer
                 for layer in self.selection.layers
-                if layer.estimator is not None and layer.param.requires_grad
+                if layer.spec.estimator is not None and layer.param.requires_grad
             ]
         else:
-            layers = [layer for layer in self.selection.layers if layer.maskable]
+            layers = [layer for layer in self.selection.layers if layer.spec.maskable]
         all_parameters = sum(p.numel() for p in self.model.parameters())
         shares = {"parameters": sum(layer.param.numel() for layer in layers) / all_parameters}
         all_macs = sum(self.macs.values())
@@ -454,7 +461,7 @@ class NMSparsifier:
         return [
             layer.name
             for layer in self.selection.layers
-            if layer.name not in self.macs and layer.module not in hidden
+            if layer.name not in self.macs and layer.spec.module not in hidden
         ]
 
     @property
@@ -477,7 +484,7 @@ class NMSparsifier:
             stepped=self._step.stepped,
             preset=self.config.preset or "",
             macs=self.macs,
-            frozen_layers=[layer.name for layer in self.selection.waiting],
+            frozen_layers=[layer.name for layer in self.selection.frozen],
             first_last=self.selection.first_last,
             skip_first=self.settings.skip_first,
             skip_last=self.settings.skip_last,
@@ -507,7 +514,7 @@ class NMSparsifier:
         masked_first_last = self.settings.masked_in(state)
         warn_of_changes(checked.layers, saved.layers, self.planned_steps, masked_first_last)
 
-        self._wake(checked.frozen, saved.layers)
+        self._mask_frozen(checked.frozen, saved.layers)
         self.seed = saved.seed
         checked.apply()
         self._step.load(saved.clock, saved.stepped)

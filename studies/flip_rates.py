@@ -57,16 +57,16 @@ class Flips(pl.Callback):
 
     @torch.no_grad()
     def _mask(self, layer: NMLayer) -> torch.Tensor:
-        rows = layer.rows(layer.weight.detach())
-        if self.transposable and not layer.dgrad_reason:
-            return nmf.transposable_mask(rows, layer.pattern, layer.groups)
+        rows = layer.view.rows(layer.weight.detach())
+        if self.transposable and not layer.spec.dgrad_reason:
+            return nmf.transposable_mask(rows, layer.pattern, layer.spec.groups)
         return nmf.magnitude_mask(rows, layer.pattern, dim=1)
 
 
 def _layers(trainer: pl.Trainer) -> list[NMLayer]:
     (callback,) = [one for one in trainer.callbacks if isinstance(one, NMSparsityCallback)]  # type: ignore[attr-defined]
     assert callback.sparsifier is not None
-    return [layer for layer in callback.sparsifier.layers.values() if not layer.forward_reason]
+    return [layer for layer in callback.sparsifier.layers.values() if not layer.spec.forward_reason]
 
 
 def method_of(config: dict[str, Any]) -> dict[str, Any]:

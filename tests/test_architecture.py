@@ -83,7 +83,14 @@ def test_only_public_lightning():
 
 # Each part of a layer: the file of its class, and who assigns its fields beside that file.
 OWNERS = {
-    "NMLayer": ("nn/layer/layer.py", {"pending": ("methods/",)}),
+    "NMLayer": (
+        "nn/layer/layer.py",
+        {
+            "pending": ("methods/",),
+            "replaced_state": ("nn/adapters/base.py", "training/step.py", "training/checkpoint.py"),
+            "first_row": ("nn/adapters/experts/expert.py",),
+        },
+    ),
     "LayerSpec": ("nn/layer/spec.py", {}),
     "LayerMasks": ("nn/layer/masks.py", {}),
     "LayerNoise": ("nn/layer/noise.py", {}),

@@ -54,18 +54,20 @@ def train(module, sparsifier, optimizer, x, steps, seed=0):
 
 def check_nm(layer):
     forward = layer.forward_weight()
-    if layer.masks.bits is not None or isinstance(layer.method, SoftThreshold):
-        assert layer.forward_reason or nmf.is_nm(layer.rows(forward), layer.pattern, dim=1)
+    if layer.masks.bits is not None or isinstance(layer.spec.method, SoftThreshold):
+        assert layer.spec.forward_reason or nmf.is_nm(
+            layer.view.rows(forward), layer.pattern, dim=1
+        )
         assert not torch.signbit(forward[forward == 0]).any(), "-0.0 breaks compressors"
-    if isinstance(layer.method, TransposableMask) and not layer.dgrad_reason:
-        for group in layer.rows(layer.forward_mask).chunk(layer.groups):
+    if isinstance(layer.spec.method, TransposableMask) and not layer.spec.dgrad_reason:
+        for group in layer.view.rows(layer.forward_mask).chunk(layer.spec.groups):
             assert nmf.is_nm(group, layer.pattern, dim=0)
     if layer.masks.has_backward:
-        rows = layer.rows(layer.backward_weight())[layer.permutation]
-        for group in rows.chunk(layer.groups):
+        rows = layer.view.rows(layer.backward_weight())[layer.masks.permutation]
+        for group in rows.chunk(layer.spec.groups):
             assert nmf.is_nm(group, layer.pattern, dim=0)
         if layer.forward_mask is not None:
-            assert not (layer.backward_mask & ~layer.forward_mask).any()
+            assert not (layer.masks.backward & ~layer.forward_mask).any()
 
 
 @pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, PATTERNS))
@@ -94,7 +96,7 @@ def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
     with torch.no_grad():
         y = module(x)
     for name, layer in sparsifier.layers.items():
-        assert torch.equal(state[key_of_layer(name, layer.parameter)], layer.forward_weight())
+        assert torch.equal(state[key_of_layer(name, layer.spec.parameter)], layer.forward_weight())
     assert sparsifier.violations() == 0
 
     fresh, _ = make(kind, torch.float32, seed=1)
@@ -193,10 +195,11 @@ def test_gradients_that_are_not_needed_may_be_left_out(method):
             optimizer.zero_grad()
             module(x + step).square().mean().backward()
             for layer in sparsifier.layers.values() if cut else ():
-                if layer.forward_mask_view is not None and not layer.method.gradient_at_pruned(
-                    layer
+                if (
+                    layer.masks.forward_view is not None
+                    and not layer.spec.method.gradient_at_pruned(layer)
                 ):
-                    layer.weight.grad.masked_fill_(~layer.forward_mask_view, 0)
+                    layer.weight.grad.masked_fill_(~layer.masks.forward_view, 0)
                     left_out += 1
             sparsifier.before_step(optimizer)
             optimizer.step()
@@ -308,7 +311,7 @@ def test_copies_and_pickles(method, kind):
         assert torch.equal(other(x), y)
         adapted = [m for m in other.modules() if isinstance(m, Adapter)]
         assert adapted
-        assert all(layer.module is m for m in adapted for layer in m.nm_layers.values())
+        assert all(layer.spec.module is m for m in adapted for layer in m.nm_layers.values())
         assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
 
 

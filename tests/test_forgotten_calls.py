@@ -58,7 +58,7 @@ class Damped(STE):
         return layer.weight.square().sum()
 
     def before_step(self, layer, optimizer):
-        layer.local_grad.mul_(0.5)
+        layer.view.local_grad.mul_(0.5)
 
 
 def test_a_method_from_outside_is_told_of_its_hooks():

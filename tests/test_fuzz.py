@@ -200,7 +200,7 @@ class Training:
             if all(layer.forward_mask is not None for layer in self.sparsifier.layers.values()):
                 assert self.sparsifier.violations() == 0
             for layer in self.sparsifier.layers.values():
-                if not layer.method.latent and layer.forward_mask is not None:
+                if not layer.spec.method.latent and layer.forward_mask is not None:
                     assert not layer.weight[~layer.forward_mask].any(), (
                         "a method without latent values keeps none"
                     )

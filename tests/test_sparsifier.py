@@ -114,7 +114,7 @@ def test_statistics_against_their_definitions():
     optimizer.step()
     sparsifier.step()
     stats = sparsifier.layer_stats()["2"]
-    new, backward = layer.forward_mask, layer.backward_mask
+    new, backward = layer.forward_mask, layer.masks.backward
     assert stats["flip_rate"] == (old ^ new).float().mean().item() > 0
     assert stats["density"] == 0.5
     assert stats["overlap"] == pytest.approx((backward.sum() / new.sum()).item())
@@ -258,7 +258,7 @@ def test_an_estimator_enters_the_weight_gradient_alone(kind):
     _, dx2, dw2, db2, gemms = gradients(Halve())
     assert torch.equal(dx, dx2)
     assert torch.equal(db, db2)
-    assert gemms.wgrad.treatment == "1:2"
+    assert gemms.wgrad.label == "1:2"
     halved = dy.movedim(1, -1).flatten(0, -2).clone()
     halved[1::2] = 0
     halved = (2 * halved).view(dy.movedim(1, -1).shape).movedim(-1, 1)

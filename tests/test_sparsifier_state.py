@@ -22,7 +22,7 @@ def test_swapping_weights_out_and_in_again_loses_nothing():
     one_step(model, sparsifier, optimizer)
     layer = sparsifier.layers["2"]
     latent, marks, permutation = (
-        t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.permutation)
+        t.detach().clone() for t in (layer.weight, layer.masks.bits, layer.masks.permutation)
     )
     backup = {key: value.clone() for key, value in model.state_dict().items()}
     for factor in (0.5, 0.25):
@@ -33,7 +33,7 @@ def test_swapping_weights_out_and_in_again_loses_nothing():
     model.load_state_dict(backup)
     assert torch.equal(layer.weight, latent)
     assert torch.equal(layer.masks.bits, marks)
-    assert torch.equal(layer.permutation, permutation)
+    assert torch.equal(layer.masks.permutation, permutation)
     assert layer.step == 1
     one_step(model, sparsifier, optimizer, seed=1)
     assert layer.replaced_state is None, "a copy of the weights is not kept for good"
@@ -164,7 +164,7 @@ def test_a_state_given_to_attach_spares_the_searches(monkeypatch):
     resumed.load_state_dict(state)
     assert len(calls) == 2, "the saved permutations are taken"
     for name, layer in resumed.layers.items():
-        assert torch.equal(layer.permutation, sparsifier.layers[name].permutation)
+        assert torch.equal(layer.masks.permutation, sparsifier.layers[name].masks.permutation)
 
 
 def test_a_state_of_other_layers_given_to_attach_leaves_the_methods_own_masks():

@@ -49,7 +49,7 @@ def mask_average(
         layer = layers[name]
         # The average is kept with its pruned entries, as latent values of its own: averaging goes on with them.
         latent = average.detach().to(layer.param.device)
-        masked = layer.method.forward_weight(layer, latent).detach()
+        masked = layer.spec.method.forward_weight(layer, latent).detach()
         averages[key] = {"layer": name, "dropped": dropped(latent, masked, layer.forward_mask)}
         weights[key] = masked.to(average.device)
     return averages

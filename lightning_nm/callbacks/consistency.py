@@ -46,7 +46,7 @@ class ProcessConsistency:
         # DCP saves optimizer states by the names of the model's parameters, and these have none.
         owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
         if owners and isinstance(strategy, ModelParallelStrategy):
-            owner = f"{type(owners[0].method).__name__} owns parameters at layer '{owners[0].name}'"
+            owner = f"{type(owners[0].spec.method).__name__} owns parameters at layer '{owners[0].name}'"
             fault = "distributed checkpoints save no optimizer state of parameters that are not the model's"
             raise ValueError(
                 f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method"

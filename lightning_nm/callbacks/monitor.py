@@ -205,7 +205,7 @@ class MaskMonitor(pl.Callback):
         if self.statistics is None:
             return
         # The methods of frozen layers, which may be masked later, may have the statistic.
-        if sparsifier.selection.waiting:
+        if sparsifier.selection.frozen:
             return
         for name in self.statistics:
             if name not in names:
@@ -217,7 +217,7 @@ class MaskMonitor(pl.Callback):
         """Refuse a glob over layers to draw that matches none."""
         if self.image_layers is None:
             return
-        frozen = [layer.name for layer in sparsifier.selection.waiting]
+        frozen = [layer.name for layer in sparsifier.selection.frozen]
         names = [*sparsifier.layers, *frozen]
         for glob in self.image_layers:
             if not any(fnmatchcase(name, glob) for name in names):
@@ -356,7 +356,7 @@ class MaskMonitor(pl.Callback):
         # Short names leave room for the model's own metrics. Layers may have several methods.
         shown = {"density": "density", "flips": "flip_rate"}
         for watched_layer in sparsifier.layers.values():
-            headline = watched_layer.method.headline
+            headline = watched_layer.spec.method.headline
             shown[headline] = headline
         for short, name in shown.items():
             if name not in stats:
@@ -492,10 +492,12 @@ def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
     """The names of a sparsifier's statistics."""
     names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
     layers = sparsifier.layers.values()
-    if sparsifier.config.grad_snr_every and any(layer.estimator is not None for layer in layers):
+    if sparsifier.config.grad_snr_every and any(
+        layer.spec.estimator is not None for layer in layers
+    ):
         names += ["grad_snr", "grad_density"]
     # Layers of one method have the same statistics: one of them stands for all.
-    layer_of_method = {type(layer.method): layer for layer in layers}
+    layer_of_method = {type(layer.spec.method): layer for layer in layers}
     for layer in layer_of_method.values():
-        names += layer.method.statistics([layer])
+        names += layer.spec.method.statistics([layer])
     return names

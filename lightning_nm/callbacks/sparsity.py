@@ -256,7 +256,7 @@ class NMSparsityCallback(SavedSparsity):
         # forward pass in which they are trained.
         sparsifier = self._installed()
         sparsifier.follow(trainer.optimizers)
-        sparsifier.wake()
+        sparsifier.mask_unfrozen()
         if len(sparsifier.layers) == self._masked_count:
             return
         self._masked_count = len(sparsifier.layers)
@@ -316,7 +316,7 @@ class NMSparsityCallback(SavedSparsity):
         stepped = sparsifier.step()
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.
-        bytes_ratio = None if self._comm_hook is None else self._comm_hook.settle()
+        bytes_ratio = None if self._comm_hook is None else self._comm_hook.end_step()
         if self._monitor is not None:
             also = {} if bytes_ratio is None else {"grad_bytes_ratio": bytes_ratio}
             self._monitor.watch(trainer, pl_module, sparsifier, stepped, also)
@@ -355,7 +355,7 @@ class NMSparsityCallback(SavedSparsity):
         # Lightning calls no teardown after an exception. The error may be of this process alone, so nothing here may
         # wait for the others.
         layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
-        any_sharded = any(layer.sharded for layer in layers)
+        any_sharded = any(layer.view.is_sharded for layer in layers)
         if any_sharded and self._has_trained(layers):
             self._lifecycle.phase = Phase.INTERRUPTED
         else:

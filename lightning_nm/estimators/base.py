@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, resolve_window
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.products.estimates import estimated
 
 
 class GradientEstimator:
@@ -72,8 +73,8 @@ class GradientEstimator:
             ``E(dY)^T [out, tokens]``, contiguous, its tokens perhaps padded with zeros; and ``dY[:, gather]`` if the
             same pass made it, else ``None``.
         """
-        # Through the layer, which checks the shape and dtype of what a subclass returns.
-        estimate = layer.estimate(grad, seed)
+        # This also checks the shape and dtype of what a subclass returns.
+        estimate = estimated(layer, grad, seed)
         return estimate.t().contiguous(), None
 
     def pattern_of(self, layer: NMLayer) -> NMPattern | None:

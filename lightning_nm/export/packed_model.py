@@ -21,12 +21,12 @@ from lightning_nm.nn.packed import (
     PackedTensor,
     PackedWeight,
     Place,
+    call_packed_children,
     packed_weight,
     packed_weights,
     places_of,
     put,
     return_freed_memory,
-    settle,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -184,6 +184,6 @@ def check_kernels(kernels: str) -> None:
 
 def for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
-    settle(model)
+    call_packed_children(model)
     return_freed_memory()
     return model.eval().requires_grad_(False)

@@ -346,9 +346,11 @@ def _dense_layers(sparsifier: NMSparsifier) -> list[str]:
     return [
         layer.name
         for layer in sparsifier.layers.values()
-        if layer.method.sparse_forward
-        and not layer.forward_reason
-        and not is_nm(layer.rows(layer.param.detach()), layer.method.current_pattern(layer), dim=1)
+        if layer.spec.method.sparse_forward
+        and not layer.spec.forward_reason
+        and not is_nm(
+            layer.view.rows(layer.param.detach()), layer.spec.method.current_pattern(layer), dim=1
+        )
     ]
 
 
@@ -356,7 +358,7 @@ def _refuse_owners(sparsifier: NMSparsifier) -> None:
     """Refuse methods that own parameters: the Trainer restores the optimizer before a callback can add them to it."""
     for layer in sparsifier.layers.values():
         if layer.parameters:
-            owner = f"{type(layer.method).__name__} owns parameters at layer '{layer.name}'"
+            owner = f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}'"
             raise ValueError(
                 f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method"
             )

@@ -73,10 +73,10 @@ class ASP(MaskMethod):
             )
 
     def _begun(self, layer: NMLayer) -> bool:
-        if layer.schedule:
-            return layer.clock >= layer.schedule[0]
+        if layer.progress.schedule:
+            return layer.progress.clock >= layer.progress.schedule[0]
         # There is no schedule for start=0, nor in a state of version 0.1.0, which knew steps alone.
-        return not isinstance(self.start, int) or layer.clock >= self.start
+        return not isinstance(self.start, int) or layer.progress.clock >= self.start
 
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the mask if training has begun to prune.
@@ -94,24 +94,24 @@ class ASP(MaskMethod):
         if layer.masks.bits is not None or not self._begun(layer):
             return
         self._choose_mask(layer)
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is not None and layer.step:
-            mask_(layer.local_weight, layer.local_shard(mask))
+            mask_(layer.view.local, layer.view.shard_of(mask))
 
     @torch.no_grad()
     def _choose_mask(self, layer: NMLayer) -> None:
-        if layer.forward_reason:
+        if layer.spec.forward_reason:
             return
         if self.init == "zeros":
             weight = layer.weight.detach()
-            if not is_nm(layer.rows(weight), layer.pattern, dim=1):
+            if not is_nm(layer.view.rows(weight), layer.pattern, dim=1):
                 raise ValueError(
                     f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: "
                     "use init='magnitude', or load the sparse weights first"
                 )
             mask = weight != 0
         else:
-            mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
@@ -122,7 +122,7 @@ class ASP(MaskMethod):
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries, 0 at pruned ones."""
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is None:
             return (grad,)
         return (mask_(grad, mask),)
@@ -130,6 +130,6 @@ class ASP(MaskMethod):
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is not None:
-            mask_(layer.local_weight, layer.local_shard(mask))
+            mask_(layer.view.local, layer.view.shard_of(mask))

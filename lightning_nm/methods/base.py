@@ -140,7 +140,7 @@ class Method:
         return type(self).backward_weight not in inherited
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training steps at which something begins or ends; resolved once and kept as ``layer.schedule``.
+        """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
 
         At each of them :meth:`update` is called for every layer, whether or not it made a step.
 
@@ -153,10 +153,10 @@ class Method:
         """Refuse settings that cannot work with this plan, by a ``ValueError``; warn of those that have no effect."""
 
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
-        """Whether the window that begins at ``layer.clock`` needs dL/dW_F at pruned entries, too.
+        """Whether the window that begins at ``layer.progress.clock`` needs dL/dW_F at pruned entries, too.
 
-        The answer is kept as ``layer.dense_gradient``, which :meth:`weight_gradient` may read. It is asked again when
-        the window ends.
+        The answer is kept as ``layer.progress.dense_gradient``, which :meth:`weight_gradient` may read. It is asked
+        again when the window ends.
         """
         return False
 
@@ -226,10 +226,10 @@ class Method:
         """
 
     def update(self, layer: NMLayer) -> None:
-        """Move the masks: at the end of a batch with a step of this layer, and at every step in ``layer.schedule``.
+        """Move the masks: at the end of a batch with a step of this layer, and at every step of the layer's schedule.
 
-        ``layer.step`` counts the layer's optimizer steps, ``layer.updated_at`` is the last update's, and
-        ``layer.clock`` counts training steps, this one included.
+        ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
+        ``layer.progress.clock`` counts training steps, this one included.
         """
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:

@@ -92,18 +92,18 @@ class BiMask(SRSTE):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
-        rows = layer.rows(layer.weight.detach())
+        rows = layer.view.rows(layer.weight.detach())
         forward = None
         if not layer.spec.forward_reason:
             forward = magnitude_mask(rows, layer.pattern, dim=1)
         backward = None
         if not layer.spec.dgrad_reason:
-            due = layer.crossed(self.permute_every, self.first_search)
+            due = layer.progress.crossed(self.permute_every, self.first_search)
             backward = self.select_backward(layer, rows, forward, search=due)
-            backward = layer.unrows(backward)
+            backward = layer.view.unrows(backward)
         # After the backward mask, which is selected from the rows of the forward mask.
         if forward is not None:
-            forward = layer.unrows(forward)
+            forward = layer.view.unrows(forward)
         layer.set_masks(forward, backward)
 
     def select_backward(

@@ -134,7 +134,7 @@ def prune(
 
 def _refuse(layer: NMLayer, *, calibrated: bool) -> None:
     """Refuse a layer that cannot be pruned so, before any layer is."""
-    if layer.sharded:
+    if layer.view.is_sharded:
         raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
     if not calibrated:
         return
@@ -213,7 +213,7 @@ def _has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
     if _has_experts(layer):
         return True
-    found = adapter_of(layer.name, layer.module, [layer.name])
+    found = adapter_of(layer.name, layer.spec.module, [layer.name])
     return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
@@ -246,7 +246,7 @@ def _square(matrix: Tensor, moment: Tensor) -> float:
 
 def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
-    row = layer.rows(layer.param)[0]
+    row = layer.view.rows(layer.param)[0]
     places = torch.arange(row.numel(), device=row.device).view(row.shape)
     if row.dim() == 1:
         return places
@@ -255,15 +255,15 @@ def _columns(layer: NMLayer) -> Tensor:
 
 def _matrices(layer: NMLayer) -> Tensor:
     """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
-    matrix = layer.matrix(layer.param.detach())[:, _columns(layer)]
-    return matrix.unflatten(0, (layer.groups, -1))
+    matrix = layer.view.matrix(layer.param.detach())[:, _columns(layer)]
+    return matrix.unflatten(0, (layer.spec.groups, -1))
 
 
 def _set(layer: NMLayer, matrices: Tensor) -> None:
-    rows = layer.rows(layer.param)
+    rows = layer.view.rows(layer.param)
     new = torch.empty_like(matrices.flatten(0, 1))
     new[:, _columns(layer)] = matrices.flatten(0, 1)
-    layer.param.detach().copy_(layer.unrows(new.view(rows.shape)))
+    layer.param.detach().copy_(layer.view.unrows(new.view(rows.shape)))
 
 
 class _Reached(Exception):
@@ -376,13 +376,13 @@ class _Calibration:
 
     def _run(self, layer: NMLayer, calls: int | None, add: Callable[[int, Tensor], None]) -> None:
         """Run all batches, up to the layer's last call if `calls` is known, and add the inputs of each group."""
-        found = adapter_of(layer.name, layer.module, [layer.name])
+        found = adapter_of(layer.name, layer.spec.module, [layer.name])
         assert found is not None
         seen = 0
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             try:
-                inputs = found[0].inputs(module, layer.parameter, args, kwargs)
+                inputs = found[0].inputs(module, layer.spec.parameter, args, kwargs)
             except NotImplementedError as error:
                 raise ValueError(
                     f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`"
@@ -397,14 +397,14 @@ class _Calibration:
                 raise _Reached
 
         with ExitStack() as stack:
-            handle = layer.module.register_forward_hook(after)
+            handle = layer.spec.module.register_forward_hook(after)
             stack.callback(handle.remove)
             if _has_experts(layer):
                 install(self.model, [layer])
                 stack.callback(uninstall, self.model, [layer])
                 stack.enter_context(watching(layer, add))
             else:
-                handle = layer.module.register_forward_pre_hook(before, with_kwargs=True)
+                handle = layer.spec.module.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(handle.remove)
             for batch in self.batches():
                 seen = 0

@@ -47,7 +47,7 @@ class STE(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
-        if within(layer.schedule, layer.clock):
+        if within(layer.progress.schedule, layer.progress.clock):
             self.select(layer)
         else:
             layer.set_masks(None)
@@ -69,9 +69,9 @@ class STE(MaskMethod):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
-        if layer.forward_reason:
+        if layer.spec.forward_reason:
             return
-        mask = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
 
 
@@ -146,7 +146,7 @@ class SRSTE(STE):
         if does_more or "penalty" in self.defined_hooks():
             return super().lost_without_before_step(layer)
         decays = self.decay and self.decay_scale and self.decay_at == "before-clipping"
-        if decays and layer.masks.has_forward and layer.local_grad is not None:
+        if decays and layer.masks.has_forward and layer.view.local_grad is not None:
             return "the decay of pruned weights"
         return ""
 
@@ -157,11 +157,11 @@ class SRSTE(STE):
 
     @torch.no_grad()
     def _add_decay(self, layer: NMLayer) -> None:
-        mask = layer.forward_mask_view
-        grad = layer.local_grad
+        mask = layer.masks.forward_view
+        grad = layer.view.local_grad
         if not self.decay or mask is None or grad is None:
             return
-        pruned_weights = masked(layer.local_weight, ~layer.local_shard(mask))
+        pruned_weights = masked(layer.view.local, ~layer.view.shard_of(mask))
         grad.add_(pruned_weights, alpha=self.decay * self._scale())
 
     def _scale(self) -> float:

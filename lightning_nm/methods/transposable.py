@@ -59,7 +59,7 @@ class TransposableMask(SRSTE):
 
     def due(self, layer: NMLayer) -> bool:
         """Every ``update_every`` steps."""
-        return layer.crossed(self.update_every, self.first_update or self.update_every)
+        return layer.progress.crossed(self.update_every, self.first_update or self.update_every)
 
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
@@ -67,6 +67,6 @@ class TransposableMask(SRSTE):
         if layer.spec.dgrad_reason or layer.spec.forward_reason:
             super().select(layer)
             return
-        rows = layer.rows(layer.weight.detach())
+        rows = layer.view.rows(layer.weight.detach())
         mask = transposable_mask(rows, layer.pattern, layer.spec.groups)
-        layer.set_masks(layer.unrows(mask))
+        layer.set_masks(layer.view.unrows(mask))

@@ -112,7 +112,7 @@ class KernelRouting:
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         # Only now no backward pass is pending, so kernels may change, and measuring has the device for itself.
         self.router.measure_more()
-        self.router.settle()
+        self.router.deactivate_if_all_dense()
         return result
 
     def teardown(self) -> None:

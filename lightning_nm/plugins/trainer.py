@@ -103,7 +103,7 @@ def _waits_for_frozen_layers(trainer: pl.Trainer) -> bool:
     """Whether a sparsifier waits for an optimizer to train the layers that it would mask."""
     for callback in _callbacks(trainer):
         sparsifier = getattr(callback, "sparsifier", None)
-        if isinstance(sparsifier, NMSparsifier) and sparsifier.selection.waiting:
+        if isinstance(sparsifier, NMSparsifier) and sparsifier.selection.frozen:
             return True
     return False
 

@@ -149,7 +149,7 @@ class CheckedState:
     @torch.no_grad()
     def apply(self) -> None:
         """Set all layers to the state: weights, masks, counters, random numbers and costs."""
-        for layer in (*self.selection.layers, *self.selection.waiting):
+        for layer in (*self.selection.layers, *self.selection.frozen):
             layer.noise.reseed(self.state.seed)
             if layer.name not in self.state.layers:
                 # The layer was frozen when the state was saved: its training begins now.
@@ -157,9 +157,9 @@ class CheckedState:
                 layer.costs.charge_dense(self.state.clock)
         for name, layer in self.layers.items():
             if name in self.loaded_latent:
-                layer.local_weight.copy_(layer.local_shard(self.loaded_latent[name]))
+                layer.view.local.copy_(layer.view.shard_of(self.loaded_latent[name]))
             _apply_to_layer(layer, self.state.layers[name])
-            layer.forget_replaced_state()
+            layer.replaced_state = None
 
 
 def check_state(
@@ -182,7 +182,7 @@ def check_state(
         for layer in selection.layers
         if layer.name in saved or layer.name not in state.frozen_layers
     ]
-    frozen = [layer for layer in selection.waiting if layer.name in saved]
+    frozen = [layer for layer in selection.frozen if layer.name in saved]
     layers = {layer.name: layer for layer in (*expected, *frozen)}
     _refuse_other_layers(layers, saved, short_names)
     loaded_latent = _loaded_latent(layers, saved)

@@ -73,7 +73,7 @@ class ForgottenCalls:
 
     def _warn_of_before_step(self, layers: Sequence[NMLayer]) -> None:
         for layer in layers:
-            lost = layer.method.lost_without_before_step(layer)
+            lost = layer.spec.method.lost_without_before_step(layer)
             if lost:
                 self._warn(
                     "before_step",
@@ -92,8 +92,8 @@ class ForgottenCalls:
 @torch.no_grad()
 def _holds_more(layer: NMLayer) -> bool:
     """Whether the parameter has values that W_F does not have. A shard is compared by its own process."""
-    if layer.sharded and not layer.spec.method.selects_entries:
+    if layer.view.is_sharded and not layer.spec.method.selects_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
     return not torch.equal(
-        layer.local_weight.nan_to_num(), layer.local_forward_weight().nan_to_num()
+        layer.view.local.nan_to_num(), layer.view.local_forward_weight().nan_to_num()
     )

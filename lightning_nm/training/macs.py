@@ -73,7 +73,7 @@ class MacsCounter:
             self._handles.keys() - self._seen
         )
 
-    def settle(self) -> None:
+    def end_batch(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
         hidden = self.hidden()
         self._over = True

@@ -53,12 +53,12 @@ def check_owned(
     owned = [layer for layer in layers if id(layer.optimizer_param) in held]
     for layer in owned:
         if layer not in known:
-            layer.method.check_optimizer(layer, optimizer)
+            layer.spec.method.check_optimizer(layer, optimizer)
     for layer in owned:
         for parameter in layer.parameters.values():
             if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
                 raise ValueError(
-                    f"Muon trains matrices only, but {type(layer.method).__name__} owns a parameter of shape "
+                    f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
                     f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
                 )
     return owned

@@ -30,15 +30,15 @@ def plan_schedules(
     for layer in layers:
         layer.progress.clock = clock
         state = saved.get(layer.name, {})
-        if state.get("method") == type(layer.method).__name__:
+        if state.get("method") == type(layer.spec.method).__name__:
             layer.progress.schedule = tuple(state["schedule"])
         else:
-            new.add(layer.method)
-            layer.progress.schedule = tuple(layer.method.schedule(planned_steps))
+            new.add(layer.spec.method)
+            layer.progress.schedule = tuple(layer.spec.method.schedule(planned_steps))
         if same_estimator(layer, state):
             layer.progress.estimator_schedule = tuple(state["estimator_schedule"])
-        elif layer.estimator is not None:
-            layer.progress.estimator_schedule = tuple(layer.estimator.schedule(planned_steps))
+        elif layer.spec.estimator is not None:
+            layer.progress.estimator_schedule = tuple(layer.spec.estimator.schedule(planned_steps))
     for method in new:
         method.check(planned_steps)
 

@@ -39,7 +39,7 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             progress.go_to(start)
             if start in progress.schedule and start:
                 with layer.full():
-                    layer.method.update(layer)
+                    layer.spec.method.update(layer)
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
             layer.costs.charge(layer.gemms(), stop - start - dense)
@@ -51,7 +51,7 @@ def _dense_gradients(
     layer: NMLayer, start: int, stop: int, turns: dict[tuple[object, ...], int]
 ) -> int:
     """How many of the steps of a phase have a dense gradient; ``turns`` keeps the answers for other layers."""
-    method = layer.method
+    method = layer.spec.method
     if "needs_dense_gradient" not in method.defined_hooks():
         return 0
 

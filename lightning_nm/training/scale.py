@@ -72,7 +72,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         if kept_square:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
-    _rescaled[layer.optimizer_param] = factor, memory_state(layer.local_weight)
+    _rescaled[layer.optimizer_param] = factor, memory_state(layer.view.local)
     return factor
 
 
@@ -81,7 +81,7 @@ def is_rescaled(layer: NMLayer) -> bool:
     if layer.optimizer_param not in _rescaled:
         return False
     _, state_after = _rescaled[layer.optimizer_param]
-    return bool(state_after == memory_state(layer.local_weight))
+    return bool(state_after == memory_state(layer.view.local))
 
 
 def _square(tensor: Tensor) -> float:

@@ -27,19 +27,19 @@ def choose_masks(
     for layer in layers:
         state_of_layer = saved.get(layer.name)
         if (
-            layer.method.restores_masks
+            layer.spec.method.restores_masks
             and state_of_layer
             and not state_difference(layer, state_of_layer)
         ):
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
             with layer.full():
-                layer.method.init_masks(layer)
+                layer.spec.method.init_masks(layer)
         layer.noise.follow_data(data_rank)
         layer.draw_noise()
 
 
-def refuse_to_wake(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> None:
+def refuse_to_mask(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> None:
     """Refuse layers that cannot be masked now by a ``ValueError``; nothing is changed."""
     for layer in layers:
         refuse_nan(layer)
@@ -47,13 +47,13 @@ def refuse_to_wake(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -
             refuse_masked(layer.name, *holder)
         for optimizer in optimizers:
             if trained_by([optimizer])(layer.optimizer_param):
-                layer.method.check_optimizer(layer, optimizer)
+                layer.spec.method.check_optimizer(layer, optimizer)
 
 
 def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
     """Refuse weights that were sharded after their masks were installed, by a ``RuntimeError``."""
     for layer in layers:
-        if is_sharded(layer.param) and not layer.sharded:
+        if is_sharded(layer.param) and not layer.view.is_sharded:
             fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
             raise RuntimeError(
                 f"{fault}: call fully_shard or parallelize_module first, then attach()"

@@ -68,7 +68,7 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
     total = sum(sizes.values())
     if not total:
         return 1.0
-    masked = {id(layer.param) for layer in layers if layer.maskable}
+    masked = {id(layer.param) for layer in layers if layer.spec.maskable}
     return sum(size for key, size in sizes.items() if key in masked) / total
 
 
@@ -132,7 +132,7 @@ def violations(layers: Iterable[NMLayer]) -> int:
         spec = layer.spec
         if not spec.method.sparse_forward or spec.forward_reason:
             continue
-        rows = layer.rows(layer.forward_weight())
+        rows = layer.view.rows(layer.forward_weight())
         count += int(count_violations(rows, spec.method.current_pattern(layer), dim=1))
     return count
 

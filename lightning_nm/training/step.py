@@ -158,8 +158,8 @@ class TrainingStep:
                 with _full(layer):
                     method.update(layer)
             progress.updated_at = progress.step
-            if layer.replaced_state is not None:
-                layer.forget_replaced_state()
+            # Weights that come back by a later load find no state of before these masks.
+            layer.replaced_state = None
         if layer.spec.estimator is not None:
             layer.draw_noise()
 

@@ -51,7 +51,9 @@ class Look(pl.Callback):
 )
 def test_shares_become_steps_of_the_trainers_plan(tmp_path, options, planned):
     nm = callback()
-    look = Look(nm, lambda s: [(s.planned_steps, *layer.schedule) for layer in s.layers.values()])
+    look = Look(
+        nm, lambda s: [(s.planned_steps, *layer.progress.schedule) for layer in s.layers.values()]
+    )
     clock = Look(nm, lambda s: s.clock)
     make_trainer(tmp_path, [nm, look, clock], **options).fit(new_model(), Data())
     assert all(seen == [(planned, 0, planned * 3 // 4)] * 2 for seen in look.seen)
@@ -91,7 +93,7 @@ def test_a_resumed_run_of_another_length_keeps_its_schedule_and_says_so(tmp_path
 
     def resume(method, *callbacks, **options):
         nm = callback(method)
-        look = Look(nm, lambda s: s.layers["net.6"].schedule)
+        look = Look(nm, lambda s: s.layers["net.6"].progress.schedule)
         trainer = make_trainer(tmp_path, [nm, look, *callbacks], **options)
         trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "a.ckpt")
         assert set(look.seen) == {(3, 9)}
@@ -167,7 +169,9 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
     with pytest.raises(ValueError, match=r"manual optimization.*give stop as an integer"):
         make_trainer(tmp_path, [callback()]).fit(Two(), Data())
     nm = callback(BAME(stop=9, every=2))
-    look = Look(nm, lambda s: (s.clock, s.layers["net.6"].step, s.layers["net.6"].schedule))
+    look = Look(
+        nm, lambda s: (s.clock, s.layers["net.6"].step, s.layers["net.6"].progress.schedule)
+    )
     make_trainer(tmp_path, [nm, look]).fit(Two(), Data())
     assert look.seen[-1] == (12, 12, (0, 9))
 

@@ -206,8 +206,8 @@ def test_layers_are_masked_in_the_next_step_of_an_own_loop():
 
     step()
     model.backbone[3].requires_grad_(True)
-    assert [layer.name for layer in sparsifier.wake()] == ["backbone.3"]
-    assert sparsifier.wake() == []
+    assert [layer.name for layer in sparsifier.mask_unfrozen()] == ["backbone.3"]
+    assert sparsifier.mask_unfrozen() == []
     step()
     assert sparsifier.layers["backbone.3"].step == 1
     model.backbone[1].requires_grad_(True)
@@ -314,9 +314,9 @@ def test_a_failed_wake_changes_nothing():
     model[0].weight.requires_grad_(True)
     for _ in range(2):
         with pytest.raises(ValueError, match="Adagrad"):
-            sparsifier.wake()
+            sparsifier.mask_unfrozen()
         assert list(sparsifier.layers) == ["2"]
-        assert [layer.name for layer in sparsifier.selection.waiting] == ["0"]
+        assert [layer.name for layer in sparsifier.selection.frozen] == ["0"]
         assert type(model[0]) is nn.Linear
 
 
@@ -336,9 +336,9 @@ def test_a_waiting_layer_is_not_masked_twice():
     for sparsifier in (first, second):
         sparsifier.register(optimizer)
     model[0].weight.requires_grad_(True)
-    first.wake()
+    first.mask_unfrozen()
     with pytest.raises(ValueError, match="layer '0' is masked already"):
-        second.wake()
+        second.mask_unfrozen()
     assert model[0].nm_layers["weight"] is first.layers["0"]
 
 
@@ -355,7 +355,7 @@ def test_steps_in_which_a_layer_waited_count_as_dense():
     for step in range(10):
         if step == 9:
             model[0].weight.requires_grad_(True)
-            sparsifier.wake()
+            sparsifier.mask_unfrozen()
         model(torch.randn(4, 16)).square().mean().backward()
         sparsifier.before_step(optimizer)
         optimizer.step()
@@ -393,11 +393,11 @@ def test_an_own_loop_says_which_optimizers_it_has():
     sparsifier.follow([old])
     sparsifier.follow([new])
     model.backbone.requires_grad_(True)
-    assert sparsifier.wake() == []
+    assert sparsifier.mask_unfrozen() == []
     old.step()
     assert not sparsifier.step()  # its steps do not count
     sparsifier.follow([old, new])
-    assert [layer.name for layer in sparsifier.wake()] == ["backbone.1", "backbone.3"]
+    assert [layer.name for layer in sparsifier.mask_unfrozen()] == ["backbone.1", "backbone.3"]
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -55,7 +55,9 @@ def test_a_column_holds_the_statistics_of_each_layer(method, conv_layout):
     column = layer_column(list(sparsifier.layers.values()))
     for place, (name, stats) in enumerate(sparsifier.layer_stats().items()):
         layer = sparsifier.layers[name]
-        margins = mask_margin(layer.rows(layer.weight), layer.rows(layer.forward_mask), "2:4", 1)
+        margins = mask_margin(
+            layer.view.rows(layer.weight), layer.view.rows(layer.forward_mask), "2:4", 1
+        )
         found = dict(zip(MAPS, column[:, place].tolist(), strict=True))
         assert found["flip_rate"] == pytest.approx(stats["flip_rate"])
         assert found["kept_magnitude"] == pytest.approx(stats["kept_magnitude"])

@@ -105,9 +105,9 @@ def plain(value):
 def state(layer):
     """All of a layer but the number of its noise, which is another one in every micro-batch."""
     pending = {
-        "clock": layer.clock,
-        "dense_gradient": layer.dense_gradient,
-        "estimating": layer.estimating,
+        "clock": layer.progress.clock,
+        "dense_gradient": layer.progress.dense_gradient,
+        "estimating": layer.progress.estimating,
     }
     saved = {key: value for key, value in layer_state(layer).items() if key != "draws"}
     return plain({**saved, **pending, "weight": layer.weight})
@@ -181,7 +181,7 @@ def test_fused_and_foreach_are_the_loop(method, optimizer, scaled, tmp_path):
 
     def look(trainer, model):
         for layer in (module.nm_layers["weight"] for module in model.net[::2]):
-            masks.append(plain({"masks": layer.masks.bits, "permutation": layer.permutation}))
+            masks.append(plain({"masks": layer.masks.bits, "permutation": layer.masks.permutation}))
             weights.append(layer.weight.detach().flatten().clone())
 
     found = []

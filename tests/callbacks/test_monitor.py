@@ -46,7 +46,7 @@ def run(tmp_path_factory):
                 {
                     name: (
                         layer.forward_mask.clone(),
-                        layer.backward_mask.clone(),
+                        layer.masks.backward.clone(),
                         mask_margin(layer.weight, layer.forward_mask, "2:4", 1),
                     )
                     for name, layer in layers.items()

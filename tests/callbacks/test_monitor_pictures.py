@@ -71,7 +71,7 @@ def test_pictures_are_cropped_and_tell_what_changed():
 
 def test_a_layer_of_one_column_has_only_what_it_has():
     layer = layer_of(nn.Linear(1, 8, bias=False))
-    assert layer.forward_reason
+    assert layer.spec.forward_reason
     pictures = mask_pictures(layer)
     assert {name: picture.shape for name, picture in pictures.items()} == {
         "backward_mask": (1, 8, 1)

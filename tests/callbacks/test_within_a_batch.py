@@ -123,7 +123,7 @@ def test_phases_of_a_callback_that_joins_a_dense_run_are_shares_of_what_is_left(
 
     def look(trainer, module):
         layer = module.net[6].nm_layers["weight"]
-        seen.append((layer.progress.estimator_schedule, layer.estimating))
+        seen.append((layer.progress.estimator_schedule, layer.progress.estimating))
 
     trainer = make_trainer(tmp_path, [nm, Inspect(look)], max_epochs=3)
     trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "dense.ckpt")

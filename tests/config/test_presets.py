@@ -97,8 +97,8 @@ def test_what_a_preset_sets(method, preset, masked, layout, expected):
     made = sparsifier(method, preset)
     assert list(made.layers) == masked
     assert made.layers["1"].spec.layout == layout
-    assert {name: getattr(made.layers["1"].method, name) for name in expected} == expected
-    assert (made.layers["1"].estimator is not None) == (preset == "fst")
+    assert {name: getattr(made.layers["1"].spec.method, name) for name in expected} == expected
+    assert (made.layers["1"].spec.estimator is not None) == (preset == "fst")
 
 
 @pytest.mark.parametrize(("preset", "method"), ALL)
@@ -111,14 +111,14 @@ def test_what_is_given_precedes_the_preset(preset, method):
         }
         assert list(made.layers) == ["0"] * (not first) + ["1", "3"] + ["4"] * (not last)
     assert isinstance(
-        sparsifier(method, preset, grad_estimator="top-n").layers["1"].estimator, TopN
+        sparsifier(method, preset, grad_estimator="top-n").layers["1"].spec.estimator, TopN
     )
 
 
 def test_a_method_that_is_an_object_is_taken_as_it_is():
     own = BiMask(permute_every=7)
     made = sparsifier(own)
-    assert made.layers["1"].method is own
+    assert made.layers["1"].spec.method is own
     assert list(made.layers) == ["1", "3"]
     assert made.layers["1"].spec.layout == "flat"
 
@@ -144,11 +144,11 @@ def test_rules_take_their_own_methods_preset():
     ]
     made = sparsifier(rules=rules)
     first, second = made.layers["0"], made.layers["3"]
-    assert isinstance(first.method, SRSTE)
-    assert not isinstance(first.method, BiMask)
-    assert first.method.decay_scale == "world-size"
+    assert isinstance(first.spec.method, SRSTE)
+    assert not isinstance(first.spec.method, BiMask)
+    assert first.spec.method.decay_scale == "world-size"
     assert first.spec.layout == "plain"
-    assert (type(second.method), str(second.pattern), second.method.search) == (
+    assert (type(second.spec.method), str(second.pattern), second.spec.method.search) == (
         BiMask,
         "1:4",
         "redraw",
@@ -163,12 +163,16 @@ def test_rules_take_their_own_methods_preset():
 
 
 def test_a_preset_is_trained_without_its_estimator():
-    assert sparsifier("transposable", "fst").layers["1"].estimator is not None
-    assert sparsifier("transposable", "fst", grad_estimator="dense").layers["1"].estimator is None
+    assert sparsifier("transposable", "fst").layers["1"].spec.estimator is not None
+    assert (
+        sparsifier("transposable", "fst", grad_estimator="dense").layers["1"].spec.estimator is None
+    )
     rules = [{"include": "1", "grad_estimator": "dense"}, {"include": "3", "grad_estimator": None}]
     made = sparsifier("transposable", "fst", rules=rules, skip_first_last="first")
-    assert [made.layers[name].estimator is None for name in "134"] == [True, True, False]
-    assert NMSparsifier(model(), "2:4", "sr-ste", "dense").attach().layers["1"].estimator is None
+    assert [made.layers[name].spec.estimator is None for name in "134"] == [True, True, False]
+    assert (
+        NMSparsifier(model(), "2:4", "sr-ste", "dense").attach().layers["1"].spec.estimator is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,12 +190,14 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
     listed = [{"include": include, "method": method} for include, method in rules]
     made = sparsifier("dense", preset, rules=listed)
     assert "".join(made.layers) == masked
-    assert all((layer.estimator is None) == (preset == "paper") for layer in made.layers.values())
+    assert all(
+        (layer.spec.estimator is None) == (preset == "paper") for layer in made.layers.values()
+    )
     given = sparsifier(
         "dense", preset, rules=listed, skip_first_last="last", grad_estimator="dense"
     )
     assert "".join(given.layers) == "013"
-    assert all(layer.estimator is None for layer in given.layers.values())
+    assert all(layer.spec.estimator is None for layer in given.layers.values())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_operands_that_are_2_4(names, forward, dgrad, wgrad, estimator):
             nn.Linear(32, 32), "2:4", method, estimator, skip_first_last=False, planned_steps=10
         )
         (layer,) = layers.attach().layers.values()
-        found = [gemm.treatment if gemm.treatment == "2:4" else "dense" for gemm in layer.gemms()]
+        found = [gemm.label if gemm.label == "2:4" else "dense" for gemm in layer.gemms()]
         assert found == [forward, dgrad, "2:4" if estimator else wgrad], name
 
 

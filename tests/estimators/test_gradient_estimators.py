@@ -277,7 +277,7 @@ def test_a_module_that_is_called_again_draws_anew():
         copied(x).square().mean().backward()
     seeds = [
         tuple(seed.tolist())
-        for *_, seed in (*spy.seen, *copied.nm_layers["weight"].estimator.seen[3:])
+        for *_, seed in (*spy.seen, *copied.nm_layers["weight"].spec.estimator.seen[3:])
     ]
     assert len(set(seeds)) == 6
     (layer,) = sparsifier.layers.values()

@@ -70,7 +70,7 @@ def test_wgrad_is_dense_before_and_after_the_window(accumulate):
             twin(x).square().mean().backward()
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         exact.append(all(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7) for p, q in pairs))
-        treatments.append(sparsifier.layers["0"].gemms().wgrad.treatment)
+        treatments.append(sparsifier.layers["0"].gemms().wgrad.label)
         before.append(copy.deepcopy(model.state_dict()))
 
     before = [copy.deepcopy(model.state_dict())]
@@ -150,7 +150,7 @@ def test_flops_of_bame_take_the_lesser_of_both():
     model = network()
     sparsifier = attach(model, MVUE("2:4"), BAME(start=5, stop=6), "1:4")
     wgrad = sparsifier.layers["0"].gemms().wgrad
-    assert (wgrad.treatment, wgrad.arithmetic, wgrad.paper, wgrad.eligible) == (
+    assert (wgrad.label, wgrad.arithmetic, wgrad.paper, wgrad.eligible) == (
         "2:4",
         0.125,
         0.25,
@@ -173,7 +173,7 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     assert model[2].weight.grad is None
     assert sparsifier.layers["2"].observation.sums is None
     model[2].weight.requires_grad_()
-    assert sparsifier.layers["2"].gemms().wgrad.treatment == "2:4"
+    assert sparsifier.layers["2"].gemms().wgrad.label == "2:4"
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -332,11 +332,11 @@ def test_a_smoke_run_takes_any_schedule(tmp_path):
         layer = nm.sparsifier.layers["net.6"]
         seen.append(
             (
-                layer.schedule,
+                layer.progress.schedule,
                 layer.progress.estimator_schedule,
                 layer.step,
                 layer.forward_mask,
-                layer.estimating,
+                layer.progress.estimating,
             )
         )
 

@@ -95,7 +95,7 @@ def masks_of(layer):
     ones = torch.ones(layer.param.shape, dtype=torch.bool)
     forward = ones if layer.forward_mask is None else layer.forward_mask
     return forward.numpy(), (
-        forward if layer.backward_mask is None else layer.backward_mask
+        forward if layer.masks.backward is None else layer.masks.backward
     ).numpy()
 
 

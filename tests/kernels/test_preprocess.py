@@ -65,7 +65,7 @@ def test_a_pair_in_the_layers_order_is_sparse_along_rows():
         layer.weight,
         layer.masks.bits,
         torch.bfloat16,
-        layer.permutation,
+        layer.masks.permutation,
         own_backward=layer.masks.has_backward,
     )
     assert layer.masks.has_backward
@@ -122,12 +122,12 @@ def test_permuted_columns_keep_the_product(dtype):
     grad = torch.randint(-4, 5, (7, 24)).to(dtype)
     weight = torch.randint(-4, 5, layer.weight.shape).to(dtype)
     backward = masked_backward(
-        weight, layer.masks.bits, dtype, layer.permutation, own_backward=True
+        weight, layer.masks.bits, dtype, layer.masks.permutation, own_backward=True
     )
-    permuted = permuted_columns(grad.requires_grad_(), layer.permutation)
+    permuted = permuted_columns(grad.requires_grad_(), layer.masks.permutation)
     assert permuted.is_contiguous()
     assert not permuted.requires_grad
-    assert torch.equal(permuted, grad[:, layer.permutation])
+    assert torch.equal(permuted, grad[:, layer.masks.permutation])
     plain = masked_backward(weight, layer.masks.bits, dtype, own_backward=True)
     assert torch.equal(permuted @ backward.t(), grad @ plain.t())
 

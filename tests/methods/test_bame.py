@@ -223,7 +223,7 @@ def test_a_step_that_a_scaler_skips_leaves_the_adaptation_pending(evidence, make
                 assert layer.step == before[0]
                 assert torch.equal(layer.forward_mask, before[1])
                 assert torch.equal(layer.weight, before[2]) or layer.step == 0
-                assert layer.dense_gradient == (
+                assert layer.progress.dense_gradient == (
                     layer.step in (1, 4) or (layer.step > 0 and "evidence" not in evidence)
                 )
             step += 1

@@ -38,11 +38,13 @@ def test_convolutions_evolve_along_their_own_blocks(layout):
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
-        rows = layer.rows(layer.forward_mask)
+        rows = layer.view.rows(layer.forward_mask)
         assert (rows.movedim(1, -1).unflatten(-1, (-1, 4)).sum(-1) == 2).all()
         assert not layer.weight[~layer.forward_mask].any()
-        assert not (layer.backward_mask & ~layer.forward_mask).any()
-        for group in layer.rows(layer.backward_mask)[layer.permutation].chunk(layer.groups):
+        assert not (layer.masks.backward & ~layer.forward_mask).any()
+        for group in layer.view.rows(layer.masks.backward)[layer.masks.permutation].chunk(
+            layer.spec.groups
+        ):
             assert nmf.is_nm(group, "2:4", dim=0)
     assert (layer.forward_mask ^ start).any()
 
@@ -58,7 +60,7 @@ def test_dgrad_bi_mask_follows_the_weights_between_adaptations():
         sparsifier,
         optimizer,
         9,
-        look=lambda step: marks.append((layer.backward_mask, layer.masks.flips)),
+        look=lambda step: marks.append((layer.masks.backward, layer.masks.flips)),
     )
     moved = [step for step in range(8) if not torch.equal(marks[step][0], marks[step + 1][0])]
     assert set(moved) <= {3, 7}
@@ -121,7 +123,7 @@ def test_the_transposed_layout_evolves_as_the_plain_one():
             sparsifier.step()
         (layer,) = sparsifier.layers.values()
         assert layer.masks.total_flips > 0
-        weights.append(layer.rows(layer.weight.detach()))
+        weights.append(layer.view.rows(layer.weight.detach()))
     torch.testing.assert_close(*weights)
 
 

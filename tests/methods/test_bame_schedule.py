@@ -49,7 +49,7 @@ def test_a_layer_that_joins_late_evolves_and_freezes_with_the_others(masked):
         masks.append(late.forward_mask)
     moved = [step for step in range(14) if not torch.equal(masks[step], masks[step + 1])]
     assert moved == [5, 6], "at once what it missed, then with the others until they all freeze"
-    assert (sparsifier.clock, late.step, late.dense_gradient) == (14, 9, False)
+    assert (sparsifier.clock, late.step, late.progress.dense_gradient) == (14, 9, False)
 
 
 def test_a_step_that_raises_does_not_stop_the_clock():
@@ -228,7 +228,7 @@ def test_a_state_keeps_its_schedule_and_says_so():
             UserWarning, match=r"BAME scheduled at steps \(0, 10\), which stays; .* \(0, 20\)"
         ):
             other_sparsifier.load_state_dict(states[1])
-        assert layer.schedule == (0, 10)
+        assert layer.progress.schedule == (0, 10)
         run(other, other_sparsifier, other_optimizer, 4, start=12)
         assert torch.equal(layer.forward_mask, frozen), "frozen for good"
     other, other_sparsifier, _, _ = make(0.5, 20)

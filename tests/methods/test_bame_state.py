@@ -69,7 +69,7 @@ def test_an_adaptation_needs_few_temporary_copies_of_the_weight(pattern, name):
     with PeakMemory(
         *known
     ) as applied:  # the exchanges themselves, as they follow the optimizer's step
-        layer.method.after_step(layer, optimizer)
+        layer.spec.method.after_step(layer, optimizer)
     assert len(layer.pending.exchange.blocks) > 0.1 * weight.numel() / layer.pattern.m
     copies = max(found.peak, applied.peak) / (4 * weight.numel())
     assert 0.5 < copies <= 6.5
@@ -102,7 +102,7 @@ def test_a_state_restores_the_middle_of_the_evolution(dgrad):
     run(module, sparsifier, optimizer, 9)
     states = copy.deepcopy((module.state_dict(), sparsifier.state_dict(), optimizer.state_dict()))
     statistics = sparsifier.stats()
-    assert layer.dense_gradient, "the next window adapts"
+    assert layer.progress.dense_gradient, "the next window adapts"
     assert states[1]["layers"]["0"]["latent"] is None, "there is nothing beside the sparse weight"
     run(module, sparsifier, optimizer, 9, start=9)
 

@@ -16,7 +16,7 @@ class DecayingN(MaskMethod):
 
     def init_masks(self, layer):
         pattern = self.current_pattern(layer)
-        layer.set_masks(layer.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1)))
+        layer.set_masks(layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1)))
 
     def update(self, layer):
         self.init_masks(layer)

@@ -213,13 +213,13 @@ def test_the_first_search_shifts_the_others(first, expected):
     model = nn.Linear(8, 16)
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     layer, known = sparsifier.layers["weight"], torch.arange(16)
-    if not torch.equal(layer.permutation, known):
+    if not torch.equal(layer.masks.permutation, known):
         searched.append(0)
-        known = layer.permutation.clone()
+        known = layer.masks.permutation.clone()
     for _ in sgd_steps(model, sparsifier, 10, (4, 8)):
-        if not torch.equal(layer.permutation, known):
+        if not torch.equal(layer.masks.permutation, known):
             searched.append(layer.step)
-            known = layer.permutation.clone()
+            known = layer.masks.permutation.clone()
     assert searched == expected
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_nm import SRSTE, STE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import print_summary
+from lightning_nm.nn.layer.gemms import mean_densities
 from tests.methods.plain_loop import sgd_steps
 from tests.support.lightning_models import Data, make_trainer, new_model
 
@@ -64,7 +65,7 @@ def test_masks_come_and_go(method, frozen):
     assert phases == [False] * 3 + [True] * 5 + [False] * 2
     for sparse, (forward, dgrad, _) in zip(phases, gemms, strict=True):
         if not sparse:
-            assert (forward.treatment, dgrad.treatment) == ("dense", "dense")
+            assert (forward.label, dgrad.label) == ("dense", "dense")
             assert forward.reason == "dense phase"
     per_step = sparsifier.flops_ratios()["eligible"]
     assert per_step == 1.0, "the run ended dense"
@@ -98,8 +99,8 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
     assert len(list(sgd_steps(model, sparsifier, 3, (16, 18)))) == 3
     first, second = (sparsifier.layers[name].gemms() for name in ("0", "2"))
     assert first.forward == ("dense", None, "in 18 % 4 != 0", 1.0, 1.0, 1.0)
-    assert first.wgrad.treatment == second.wgrad.treatment == "2:4"
-    assert second.forward.treatment == "2:4"
+    assert first.wgrad.label == second.wgrad.label == "2:4"
+    assert second.forward.label == "2:4"
     assert second.dgrad.reason == "out 18 % 4 != 0"
     fresh = nn.Sequential(nn.Linear(18, 32), nn.ReLU(), nn.Linear(32, 18))
     fresh.load_state_dict(model.state_dict())
@@ -151,7 +152,7 @@ def test_flops_of_a_layer_that_no_optimizer_trains():
         optimizer.step()
         sparsifier.step()
     for layer in sparsifier.layers.values():
-        assert layer.mean_densities()["eligible"].forward == 0.75
+        assert mean_densities(layer)["eligible"].forward == 0.75
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,8 @@
 """How a method's class tells which hooks it defines, and what became of old ones."""
 
+import inspect
+from operator import attrgetter
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 from lightning_nm import ASP, BAME, SRSTE, STE, GradientEstimator, Method, NMSparsifier
 from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
+from lightning_nm.nn.layer.layer import _MOVED
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,9 @@ class MasksForAPenalty(Method):
 
     def init_masks(self, layer):
         layer.set_masks(
-            layer.unrows(nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1))
+            layer.view.unrows(
+                nm_mask(layer.view.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)
+            )
         )
 
     sparse_forward = True
@@ -139,8 +145,8 @@ def test_a_class_whose_base_promises_nothing_sets_no_flag():
 def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
     sparsifier = NMSparsifier(nn.Linear(6, 16), "2:4", "bi-mask", skip_first_last=False).attach()
     layer = sparsifier.layers["weight"]
-    layer.set_masks(torch.zeros(16, 6, dtype=torch.bool), layer.backward_mask)
-    assert layer.forward_reason
+    layer.set_masks(torch.zeros(16, 6, dtype=torch.bool), layer.masks.backward)
+    assert layer.spec.forward_reason
     assert layer.forward_mask is None
     assert layer.masks.has_backward
 
@@ -164,10 +170,10 @@ class Grows(STE):
         self.seen = []
 
     def needs_dense_gradient(self, layer):
-        return layer.clock % 2 == 0
+        return layer.progress.clock % 2 == 0
 
     def update(self, layer):
-        self.seen.append(layer.dense_gradient)
+        self.seen.append(layer.progress.dense_gradient)
         super().update(layer)
 
 
@@ -195,13 +201,13 @@ def test_each_of_two_optimizers_uses_the_dense_gradient_of_its_layers():
     for optimizer in optimizers:
         sparsifier.register(optimizer)
     model(torch.randn(4, 8)).square().sum().backward()
-    assert all(layer.dense_gradient for layer in sparsifier.layers.values())
+    assert all(layer.progress.dense_gradient for layer in sparsifier.layers.values())
     for optimizer in optimizers:
         sparsifier.before_step(optimizer)
     for optimizer in optimizers:
         optimizer.step()
     sparsifier.step()
-    assert not any(layer.dense_gradient for layer in sparsifier.layers.values())
+    assert not any(layer.progress.dense_gradient for layer in sparsifier.layers.values())
 
 
 def test_an_adaptation_that_found_no_gradient_is_made_up_for():
@@ -219,7 +225,7 @@ def test_an_adaptation_that_found_no_gradient_is_made_up_for():
     sparsifier.before_step(optimizer)
     optimizer.step()
     sparsifier.step()
-    assert sparsifier.layers["weight"].dense_gradient
+    assert sparsifier.layers["weight"].progress.dense_gradient
 
 
 def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
@@ -271,3 +277,24 @@ def test_a_penalty_counts_whether_or_not_before_step_calls_its_base():
         torch.testing.assert_close(model.weight.grad, model.weight.detach())
         found.append(model.weight.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", _MOVED)
+def test_the_old_name_of_a_part_warns_and_works(name):
+    sparsifier = NMSparsifier(nn.Linear(8, 4), "2:4", "bi-mask", skip_first_last=False).attach()
+    layer = sparsifier.layers["weight"]
+    with pytest.warns(FutureWarning, match=rf"NMLayer\.{name} is NMLayer\.{_MOVED[name]} since"):
+        found = getattr(layer, name)
+    expected = attrgetter(_MOVED[name])(layer)
+    if torch.is_tensor(found):
+        assert torch.equal(found, expected)
+    elif inspect.ismethod(found):
+        assert found.__func__ is expected.__func__
+    else:
+        assert found == expected
+
+
+def test_a_name_that_never_was_is_no_attribute():
+    layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        layer["weight"].nothing  # noqa: B018

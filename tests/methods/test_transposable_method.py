@@ -45,10 +45,10 @@ def test_the_mask_is_the_best_transposable_one_of_the_weights_when_it_was_select
 def test_dgrad_is_exact_and_counts_as_sparse(conv):
     _, sparsifier, _, layer = attached(conv=conv)
     assert torch.equal(layer.backward_weight(), layer.forward_weight())
-    rows = layer.rows(layer.forward_mask)
+    rows = layer.view.rows(layer.forward_mask)
     assert nmf.is_nm(rows, "2:4", dim=0)
     assert nmf.is_nm(rows, "2:4", dim=1)
-    assert [gemm.treatment for gemm in layer.gemms()] == ["2:4", "2:4", "dense"]
+    assert [gemm.label for gemm in layer.gemms()] == ["2:4", "2:4", "dense"]
     assert sparsifier.flops_ratios() == pytest.approx(
         {"arithmetic": 2 / 3, "paper": 2 / 3, "eligible": 2 / 3}
     )
@@ -57,7 +57,7 @@ def test_dgrad_is_exact_and_counts_as_sparse(conv):
 def test_rows_that_are_no_blocks_get_the_mask_of_one_direction():
     _, sparsifier, _, layer = attached(out=10)
     assert torch.equal(layer.forward_mask, nmf.magnitude_mask(layer.weight.detach(), "2:4", dim=1))
-    assert [gemm.treatment for gemm in layer.gemms()] == ["2:4", "masked", "dense"]
+    assert [gemm.label for gemm in layer.gemms()] == ["2:4", "masked", "dense"]
     assert "out 10 % 4" in layer.gemms().dgrad.reason
     assert sparsifier.flops_ratios()["eligible"] == pytest.approx((0.5 + 2) / 3)
     with pytest.raises(ValueError, match=r"in 6 % 4 != 0"):

@@ -49,7 +49,7 @@ def test_metrics_agree_with_the_statistics(method):
         weights = {name: layer.weight for name, layer in layers.items()}
         assert KeptMagnitude()(weights, masks).item() == pytest.approx(stats["kept_magnitude"])
         backward = {
-            name: masks[name] if layer.backward_mask is None else layer.backward_mask
+            name: masks[name] if layer.masks.backward is None else layer.masks.backward
             for name, layer in layers.items()
         }
         assert MaskOverlap()(masks, backward).item() == pytest.approx(stats["overlap"])

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
+from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
 from tests.support.contract import METHODS
@@ -100,7 +101,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
         words = layer.noise.words
 
         def estimate(grad, words=words):
-            return grad if estimator is None else layer.estimate(grad, words)
+            return grad if estimator is None else estimated(layer, grad, words)
 
         hidden = body(F.embedding(tokens[:, :-1], used))
         expected = Head.apply(hidden, used, bias, layer.backward_weight(), estimate)
@@ -109,7 +110,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
         optimizer.zero_grad()
         loss_of(found, tokens).backward()
         torch.testing.assert_close(found, expected)
-        routed, *others = layer.method.weight_gradient(
+        routed, *others = layer.spec.method.weight_gradient(
             layer, model.head.weight.detach(), used.grad.clone()
         )
         torch.testing.assert_close(model.head.weight.grad, routed)
@@ -136,7 +137,7 @@ def test_an_embedding_alone(method, options):
     )
     sparsifier = attach(model, method, include="0", grad_estimator="mvue")
     layer = sparsifier.layers["0"]
-    assert layer.estimator is None
+    assert layer.spec.estimator is None
     assert layer.masks.backward is None
     twin = nn.Embedding(VOCABULARY, DIM, **options, _weight=layer.forward_weight().clone())
     for tokens in (batch(), batch()[0].int(), torch.tensor(3)):
@@ -147,7 +148,7 @@ def test_an_embedding_alone(method, options):
         grad = torch.randn_like(found)
         found.backward(grad)
         expected.backward(grad)
-        routed, *others = layer.method.weight_gradient(
+        routed, *others = layer.spec.method.weight_gradient(
             layer, model[0].weight.detach(), twin.weight.grad.clone()
         )
         torch.testing.assert_close(model[0].weight.grad, routed)

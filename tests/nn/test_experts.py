@@ -112,8 +112,8 @@ def test_experts_train_as_linear_layers(alike, kind, way, method, estimator):
     torch.testing.assert_close(figures, other_figures, rtol=1e-9, atol=1e-11)
     for name in ("up", "down"):
         layer, layers = found.layers[name], [expected.layers[f"{name}.{k}"] for k in range(EXPERTS)]
-        assert layer.groups == EXPERTS
-        assert layer.rows(layer.param).shape == (
+        assert layer.spec.groups == EXPERTS
+        assert layer.view.rows(layer.param).shape == (
             EXPERTS * layers[0].param.shape[0],
             layers[0].param.shape[1],
         )
@@ -121,7 +121,7 @@ def test_experts_train_as_linear_layers(alike, kind, way, method, estimator):
             lambda layer: layer.param,
             lambda layer: layer.param.grad,
             lambda layer: layer.forward_mask,
-            lambda layer: layer.backward_mask,
+            lambda layer: layer.masks.backward,
             lambda layer: layer.forward_weight(),
         ):
             if get(layer) is None:
@@ -269,7 +269,7 @@ def test_packs_are_kept_for_each_expert():
     assert all(sparsifier.layers["up"].experts[k] is layer for k, layer in held.items())
     with torch.no_grad():  # masks that moved are seen
         model.up.copy_(model.up.flip(-1))
-    sparsifier.layers["up"].method.init_masks(sparsifier.layers["up"])
+    sparsifier.layers["up"].spec.method.init_masks(sparsifier.layers["up"])
     with routing(router):
         moved = model(x, experts)
     torch.testing.assert_close(moved, model(x, experts))

@@ -79,15 +79,17 @@ class Interleaved:
         for layer in self.layers():
             forward = nmf.nm_mask(torch.rand_like(layer.weight), PATTERN)
             backward = None
-            if layer.backward_mask is not None:
-                backward = nmf.backward_mask(layer.weight, forward, PATTERN, layer.permutation)
+            if layer.masks.backward is not None:
+                backward = nmf.backward_mask(
+                    layer.weight, forward, PATTERN, layer.masks.permutation
+                )
             if self.method == "transposable":
                 forward = nmf.transposable_mask(torch.rand_like(layer.weight), PATTERN)
             layer.set_masks(forward, backward)
 
     def move_the_backward_mask(self, number):
         for layer in self.layers():
-            if layer.backward_mask is None:
+            if layer.masks.backward is None:
                 continue
             permutation = torch.randperm(len(layer.weight))
             mask = nmf.backward_mask(layer.weight, layer.forward_mask, PATTERN, permutation)

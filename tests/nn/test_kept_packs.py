@@ -55,7 +55,7 @@ CHANGES = {
         {name: torch.randn_like(value) for name, value in module.state_dict().items()}
     ),
     "masks": lambda module, sparsifier: [
-        layer.set_masks(layer.forward_mask.roll(1, 0), layer.backward_mask.roll(1, 1))
+        layer.set_masks(layer.forward_mask.roll(1, 0), layer.masks.backward.roll(1, 1))
         for layer in sparsifier.layers.values()
     ],
     "baked": lambda module, sparsifier: sparsifier.bake(),

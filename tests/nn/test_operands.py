@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import Router
+from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.nn.products.operands import packable_backward, packable_forward
 from tests.support.kinds import KINDS, make
 from tests.support.routed import METHODS, attach
@@ -21,12 +22,12 @@ def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
     module, _ = make(kind, torch.float32)
     for layer in attach(module, "2:4", METHODS[method]()).layers.values():
         weight = layer.weight.detach()
-        expected = layer.matrix(layer.forward_weight()).bfloat16()
+        expected = layer.view.matrix(layer.forward_weight()).bfloat16()
         found = packable_forward(layer, weight, torch.bfloat16)
         assert torch.equal(found, expected)
-        backward = layer.matrix(layer.backward_weight()).bfloat16()
+        backward = layer.view.matrix(layer.backward_weight()).bfloat16()
         if layer.masks.has_backward:
-            backward = backward[layer.permutation]
+            backward = backward[layer.masks.permutation]
         transposed = packable_backward(layer, weight, torch.bfloat16)
         assert torch.equal(transposed, backward.t())
         for operand in (found, transposed):
@@ -51,9 +52,11 @@ def test_the_transposed_estimate_is_the_estimate(tokens, estimator, gather, seed
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(tokens, 12, generator=generator)
     order = torch.randperm(12, generator=generator) if gather else None
-    found, gathered = layer.estimator.estimate_transposed(layer, grad, layer.noise.words, order)
+    found, gathered = layer.spec.estimator.estimate_transposed(
+        layer, grad, layer.noise.words, order
+    )
     assert found.is_contiguous()
-    assert torch.equal(found[:, :tokens], layer.estimate(grad, layer.noise.words).t())
+    assert torch.equal(found[:, :tokens], estimated(layer, grad, layer.noise.words).t())
     assert not found[:, tokens:].any()
     assert gathered is None or torch.equal(gathered, grad[:, order])
 
@@ -65,9 +68,9 @@ def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
     sparsifier = NMSparsifier(module, "2:4", "dense", MVUE(pattern), skip_first_last=False).attach()
     (layer,) = sparsifier.layers.values()
     grad = torch.randn(12, tokens).t()
-    expected = layer.estimate(grad, layer.noise.words)
+    expected = estimated(layer, grad, layer.noise.words)
     monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
-    found = layer.estimate(grad, layer.noise.words)
+    found = estimated(layer, grad, layer.noise.words)
     assert torch.equal(found, expected)
     assert found.t().stride()[-1] == 1, "the product takes it without a copy"
 
@@ -91,7 +94,7 @@ def test_a_subclass_is_drawn_by_the_kernel_only_if_it_says_so(monkeypatch):
         sparsifier = NMSparsifier(module, "2:4", "dense", estimator, skip_first_last=False).attach()
         (layer,) = sparsifier.layers.values()
         layer.draw_noise(1)
-        found.append(layer.estimate(grad, layer.noise.words))
+        found.append(estimated(layer, grad, layer.noise.words))
         transposed, _ = estimator.estimate_transposed(layer, grad, layer.noise.words)
         assert torch.equal(transposed, found[-1].t())
     assert torch.equal(found[1], 2 * found[0])

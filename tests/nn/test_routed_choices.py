@@ -238,10 +238,10 @@ def test_a_router_without_a_faster_kernel_goes_inactive_after_a_step(dense, inac
     attach(module)
     fast = FakeKernel(supports=lambda key: "only forward" if key.gemm != "forward" else "")
     router = Router("auto", [fast], timer=FakeTimer([fast], dense=dense, fast=(5.0, 0.0)))
-    router.settle()
+    router.deactivate_if_all_dense()
     gradients(module, x, router)
     assert router.active_or_none() is router
-    router.settle()
+    router.deactivate_if_all_dense()
     assert (router.active_or_none() is None) == inactive
     router.reset()
     assert router.active_or_none() is router
@@ -252,7 +252,7 @@ def test_other_modes_stay_active():
     attach(module)
     router = Router("sparse", [FakeKernel(supports=lambda key: "nothing")])
     gradients(module, x, router)
-    router.settle()
+    router.deactivate_if_all_dense()
     assert router.active_or_none() is router
 
 
@@ -286,6 +286,6 @@ def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monke
         )
     assert_equal(gradients(module, x, router), expected)
     (layer,) = module.nm_layers.values()
-    permuted = layer.permutation is not None
+    permuted = layer.masks.permutation is not None
     names = [call for call in calls if isinstance(call, str)]
     assert names == ["packable_forward", "packable_backward"][: 2 - permuted]

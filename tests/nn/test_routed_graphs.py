@@ -178,7 +178,7 @@ def test_copies_are_layers_of_their_own(again):
     assert lookup(layer.handle) is layer
     assert lookup(other.handle) is other
     assert layer.handle_tensor.shape != other.handle_tensor.shape
-    other.set_masks(other.forward_mask.roll(1, 0), other.backward_mask.roll(1, 1))
+    other.set_masks(other.forward_mask.roll(1, 0), other.masks.backward.roll(1, 1))
     for mine in (module, copied):
         assert_equal(gradients(mine, x, simulated()), gradients(mine, x, None))
 

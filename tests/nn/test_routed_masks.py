@@ -35,7 +35,7 @@ class Watching(ASP):
         return True
 
     def weight_gradient(self, layer, weight, grad):
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         self.seen = 0.0 if mask is None else float(grad[~mask].abs().sum())
         return super().weight_gradient(layer, weight, grad)
 

@@ -63,7 +63,7 @@ def change(module):
 def move_masks(sparsifier, by=4):
     """Other masks that are N:M alike: whole blocks change places."""
     for layer in sparsifier.layers.values():
-        backward = layer.backward_mask
+        backward = layer.masks.backward
         layer.set_masks(
             layer.forward_mask.roll((by, by), (0, 1)),
             None if backward is None else backward.roll(by, 1),

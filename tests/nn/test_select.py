@@ -88,11 +88,11 @@ def test_what_is_masked_and_why_the_rest_is_not():
 
 def test_each_gemm_is_eligible_by_itself():
     layers = attach(include=["odd_in", "odd_out", "conv"]).layers
-    assert [g.treatment for g in layers["odd_in"].gemms()] == ["dense", "2:4", "dense"]
-    assert [g.treatment for g in layers["odd_out"].gemms()] == ["2:4", "masked", "dense"]
+    assert [g.label for g in layers["odd_in"].gemms()] == ["dense", "2:4", "dense"]
+    assert [g.label for g in layers["odd_out"].gemms()] == ["2:4", "masked", "dense"]
     assert layers["odd_in"].gemms().forward.reason == "in 30 % 4 != 0"
     assert layers["odd_out"].gemms().dgrad.reason == "out 30 % 4 != 0"
-    assert [g.treatment for g in layers["conv"].gemms()] == ["2:4", "2:4", "dense"]
+    assert [g.label for g in layers["conv"].gemms()] == ["2:4", "2:4", "dense"]
     with pytest.raises(
         ValueError, match=r"'odd_in' is named by `include` but cannot be masked: in 30 % 4 != 0"
     ):
@@ -188,7 +188,7 @@ def test_rules_mix_patterns_and_methods():
         exclude="odd*",
     )
     found = {
-        name: (str(layer.pattern), type(layer.method).__name__)
+        name: (str(layer.pattern), type(layer.spec.method).__name__)
         for name, layer in sparsifier.layers.items()
     }
     assert found["conv"] == ("1:16", "SRSTE")

@@ -180,5 +180,6 @@ def test_a_policy_that_wraps_linear_layers_applies_to_masked_ones():
     assert wrapped == {"block.0", "block.3", "attention.mha.out_proj"}
     for name in wrapped:
         assert (
-            sparsifier.layers[name].module is model.get_submodule(name)._checkpoint_wrapped_module
+            sparsifier.layers[name].spec.module
+            is model.get_submodule(name)._checkpoint_wrapped_module
         )

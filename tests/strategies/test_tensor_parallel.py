@@ -170,7 +170,7 @@ def cut(hidden):
     found = {
         "skipped": sparsifier.skipped,
         "gemms": {
-            name: [[gemm.treatment, gemm.reason] for gemm in layer.gemms()]
+            name: [[gemm.label, gemm.reason] for gemm in layer.gemms()]
             for name, layer in sparsifier.layers.items()
         },
         "whole": local is not None and bool(is_nm(local, NMPattern(2, 4), dim=0)),

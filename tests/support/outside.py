@@ -13,8 +13,8 @@ class SoftThreshold(Method):
     sparse_forward = True
 
     def forward_weight(self, layer, weight):
-        rows = layer.rows(weight)
-        if layer.forward_reason:
+        rows = layer.view.rows(weight)
+        if layer.spec.forward_reason:
             return weight
         moved = rows.movedim(1, -1)
         blocks = moved.unflatten(-1, (-1, layer.pattern.m))
@@ -24,7 +24,7 @@ class SoftThreshold(Method):
             .values[..., layer.pattern.n : layer.pattern.n + 1]
         )
         shrunk = torch.where(blocks.abs() > threshold, blocks - blocks.sign() * threshold, 0)
-        return layer.unrows(shrunk.flatten(-2).movedim(-1, 1))
+        return layer.view.unrows(shrunk.flatten(-2).movedim(-1, 1))
 
 
 class ScaledMask(MaskMethod):
@@ -44,9 +44,9 @@ class ScaledMask(MaskMethod):
     def update(self, layer):
         layer.set_masks(
             None
-            if layer.forward_reason
-            else layer.unrows(
-                nm_mask(layer.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)
+            if layer.spec.forward_reason
+            else layer.view.unrows(
+                nm_mask(layer.view.rows(layer.weight.detach()).abs(), layer.pattern, dim=1)
             )
         )
 

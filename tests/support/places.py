@@ -20,6 +20,7 @@ from lightning_nm.kernels import (
     Router,
     routing,
 )
+from lightning_nm.nn.products.estimates import estimated
 from tests.support.trapping_cslt import KernelOnCpu, TrappingOps
 
 GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel, CuSparseLtDirectKernel)}
@@ -154,8 +155,8 @@ def exact(module, x, grad):
     layer.draw_noise(7)
     sample = (
         None
-        if layer.estimator is None
-        else layer.estimate(grad, layer.noise.for_call(layer.noise.words, 0))
+        if layer.spec.estimator is None
+        else estimated(layer, grad, layer.noise.for_call(layer.noise.words, 0))
     )
     module = copy.deepcopy(module).cpu().double()
     (layer,) = layers_of(module)

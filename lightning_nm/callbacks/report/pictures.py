@@ -34,8 +34,8 @@ def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Ten
     pictures = {}
     if layer.forward_mask is not None:
         pictures["forward_mask"] = _picture(layer, layer.forward_mask)
-    if layer.backward_mask is not None:
-        pictures["backward_mask"] = _picture(layer, layer.backward_mask)
+    if layer.masks.backward is not None:
+        pictures["backward_mask"] = _picture(layer, layer.masks.backward)
     if before is not None and "forward_mask" in pictures:
         pictures["changed_mask"] = pictures["forward_mask"] ^ before
     return pictures
@@ -43,7 +43,7 @@ def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Ten
 
 def _picture(layer: NMLayer, mask: Tensor) -> Tensor:
     """The upper left corner of a mask, black and white."""
-    rows = layer.rows(mask)  # [out, in, *taps]
+    rows = layer.view.rows(mask)  # [out, in, *taps]
     # Kernel taps lie side by side, so blocks stay together.
     mask_oi = rows.movedim(1, -1).flatten(1)
     # Cut before the copy: a mask may be large.
@@ -109,8 +109,8 @@ def margin_histogram(layer: NMLayer) -> Histogram | None:
 def block_margins(layer: NMLayer) -> Tensor:
     """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
     assert layer.forward_mask is not None
-    weight = layer.rows(layer.weight)
-    mask = layer.rows(layer.forward_mask)
+    weight = layer.view.rows(layer.weight)
+    mask = layer.view.rows(layer.forward_mask)
     return mask_margin(
         weight, mask, layer.pattern, 1
     )  # blocks lie along the input channels, axis 1

@@ -106,10 +106,10 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         operands = []
         reasons = []
         for kind, gemm in layer.gemms()._asdict().items():
-            operands.append(gemm.treatment)
+            operands.append(gemm.label)
             if gemm.reason:
                 reasons.append(f"{kind}: {gemm.reason}")
-        method = layer.method.short_name or type(layer.method).__name__
+        method = layer.spec.method.short_name or type(layer.spec.method).__name__
         yield (
             name,
             _shape(layer.param.shape),
@@ -154,15 +154,15 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
     lines = []
     for layer in sparsifier.layers.values():
         # A schedule has the first step of a phase and, if it ends, the last one.
-        window = layer.schedule
-        has_dense_phase = layer.method.dense_start or layer.method.dense_end
+        window = layer.progress.schedule
+        has_dense_phase = layer.spec.method.dense_start or layer.spec.method.dense_end
         if window and has_dense_phase:
             steps = _steps(window, "; the model is dense after that")
-            lines.append(f"{type(layer.method).__name__}: masks from training step {steps}")
+            lines.append(f"{type(layer.spec.method).__name__}: masks from training step {steps}")
         window = layer.progress.estimator_schedule
         if window:
             steps = _steps(window, ", then wgrad is dense")
-            lines.append(f"{type(layer.estimator).__name__}: from training step {steps}")
+            lines.append(f"{type(layer.spec.estimator).__name__}: from training step {steps}")
     return list(dict.fromkeys(lines))
 
 
@@ -318,5 +318,5 @@ def print_summary(
 
 def _is_unexpectedly_dense(layer: NMLayer) -> bool:
     """Whether a layer's method has a mask at other times, but not now."""
-    has_masks = isinstance(layer.method, MaskMethod) and not layer.forward_reason
+    has_masks = isinstance(layer.spec.method, MaskMethod) and not layer.spec.forward_reason
     return has_masks and layer.forward_mask is None

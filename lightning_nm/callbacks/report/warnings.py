@@ -17,7 +17,7 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 f"{phase}; for another training with phases of its own, make a new callback"
             )
     if not sparsifier.layers:
-        frozen = [layer.name for layer in sparsifier.selection.waiting]
+        frozen = [layer.name for layer in sparsifier.selection.frozen]
         names = ", ".join(frozen[:8])
         if len(frozen) > 8:
             names += f" and {len(frozen) - 8} more"

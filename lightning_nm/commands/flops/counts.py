@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import OTHERS
@@ -181,14 +182,14 @@ def layers_of(
 
 def _with_method(row: LayerFlops, layer: NMLayer) -> LayerFlops:
     """Return the row of a masked weight, whose layer has been charged for the training."""
-    estimator = None if layer.estimator is None else type(layer.estimator).__name__
+    estimator = None if layer.spec.estimator is None else type(layer.spec.estimator).__name__
     return replace(
         row,
         pattern=str(layer.pattern),
-        method=layer.method.short_name or type(layer.method).__name__,
+        method=layer.spec.method.short_name or type(layer.spec.method).__name__,
         estimator=estimator,
         why="",
-        densities=layer.mean_densities(),
+        densities=mean_densities(layer),
     )
 
 

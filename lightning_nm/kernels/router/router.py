@@ -151,7 +151,7 @@ class Router(HasHandle):
         self.unavailable_reason = ""
         """Why no sparse kernel works on the device, once that is known."""
         self.all_dense = False
-        """Whether :meth:`settle` ended routing, because no product is faster sparse."""
+        """Whether :meth:`deactivate_if_all_dense` ended routing, because no product is faster sparse."""
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
 
@@ -354,7 +354,7 @@ class Router(HasHandle):
             self._none_sparse = False
             self._chosen.clear()
 
-    def settle(self) -> None:
+    def deactivate_if_all_dense(self) -> None:
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
 
         The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
@@ -403,7 +403,8 @@ class Router(HasHandle):
     def active_or_none(self) -> Router | None:
         """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.
 
-        That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see :meth:`settle`.
+        That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see
+        :meth:`deactivate_if_all_dense`.
         """
         if self.kernels == "reference" or self.unavailable_reason or self.all_dense:
             return None

@@ -113,7 +113,7 @@ def _find(
     """Choose the exchanges, a few rows of the weight at a time; ``best`` gets blocks of the tensors."""
     m = layer.pattern.m
     rows = [
-        layer.rows(tensor) for tensor in tensors
+        layer.view.rows(tensor) for tensor in tensors
     ]  # [out, in] each, convolutions with their taps
     shape = rows[0].shape
     rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
@@ -131,7 +131,7 @@ def _find(
 
     def index_of(entry: Tensor) -> Index:
         """Where an entry of each chosen block lies in the weight."""
-        return layer.locate(block_index(shape, m, chosen, entry[chosen].long()))
+        return layer.view.locate(block_index(shape, m, chosen, entry[chosen].long()))
 
     return Exchange(
         blocks=chosen,
@@ -170,8 +170,8 @@ def exchange_state(
             scale = moment_correction(optimizer, layer.param)
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
-            kept = as_blocks(layer.rows(mask), m)[exchange.blocks]  # [K, M]
-            state_of_blocks = as_blocks(layer.rows(state), m)[exchange.blocks]
+            kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
+            state_of_blocks = as_blocks(layer.view.rows(state), m)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start

@@ -219,13 +219,13 @@ class BAME(MaskMethod):
         layer.buffers.clear()
         forward = None
         if not layer.spec.forward_reason:
-            forward = layer.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
             layer.buffers.update(_new_buffers(layer))
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
         if forward is not None and layer.progress.step:
             # These weights replace trained ones, which had no latent values either. Before the first step a weight
             # keeps its pruned entries: a fit that fails then has changed nothing.
-            mask_(layer.local_weight, layer.local_shard(forward))
+            mask_(layer.view.local, layer.view.shard_of(forward))
 
     def _select_backward(
         self, layer: NMLayer, forward: Tensor | None, *, search: bool
@@ -233,16 +233,16 @@ class BAME(MaskMethod):
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
         if self._bi_mask is None or layer.spec.dgrad_reason:
             return None
-        weight_rows = layer.rows(layer.weight.detach())
-        mask_rows = None if forward is None else layer.rows(forward)
+        weight_rows = layer.view.rows(layer.weight.detach())
+        mask_rows = None if forward is None else layer.view.rows(forward)
         backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
-        return layer.unrows(backward)
+        return layer.view.unrows(backward)
 
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries; all of it in a window whose gradient is dense."""
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if layer.progress.dense_gradient or mask is None:
             return (grad,)
         return (mask_(grad, mask),)
@@ -250,11 +250,11 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is None or self._was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
-        dense_grad = layer.local_grad if layer.progress.dense_gradient else None
+        dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
         if self.evidence == "accumulated" and self._adapting(layer):
             pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
             has_rate = bool(group_of(optimizer, layer.param)["lr"])
@@ -265,7 +265,7 @@ class BAME(MaskMethod):
                 layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
             )
         if dense_grad is not None:
-            mask_(dense_grad, layer.local_shard(mask))
+            mask_(dense_grad, layer.view.shard_of(mask))
         layer.pending = pending
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
@@ -287,11 +287,11 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is None:
             return
         pending = self._pending(layer)
-        mask_(layer.local_weight, layer.local_shard(mask))
+        mask_(layer.view.local, layer.view.shard_of(mask))
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
@@ -314,14 +314,14 @@ class BAME(MaskMethod):
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            forward = layer.forward_mask_view
+            forward = layer.masks.forward_view
             assert forward is not None
             write_evidence(layer, optimizer, forward, evidence)
         elif has_evidence and not holds_evidence:
             # The phase has ended.
             drop_evidence(layer, optimizer, mask)
         if (
-            self._totals.blocks and layer.clock >= layer.schedule[1]
+            self._totals.blocks and layer.progress.clock >= layer.progress.schedule[1]
         ):  # the phase of all layers has ended
             self._warn_of_idleness()
         layer.pending = PendingStep(exchange=exchange)
@@ -330,11 +330,11 @@ class BAME(MaskMethod):
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
         layer.pending = replace(self._pending(layer), exchange=None)
-        if self._bi_mask is not None and layer.crossed(self._bi_mask.permute_every):
+        if self._bi_mask is not None and layer.progress.crossed(self._bi_mask.permute_every):
             backward = self._select_backward(layer, layer.forward_mask, search=True)
             if backward is not None:
                 layer.masks.set_backward(backward)
-        if layer.clock == layer.schedule[1]:
+        if layer.progress.clock == layer.progress.schedule[1]:
             self._totals.add(layer, self.every)
 
     def _warn_of_idleness(self) -> None:

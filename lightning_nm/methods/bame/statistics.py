@@ -21,7 +21,7 @@ def evolution_statistics(layers: Sequence[NMLayer], *, expected_loss: bool) -> d
         counts = layer.buffers["oscillation"]
         blocks += len(counts)
         oscillations += int(counts.sum())
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         if mask is not None and "exchanges" in layer.buffers:
             # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
             exchanged = unpack_mask(layer.buffers["exchanged"], mask.shape)
@@ -57,8 +57,8 @@ class PhaseTotals:
 
     def add(self, layer: NMLayer, every: int) -> None:
         """Count a layer whose phase has ended."""
-        if layer.forward_mask_view is not None and "exchanges" in layer.buffers:
-            start, stop = layer.schedule
+        if layer.masks.forward_view is not None and "exchanges" in layer.buffers:
+            start, stop = layer.progress.schedule
             self.blocks += layer.param.numel() // layer.pattern.m
             self.exchanges += int(layer.buffers["exchanges"])
             self.adaptations = max(self.adaptations, min(layer.step, stop - start) // every)

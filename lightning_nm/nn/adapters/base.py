@@ -148,7 +148,7 @@ class Adapter(nn.Module):
         for layer in loaded:
             # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
-                layer.remember_state(layer_state(layer))
+                layer.replaced_state = layer_state(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for layer in loaded:
             before = layer.replaced_state
@@ -158,7 +158,7 @@ class Adapter(nn.Module):
                     # The weights of that time are back. Their counters went on, and stay.
                     restore_weights(layer, before)
                 else:
-                    layer.method.init_masks(layer)  # other weights need other masks
+                    layer.spec.method.init_masks(layer)  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The way of torch to move and cast a module: the layers' tensors follow its parameters.
@@ -196,7 +196,7 @@ def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, 
         # Perhaps it was put into another state dict than this one.
         if tensor is not None and any(tensor is value for value in destination.values()):
             return tensor
-    made = as_sharded(layer.local_forward_weight(), layer.param)
+    made = as_sharded(layer.view.local_forward_weight(), layer.param)
     if layer.spec.tied:
         _SAVED[layer] = _Saved(weakref.ref(made), id(module), version)
     return made

@@ -50,7 +50,7 @@ class Gemm(NamedTuple):
         )
 
     @property
-    def treatment(self) -> str:
+    def label(self) -> str:
         """The kind for tables: the pattern, ``"masked"``, ``"none"``, or else ``"dense"``."""
         if self.pattern is not None:
             return str(self.pattern)
@@ -147,6 +147,11 @@ LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
     "wgrad": _wgrad,
 }
 """What one GEMM of a layer does now."""
+
+
+def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
+    """What the GEMMs of a layer cost on average over the steps so far; now if there were none."""
+    return layer.costs.mean() or layer_gemms(layer).densities()
 
 
 class LayerCosts:

@@ -26,6 +26,14 @@ class LayerProgress:
     # Whether before_step() has run since the last optimizer step or end of a batch.
     shaped: bool = False
 
+    def crossed(self, every: int, first: int = 0) -> bool:
+        """Whether one of the steps ``first, first + every, ...`` after step 0 lies in ``(updated_at, step]``."""
+        if self.step < first:
+            return False
+        turns = (self.step - first) // every
+        turns_before = (self.updated_at - first) // every
+        return turns > turns_before
+
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""
         self.dense_gradient = False

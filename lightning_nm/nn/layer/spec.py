@@ -35,6 +35,13 @@ class LayerSpec:
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 
     @property
+    def maskable(self) -> bool:
+        """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
+        can_mask_forward = self.method.sparse_forward and not self.forward_reason
+        can_mask_dgrad = self.method.sparse_dgrad and not self.dgrad_reason
+        return can_mask_forward or can_mask_dgrad
+
+    @property
     def holders(self) -> tuple[tuple[nn.Module, str], ...]:
         """Every module that holds the parameter, with its name in it."""
         return (self.module, self.parameter), *self.tied

@@ -179,7 +179,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     masks.set(
         forward=_unpacked(layer, state["forward_mask"]),
         backward=_unpacked(layer, state["backward_mask"]),
-        like=None if layer.sharded else layer.param,
+        like=None if layer.view.is_sharded else layer.param,
     )
     permutation = state["permutation"]
     if permutation is not None:
@@ -189,7 +189,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     parameters = {
         name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()
     }
-    return layer.with_state(masks, buffers, parameters)
+    return layer.with_parts(masks=masks, buffers=buffers, parameters=parameters)
 
 
 def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:

@@ -6,11 +6,11 @@ from lightning_nm.nn.packed.layers import PackedLayer
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.replace import (
     Place,
+    call_packed_children,
     packed_weights,
     places_and_reasons,
     places_of,
     put,
-    settle,
 )
 from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
 from lightning_nm.nn.packed.weight import PackedWeight
@@ -24,6 +24,7 @@ __all__ = [
     "PackedTensor",
     "PackedWeight",
     "Place",
+    "call_packed_children",
     "packed_shapes",
     "packed_weight",
     "packed_weights",
@@ -31,5 +32,4 @@ __all__ = [
     "places_of",
     "put",
     "return_freed_memory",
-    "settle",
 ]

@@ -126,7 +126,7 @@ def put(place: Place, weight: PackedWeight) -> None:
     setattr(module, place.parameter, weight)
 
 
-def settle(model: nn.Module) -> None:
+def call_packed_children(model: nn.Module) -> None:
     """Let modules that read the weights of their children call them, and switch off fused paths, which read them."""
     for module in model.modules():
         found = find_adapter(type(module))

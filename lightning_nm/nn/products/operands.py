@@ -26,9 +26,9 @@ def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     bits = masks.bits if masks.has_forward and method.selects_entries else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.matrix(method.forward_weight(layer, weight))
+        weight_oi = layer.view.matrix(method.forward_weight(layer, weight))
         return weight_oi.to(dtype).contiguous()
-    return masked_forward(layer.matrix(weight), layer.matrix(bits), dtype)
+    return masked_forward(layer.view.matrix(weight), layer.view.matrix(bits), dtype)
 
 
 def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,10 +40,10 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     has_mask = masks.has_forward or own_backward
     bits = masks.bits if has_mask and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.matrix(method.backward_weight(layer, weight))
+        weight_oi = layer.view.matrix(method.backward_weight(layer, weight))
         return _transposed(weight_oi.to(dtype), order)
     return masked_backward(
-        layer.matrix(weight), layer.matrix(bits), dtype, order, own_backward=own_backward
+        layer.view.matrix(weight), layer.view.matrix(bits), dtype, order, own_backward=own_backward
     )
 
 
@@ -52,7 +52,7 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
     method = layer.spec.method
     bits = layer.masks.bits
     if not method.selects_entries:
-        weight_oi = layer.matrix(method.forward_weight(layer, weight)).to(key.dtype)
+        weight_oi = layer.view.matrix(method.forward_weight(layer, weight)).to(key.dtype)
         return _operand(layer, weight_oi, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
 
     def dense() -> Tensor:
@@ -73,7 +73,7 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     def dense() -> Tensor:
         if method.selects_entries:
             return packable_backward(layer, weight, key.dtype)
-        return _transposed(layer.matrix(values).to(key.dtype), order)
+        return _transposed(layer.view.matrix(values).to(key.dtype), order)
 
     matrix_oi = _operand(layer, values, masks.bits, bit, key, order, dense)
     # Values and bits are views; only `dense` makes a transposed copy.
@@ -86,7 +86,7 @@ def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> Maske
     """Return W_B ``[out, in / groups * taps]`` of a convolution for kernels, in the order of memory."""
 
     def dense() -> Tensor:
-        weight_oi = layer.matrix(layer.spec.method.backward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.spec.method.backward_weight(layer, weight))
         return weight_oi.to(key.dtype).contiguous()
 
     matrix_io = backward_operand(layer, weight, key)
@@ -107,8 +107,8 @@ def _operand(
 ) -> MaskedMatrix:
     """Return values and mask bits as the matrix ``[out, in]`` that kernels take."""
     assert bits is not None  # a product without masks has no sparse operand
-    values_oi = layer.matrix(values)
-    bits_oi = layer.matrix(bits)
+    values_oi = layer.view.matrix(values)
+    bits_oi = layer.view.matrix(bits)
     return MaskedMatrix(values_oi, bits_oi, bit, key.pattern, key.dtype, order, dense)
 
 

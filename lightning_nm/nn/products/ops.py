@@ -27,6 +27,7 @@ from lightning_nm.functional.select import masked
 from lightning_nm.kernels.router.router import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_gradients, conv_weight_gradient
+from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.nn.products.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.products.routed_ops import (
     ESTIMATED_CONVOLUTION,
@@ -237,9 +238,9 @@ def _weight_gradient(
     if layer.spec.estimator is None or noise is None or not layer.progress.estimating:
         return multiply(dy)
     by_token = dy.movedim(1, -1)  # blocks lie along batch x positions, for one output
-    estimate_to = layer.estimate(
-        by_token.flatten(0, -2), layer.noise.for_call(noise, layer.first_row + first_row)
-    )
+    dy_to = by_token.flatten(0, -2)
+    seed = layer.noise.for_call(noise, layer.first_row + first_row)
+    estimate_to = estimated(layer, dy_to, seed)
     estimate = estimate_to.reshape(by_token.shape).movedim(-1, 1)
     compiling = torch.compiler.is_compiling()
     # Convolutions are several times slower where X and dY lie in different orders, channels last and first. A compiler
@@ -291,13 +292,13 @@ class _Linear(torch.autograd.Function):
         ctx.router = None if route is None else route[0]
         if route is not None and rows is None:
             router, trains = route
-            out = layer.matrix(weight).shape[0]
+            out = layer.view.matrix(weight).shape[0]
             return forward_gemm(
                 x_ti, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
             )
         record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
         # One name for W_F and its cast: the memory of the first is free during the product.
-        weight_oi = layer.matrix(layer.spec.method.forward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.spec.method.forward_weight(layer, weight))
         weight_oi = weight_oi[ctx.rows].to(dtype)
         return F.linear(x_ti, weight_oi, bias)
 
@@ -330,7 +331,7 @@ class _Linear(torch.autograd.Function):
         else:
             if needs_x:
                 record_dense(layer, ctx.router, "dgrad", len(x_ti), x_ti, _PART_REASON)
-                weight_oi = layer.matrix(layer.spec.method.backward_weight(layer, weight))
+                weight_oi = layer.view.matrix(layer.spec.method.backward_weight(layer, weight))
                 weight_oi = weight_oi[ctx.rows].to(ctx.dtype)
                 dx_ti = dy_to @ weight_oi
                 del weight_oi  # its memory is free for dW
@@ -344,10 +345,10 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             if not is_whole:
                 part_oi = dweight_oi
-                dweight_oi = torch.zeros_like(layer.matrix(weight), dtype=part_oi.dtype)
+                dweight_oi = torch.zeros_like(layer.view.matrix(weight), dtype=part_oi.dtype)
                 dweight_oi[ctx.rows] = part_oi
             # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
-            dweight = layer.unrows(dweight_oi.view(layer.rows(weight).shape))
+            dweight = layer.view.unrows(dweight_oi.view(layer.view.rows(weight).shape))
             dweight, dtensors = _route(layer, weight, dweight, len(tensors))
         if needs_bias:
             dbias = dy_to.sum(0)
@@ -370,7 +371,7 @@ class _Embedding(torch.autograd.Function):
             return F.embedding(tokens, method.forward_weight(layer, weight))
         # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
         rows = F.embedding(tokens, weight)
-        mask = layer.forward_mask_view
+        mask = layer.masks.forward_view
         return rows if mask is None else masked(rows, mask[tokens])
 
     @staticmethod

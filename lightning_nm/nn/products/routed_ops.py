@@ -33,6 +33,7 @@ from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
+from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -88,7 +89,7 @@ def product_now(
     elif sparsity is None or sparsity not in router.takes(device):
         reason = "none of its operands is N:M"
         if gemm_now.reason:
-            reason = f"{gemm_now.treatment}; {gemm_now.reason}"
+            reason = f"{gemm_now.label}; {gemm_now.reason}"
     if reason or sparsity is None:
         key = GemmKey(gemm, *size, x.dtype, spec.pattern, device)
         return Product(spec.name, key, reason)
@@ -130,7 +131,7 @@ def record_dense(
     """
     if router is not None and not torch.compiler.is_compiling():
         weight = layer.param
-        out = layer.rows(weight).shape[0]
+        out = layer.view.rows(weight).shape[0]
         size = _size(gemm, tokens, out, weight.numel() // out)
         key = GemmKey(gemm, *size, x.dtype, layer.spec.pattern, str(x.device))
         # Asking for a kernel is what the router counts; with a reason it is always the dense one.
@@ -418,7 +419,7 @@ def _wgrad(
         return kernel.matmul(kernel.pack(gradient.estimate_transposed()), plain(x_ti))
 
     def dense() -> Tensor:
-        return layer.estimate(dy_to, seed).t() @ x_ti
+        return estimated(layer, dy_to, seed).t() @ x_ti
 
     return run_kernel(router, kernel, product, sparse, dense)
 
@@ -433,7 +434,7 @@ def _observed_wgrad(
     x_ti: Tensor,
 ) -> Tensor:
     """Return dW made of E(dY), and tell the layer how far it is from that made of dY."""
-    estimate_to = layer.estimate(dy_to, seed)
+    estimate_to = estimated(layer, dy_to, seed)
     estimate_ot = estimate_to.t().contiguous()
     plain_x_ti = plain(x_ti)
 
@@ -452,7 +453,7 @@ def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tenso
     """Return W_F ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
     if in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
-    return layer.matrix(layer.spec.method.forward_weight(layer, weight)).to(dtype)
+    return layer.view.matrix(layer.spec.method.forward_weight(layer, weight)).to(dtype)
 
 
 def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -461,7 +462,7 @@ def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
     if in_one_pass(weight) and not is_permuted:
         return packable_backward(layer, weight, dtype).t()
-    return layer.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
+    return layer.view.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:

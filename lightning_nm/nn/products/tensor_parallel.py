@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.observation import GradientObservation
+from lightning_nm.nn.layer.sharding import local_shard
 from lightning_nm.nn.products.ops import nm_linear
 
 
@@ -53,7 +55,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     local_bias = None if by_columns else bias
     if isinstance(local_bias, DTensor):
         local_bias = local_bias.to_local()
-    y = nm_linear(local_x, local_weight, local_bias, layer.local_view(weight), routed=False)
+    y = nm_linear(local_x, local_weight, local_bias, _local_layer(layer, weight), routed=False)
     if not by_columns:
         placements = [Shard(last_dimension) if by_rows else Replicate()]
         return DTensor.from_local(y, mesh, placements, run_check=False)
@@ -61,3 +63,12 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     partial = DTensor.from_local(y, mesh, [Partial()], run_check=False)
     whole = partial.redistribute(mesh, [Replicate()])
     return whole if bias is None else whole + bias
+
+
+def _local_layer(layer: NMLayer, weight: Tensor) -> NMLayer:
+    """The layer for this process's shard of ``weight``; its passes are not observed."""
+    bits = layer.masks.bits
+    local_bits = None if bits is None else local_shard(bits, weight)
+    return layer.with_parts(
+        masks=layer.masks.with_bits(local_bits), observation=GradientObservation()
+    )

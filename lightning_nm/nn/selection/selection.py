@@ -63,9 +63,9 @@ class Selection:
 
     Attributes:
         layers: The masked layers, in the model's order.
-        skipped: Why each other weight is dense, by name; waiting layers are in it, too.
+        skipped: Why each other weight is dense, by name; frozen layers are in it, too.
         sizes: The size of every weight of a known kind, in the model's order.
-        waiting: Layers that will be masked once an optimizer trains them.
+        frozen: Layers that will be masked once an optimizer trains them.
         first_last: The first and the last layer by module name, with the reason to leave them dense.
         hint: Says so if another layer looks more like the output layer than the last one; else empty.
 
@@ -80,14 +80,14 @@ class Selection:
     layers: list[NMLayer] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    waiting: list[NMLayer] = field(default_factory=list)
+    frozen: list[NMLayer] = field(default_factory=list)
     first_last: dict[str, str] = field(default_factory=dict)
     hint: str = ""
 
-    def wake(self, layers: Collection[NMLayer]) -> None:
-        """Move waiting layers to the masked ones."""
+    def unfreeze(self, layers: Collection[NMLayer]) -> None:
+        """Move frozen layers, which are trained now, to the masked ones."""
         position = {name: place for place, name in enumerate(self.sizes)}
-        self.waiting = [layer for layer in self.waiting if layer not in layers]
+        self.frozen = [layer for layer in self.frozen if layer not in layers]
         # Both in place: others hold this list.
         self.layers += layers
         self.layers.sort(key=lambda layer: position[layer.name])
@@ -95,10 +95,10 @@ class Selection:
             del self.skipped[layer.name]
 
     def replaced(self, model: nn.Module) -> list[str]:
-        """Masked and waiting layers whose module is no longer in the model."""
+        """Masked and frozen layers whose module is no longer in the model."""
         present = {id(module) for module in model.modules()}
-        layers = (*self.layers, *self.waiting)
-        return [layer.name for layer in layers if id(layer.module) not in present]
+        layers = (*self.layers, *self.frozen)
+        return [layer.name for layer in layers if id(layer.spec.module) not in present]
 
 
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
@@ -178,12 +178,12 @@ def select(
             continue
         is_frozen = is_trained is not None and not is_trained(candidate.weight)
         if is_frozen and not is_continued and not ties.is_named(candidate):
-            selection.waiting.append(layer)
+            selection.frozen.append(layer)
             selection.skipped[layer.name] = FROZEN
         else:
             refuse_nan(layer)
             selection.layers.append(layer)
-    if not selection.layers and not selection.waiting:
+    if not selection.layers and not selection.frozen:
         raise ValueError("no layer can be masked. " + _advice(selection))
     return selection
 

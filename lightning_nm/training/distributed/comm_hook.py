@@ -34,7 +34,7 @@ class CommHookState:
         self.dtype = dtype
         self.group = group
         self.sent = 0
-        """Bytes of gradients sent since :meth:`settle`."""
+        """Bytes of gradients sent since :meth:`end_step`."""
         self.dense = 0
         """Bytes that the same gradients have."""
         self.ratio: float | None = None
@@ -54,7 +54,7 @@ class CommHookState:
                 del self._layers[key]
                 self._entries.pop(key, None)
 
-    def settle(self) -> float | None:
+    def end_step(self) -> float | None:
         """End a step: reset the bytes and return their :attr:`ratio`."""
         if self.dense:
             self.ratio = self.sent / self.dense
@@ -68,13 +68,13 @@ class CommHookState:
         if layer is None or layer.param is not parameter:
             return None
         # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
-        if layer.forward_mask_view is None or layer.method.gradient_at_pruned(layer):
+        if layer.masks.forward_view is None or layer.spec.method.gradient_at_pruned(layer):
             return None
         return layer
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        state = (layer.masks.state, layer.method.current_pattern(layer))
+        state = (layer.masks.state, layer.spec.method.current_pattern(layer))
         key = id(layer.param)
         if key in self._entries:
             known_state, positions = self._entries[key]
@@ -90,11 +90,11 @@ def kept_entries(layer: NMLayer) -> Tensor:
 
     Blocks that keep fewer entries are filled up with the first pruned ones, so that sizes do not depend on values.
     """
-    kept = layer.forward_mask_view
+    kept = layer.masks.forward_view
     assert kept is not None
-    pattern = layer.method.current_pattern(layer)
+    pattern = layer.spec.method.current_pattern(layer)
     m = pattern.m
-    blocks = as_blocks(layer.rows(kept), m)
+    blocks = as_blocks(layer.view.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
     keys = torch.where(blocks, place, place - m)
@@ -165,13 +165,13 @@ def _pack(grad: Tensor, layer: NMLayer | None, state: CommHookState) -> Tensor:
     """The part of a gradient that is sent, one-dimensional."""
     if layer is None:
         return grad.reshape(-1)
-    kept = layer.forward_mask_view
+    kept = layer.masks.forward_view
     assert kept is not None
     m = layer.pattern.m
     positions = state.entries(layer).long()
-    values = as_blocks(layer.rows(grad), m).gather(1, positions)
+    values = as_blocks(layer.view.rows(grad), m).gather(1, positions)
     # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
-    is_kept = as_blocks(layer.rows(kept), m).gather(1, positions)
+    is_kept = as_blocks(layer.view.rows(kept), m).gather(1, positions)
     return torch.where(is_kept, values, 0).flatten()
 
 
@@ -179,4 +179,4 @@ def _unpack(values: Tensor, layer: NMLayer, positions: Tensor) -> Tensor:
     """The gradient, of the weight's shape, from the values at the positions of :func:`kept_entries`."""
     blocks = values.new_zeros(len(positions), layer.pattern.m)
     blocks.scatter_(1, positions.long(), values.view(positions.shape))
-    return layer.unrows(from_blocks(blocks, layer.rows(layer.param).shape))
+    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.param).shape))

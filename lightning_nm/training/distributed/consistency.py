@@ -31,19 +31,19 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
         "shape": tuple(layer.param.shape),
         "layout": layer.spec.layout,
         "pattern": str(layer.pattern),
-        "method": type(layer.method).__name__,
-        "estimator": type(layer.estimator).__name__,
+        "method": type(layer.spec.method).__name__,
+        "estimator": type(layer.spec.estimator).__name__,
         "seed": layer.noise.seed,
-        "schedule": layer.schedule,
+        "schedule": layer.progress.schedule,
         "estimator_schedule": layer.progress.estimator_schedule,
-        "estimating": layer.estimating,
-        "dense_gradient": layer.dense_gradient,
-        "gradient_at_pruned": layer.method.gradient_at_pruned(layer),
+        "estimating": layer.progress.estimating,
+        "dense_gradient": layer.progress.dense_gradient,
+        "gradient_at_pruned": layer.spec.method.gradient_at_pruned(layer),
         "has_forward": layer.masks.has_forward,
         "own_backward": layer.masks.has_backward,
-        "clock": layer.clock,
+        "clock": layer.progress.clock,
         "step": layer.step,
-        "updated_at": layer.updated_at,
+        "updated_at": layer.progress.updated_at,
     }
 
 
@@ -72,7 +72,7 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
 def _of_masks(layer: NMLayer) -> Tensor:
     """The words of the masks and of the permutation."""
     words = []
-    for tensor in (layer.masks.bits, layer.permutation):
+    for tensor in (layer.masks.bits, layer.masks.permutation):
         present = [] if tensor is None else [tensor]
         words.append(_sum(layer, present))
     return torch.stack(words)

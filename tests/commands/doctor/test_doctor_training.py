@@ -77,7 +77,7 @@ def test_one_step_is_enough_where_nothing_is_measured(tmp_path):
 
 def test_schedules_are_those_of_the_whole_training(tmp_path):
     _, _, seen = examined(tmp_path, callback("bi-mask-phases"), max_steps=12)
-    assert [seen.sparsifiers[0].layers["net.6"].schedule] == [(2, 6)]
+    assert [seen.sparsifiers[0].layers["net.6"].progress.schedule] == [(2, 6)]
     reasons = {product.reason for product in seen.counts if product.layer == "net.6"}
     assert any("dense phase" in reason for reason in reasons)
 

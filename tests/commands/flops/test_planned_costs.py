@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsifier, TransposableMask
 from lightning_nm.methods import MaskMethod
+from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training import planned
 from lightning_nm.training.planned import charge_plan
 
@@ -52,10 +53,10 @@ class Turns(MaskMethod):
     """Layers whose dense gradients alternate."""
 
     def needs_dense_gradient(self, layer):
-        return layer.clock % 3 == len(layer.name) % 2 + int(layer.name)
+        return layer.progress.clock % 3 == len(layer.name) % 2 + int(layer.name)
 
     def gradient_at_pruned(self, layer):
-        return layer.dense_gradient
+        return layer.progress.dense_gradient
 
     def init_masks(self, layer):
         layer.set_masks(layer.weight.detach() > 0)
@@ -84,7 +85,7 @@ CASES = {
 def test_as_a_training_counts(case):
     real, planned_ones = (make(**copy.deepcopy(case)) for make in (trained, by_plan))
     for name, layer in real.layers.items():
-        there, here = layer.mean_densities(), planned_ones.layers[name].mean_densities()
+        there, here = mean_densities(layer), mean_densities(planned_ones.layers[name])
         for kind in ("paper", "eligible", "arithmetic"):
             # The density of a backward mask is measured, and depends on the weights.
             tolerance = 0.03 if kind == "arithmetic" and layer.masks.has_backward else 1e-12
@@ -112,23 +113,23 @@ def test_dense_gradients_of_bame(steps, start, stop, every):
     start, stop = sorted((start, stop))
     sparsifier = attached(net(), steps, method=BAME(start, stop, gradient_every=every), include="0")
     charge_plan(list(sparsifier.layers.values()), steps)
-    first, last = sparsifier.layers["0"].schedule
+    first, last = sparsifier.layers["0"].progress.schedule
     dense = len(range(first, min(max(last, first + 1), steps), every))
-    wgrad = sparsifier.layers["0"].mean_densities()["paper"].wgrad
+    wgrad = mean_densities(sparsifier.layers["0"])["paper"].wgrad
     assert wgrad == pytest.approx(0.5 + 0.5 * dense / steps)
 
 
 def test_long_phases_are_like_their_beginning(monkeypatch):
     monkeypatch.setattr(planned, "COUNTED", 100)
     sparsifier = by_plan(10_000, method=BAME(stop=0.5, gradient_every=4))
-    wgrad = sparsifier.layers["0"].mean_densities()["paper"].wgrad
+    wgrad = mean_densities(sparsifier.layers["0"])["paper"].wgrad
     assert wgrad == pytest.approx(0.5 * (0.5 + 0.5 * 0.25) + 0.5 * 0.5)
 
 
 def test_without_a_plan():
     sparsifier = attached(net(), None, method="sr-ste")
     charge_plan(list(sparsifier.layers.values()), None)
-    assert vars(sparsifier.layers["0"].mean_densities()["paper"]) == {
+    assert vars(mean_densities(sparsifier.layers["0"])["paper"]) == {
         "forward": 0.5,
         "dgrad": 1.0,
         "wgrad": 1.0,

@@ -45,15 +45,15 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
     wire.add(sparsifier.layers.values())
     for layer in sparsifier.layers.values():
         grad = torch.randn_like(layer.weight)
-        if layer.forward_reason:
+        if layer.spec.forward_reason:
             assert wire.sparse(layer.weight) is None
             continue
         assert wire.sparse(layer.weight) is layer
         sent = _pack(grad, layer, wire)
         assert sent.numel() == grad.numel() * layer.pattern.n // layer.pattern.m
         received = _unpack(sent, layer, wire.entries(layer))
-        assert torch.equal(received, torch.where(layer.forward_mask_view, grad, 0))
-        assert not torch.signbit(received[~layer.forward_mask_view]).any()
+        assert torch.equal(received, torch.where(layer.masks.forward_view, grad, 0))
+        assert not torch.signbit(received[~layer.masks.forward_view]).any()
 
 
 @given(st.integers(2, 300), st.data())
@@ -168,11 +168,11 @@ def counted(pattern, dtype):
                 other(micro).square().sum().backward()
         grads = [[p.grad.clone() for p in m.parameters()] for m in (model, twin)]
         zeros = [
-            bool(layer.weight.grad[~layer.forward_mask_view].any())
+            bool(layer.weight.grad[~layer.masks.forward_view].any())
             for layer in sparsifiers[0].layers.values()
         ]
         results.append(
-            (sum(n for n, _ in sent), sum(n * b for n, b in sent), *grads, zeros, wire.settle())
+            (sum(n for n, _ in sent), sum(n * b for n, b in sent), *grads, zeros, wire.end_step())
         )
         sent.clear()
     return results
@@ -203,7 +203,7 @@ def strided(kind):
                 torch.randn(shape, generator=torch.Generator().manual_seed(step))
             ).square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
-    assert wire.settle() < 0.7
+    assert wire.end_step() < 0.7
     return grads
 
 

@@ -62,7 +62,7 @@ CHANGES = {
     "estimator_schedule": lambda layer: setattr(layer.progress, "estimator_schedule", (3, 9)),
     "estimating": lambda layer: setattr(layer.progress, "estimating", True),
     "dense_gradient": lambda layer: setattr(
-        layer.progress, "dense_gradient", not layer.dense_gradient
+        layer.progress, "dense_gradient", not layer.progress.dense_gradient
     ),
     "gradient_at_pruned": lambda layer: setattr(
         layer, "spec", replace(layer.spec, method=_Other())
@@ -70,7 +70,7 @@ CHANGES = {
     "clock": lambda layer: setattr(layer.progress, "clock", 7),
     "step": lambda layer: setattr(layer.progress, "step", 7),
     "masks": lambda layer: layer.masks.bits[0].fill_(0),
-    "permutation": lambda layer: layer.permutation.copy_(layer.permutation.flip(0)),
+    "permutation": lambda layer: layer.masks.permutation.copy_(layer.masks.permutation.flip(0)),
     "parameters": lambda layer: layer.parameters["scale"].data.fill_(1.25),
 }
 

@@ -21,8 +21,8 @@ class ExpertLayer(NMLayer):
 
     layer: NMLayer  # of all experts
     expert: int
-    row: int  # the expert's first row in the layer
     stamp: tuple[Any, ...]  # see _stamp
+    routes_gradients = False  # those of all experts are routed together
 
     def follow(self, layer: NMLayer, expert: int, method: Any = None) -> ExpertLayer:
         """Become this expert of a layer as the layer is now, perhaps with another method; returns itself."""
@@ -38,9 +38,10 @@ class ExpertLayer(NMLayer):
             method=method or layer.spec.method,
         )
         all_rows, _ = row_sizes(layer.param.shape, layer.spec.layout)
-        out = all_rows // layer.groups
+        out = all_rows // layer.spec.groups
         self.masks = layer.masks.of_group(expert, out)
-        self.row = expert * out
+        # It tells the expert's random numbers from those of others.
+        self.first_row = expert * out
         # Their gradients are made once for all experts, with the weight's.
         self.parameters = {}
         return self
@@ -50,16 +51,6 @@ class ExpertLayer(NMLayer):
         """The expert's part of the parameter, detached, for its shape and whether it is trained."""
         parameter = self.layer.param
         return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
-
-    @property
-    def first_row(self) -> int:
-        """The expert's first row in the layer, which tells its random numbers from those of other experts."""
-        return self.row
-
-    @property
-    def routes_gradients(self) -> bool:
-        """Whether products route their gradients: not here, those of all experts are routed together."""
-        return False
 
 
 def expert_of(layer: NMLayer, expert: int) -> ExpertLayer:

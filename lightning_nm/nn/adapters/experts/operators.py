@@ -67,7 +67,7 @@ def _wrong_axis(part: Part) -> ValueError:
         held, other = "in, out", "out, in"
     else:
         held, other = "out, in", "in, out"
-    module_class = type(part.layer.module)
+    module_class = type(part.layer.spec.module)
     # The class that the user wrote, also of packed modules, which are no adapters.
     kind = getattr(module_class, "nm_base", module_class).__name__
     return ValueError(

@@ -51,7 +51,7 @@ class ExpertsInUse:
         parameter = layer.param
         # Where each entry is masked for itself, W_F of one expert needs no other expert.
         self.values = None
-        if not layer.method.selects_entries:
+        if not layer.spec.method.selects_entries:
             self.values = WholeValues(layer, parameter.detach())
         # The module may first read the weight in a block without gradients, and then in one with them.
         with torch.enable_grad():

@@ -169,13 +169,17 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _has_own_gradients(layer: NMLayer) -> bool:
     """Whether dX or dW differ from what autograd makes of a product with W_F."""
-    method = layer.method
-    return layer.estimator is not None or layer.masks.has_backward or method.has_own_backward_weight
+    method = layer.spec.method
+    return (
+        layer.spec.estimator is not None
+        or layer.masks.has_backward
+        or method.has_own_backward_weight
+    )
 
 
 def _unsupported(layer: NMLayer, operator: str) -> RuntimeError:
     """Return the error for an operator whose gradients would be wrong."""
-    why = "its gradient estimator" if layer.estimator is not None else "its backward weight"
+    why = "its gradient estimator" if layer.spec.estimator is not None else "its backward weight"
     # No TypeError: torch turns that of an arithmetic operator into another one.
     return RuntimeError(
         f"layer '{layer.name}' is used by the operator '{operator}', which cannot run with {why}: use F.linear, "
