@@ -146,6 +146,16 @@ def test_a_layer_has_few_fields():
     assert len(fields_of("NMLayer")) <= 15
 
 
+def test_a_layer_has_few_methods():
+    (layer,) = [
+        node
+        for node in ast.walk(ast.parse((PACKAGE / "nn/layer/layer.py").read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == "NMLayer"
+    ]
+    methods = [node.name for node in ast.walk(layer) if isinstance(node, ast.FunctionDef)]
+    assert len(methods) <= 25, methods
+
+
 def test_fields_are_found():
     assert {"spec", "masks", "progress", "pending"} <= fields_of("NMLayer")
     assert {"pattern", "method"} <= fields_of("LayerSpec")

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens and the tokens that follow each of them, both int64 `[B, T]`."""
+
 
 class DecoderBlock(nn.Module):
     """Causal self-attention and a GELU MLP, each with a layer norm, dropout and a residual connection."""
@@ -107,26 +110,26 @@ class TinyTransformer(LightningModule):
             x = block(x)
         return self.head(self.norm(x))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Cross entropy of the next byte, mean over tokens."""
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch[0]))
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log `val_loss` and `val_bits_per_byte`."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log `test_loss` and `test_bits_per_byte`."""
         self._evaluate(batch, "test")
 
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         tokens, targets = batch
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
+    def _evaluate(self, batch: Batch, stage: str) -> None:
         loss = self._loss(batch)
         bits = loss / math.log(2)
         size = len(batch[0])

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import MVUE, NMSparsifier
+from lightning_nm import MVUE, NMPattern, NMSparsifier
 from lightning_nm.kernels import Router
+from lightning_nm.kernels.api import GemmKey
 from lightning_nm.nn.products.estimates import estimated
-from lightning_nm.nn.products.operands import packable_backward, packable_forward
+from lightning_nm.nn.products.operands import forward_operand, packable_backward, packable_forward
 from tests.support.kinds import KINDS, make
 from tests.support.routed import METHODS, attach
 
@@ -34,6 +35,23 @@ def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
             assert operand.is_contiguous()
             if method not in ("dense", "scaled-mask"):
                 assert not torch.signbit(operand[operand == 0]).any(), "-0.0 breaks compressors"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("conv")])
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if name not in ("dense", "soft-threshold")]
+)
+def test_values_and_bits_of_an_operand_make_the_forward_weight(method, kind):
+    module, _ = make(kind, torch.float32)
+    for layer in attach(module, "2:4", METHODS[method]()).layers.values():
+        expected = layer.view.matrix(layer.forward_weight())
+        sizes = (*expected.shape, 8)
+        key = GemmKey("forward", *sizes, torch.float32, NMPattern(2, 4), "cpu", sparsity="masked")
+        operand = forward_operand(layer, layer.weight.detach(), key)
+        assert operand.values.shape == operand.bits.shape == expected.shape
+        kept = (operand.bits & operand.bit).bool()
+        torch.testing.assert_close(torch.where(kept, operand.values, 0), expected)
+        torch.testing.assert_close(operand.dense(), expected)
 
 
 @settings(max_examples=40, deadline=None)

@@ -142,6 +142,8 @@ def test_a_forward_weight_is_computed_once_for_a_pack():
     calls = []
 
     class Scaled(STE):
+        selects_entries = False
+
         def forward_weight(self, layer, weight):
             calls.append(layer)
             return 2 * super().forward_weight(layer, weight)

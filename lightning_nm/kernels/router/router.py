@@ -433,12 +433,13 @@ class Router(HasHandle):
         if _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
-        kept = packs.get(name)
-        if kept is None or kept[0] != stamp:
-            packs.pop(name, None)  # nothing out of date is left if `make` fails
-            kept = (stamp, make())
-            packs[name] = kept
-        return kept[1]
+        if name in packs and packs[name][0] == stamp:
+            return packs[name][1]
+        # A pack that is out of date is freed before another is made, and not left if that fails.
+        packs.pop(name, None)
+        made = make()
+        packs[name] = (stamp, made)
+        return made
 
     def pick_fastest(
         self, name: Hashable, ways: Sequence[Callable[[], Result]], device: torch.device

@@ -87,6 +87,8 @@ class NMLayer(HasHandle):
         self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()
     ) -> None:
         self.spec = spec
+        self.view = WeightView(self)
+        """The weight as rows of outputs, and its local shard."""
         self.shards: ShardedWeight | None = None
         """Access to a weight that processes hold together; ``None`` for an ordinary one."""
         if is_sharded(self.param):
@@ -114,6 +116,7 @@ class NMLayer(HasHandle):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.view = WeightView(self)  # a copy's view is of the copy
         self.experts = {}
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
@@ -173,11 +176,6 @@ class NMLayer(HasHandle):
     def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
         """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
         return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
-
-    @property
-    def view(self) -> WeightView:
-        """The weight as rows of outputs, and its local shard."""
-        return WeightView(self)
 
     @property
     def forward_mask(self) -> Tensor | None:

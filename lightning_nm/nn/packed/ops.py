@@ -36,21 +36,25 @@ def packed_linear(
         RuntimeError: In training mode with gradients.
     """
     refuse_training(weight)
-    part = slice(None) if rows is None else slice(*rows)
-    bias = None if bias is None else bias[part]
+    chosen = slice(None) if rows is None else slice(*rows)
+    if bias is not None:
+        bias = bias[chosen]
     operand = _operand(x, weight, bias)
     if operand is not None and rows is not None:
         operand = operand.part(*rows)
     if operand is None or x.dim() == 0 or x.shape[-1] != operand.depth:
-        y = F.linear(x, weight.product_matrix()[part], bias)
+        # torch's own error tells of an input of another size.
+        matrix = weight.product_matrix()[chosen]
+        y = F.linear(x, matrix, bias)
         _hold_dense(x, weight)
         return y
-    tokens, out = x.reshape(-1, x.shape[-1]), operand.rows
+    x_ti = x.reshape(-1, x.shape[-1])
+    out = operand.rows
     if torch.compiler.is_compiling():
-        y = torch.ops.lightning_nm.packed_linear(tokens, bias, out, operand.handle_tensor)
+        y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, out, operand.handle_tensor)
     else:
-        y = operand.linear(tokens, bias)
-    return y.view(*x.shape[:-1], out)
+        y_to = operand.linear(x_ti, bias)
+    return y_to.view(*x.shape[:-1], out)
 
 
 def packed_conv(
@@ -69,25 +73,25 @@ def packed_conv(
     """
     refuse_training(weight)
     operand = _operand(x, weight, bias)
-    if operand is None or x.dim() > 4 or x.shape[1] != weight.shape[1] * groups:
-        matrix, convolve = (
-            weight.product_matrix().view(weight.shape),
-            CONVOLUTIONS[weight.dim() - 3],
-        )
+    inputs = weight.shape[1] * groups
+    # An image without a batch goes to torch, and so does what does not fit, for its error. Kernels know two dimensions.
+    is_batch = x.dim() == weight.dim() <= 4 and x.shape[1] == inputs
+    if operand is None or not is_batch:
+        matrix = weight.product_matrix().view(weight.shape)
+        convolve = CONVOLUTIONS[weight.dim() - 3]
         y = convolve(x, matrix, bias, stride, padding, dilation, groups)
         _hold_dense(x, weight)
         return y
-    geometry = [
-        *flattened(stride, padding, dilation, groups),
-        weight.shape[0],
-        *(1, *weight.shape[2:])[-2:],
-    ]
-    image = x.unsqueeze(2) if x.dim() == 3 else x
+    # A convolution in one dimension is one in two, over images of height 1.
+    is_1d = weight.dim() == 3
+    taps = [1, *weight.shape[2:]] if is_1d else list(weight.shape[2:])
+    image = x.unsqueeze(2) if is_1d else x
+    geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *taps]
     if torch.compiler.is_compiling():
         y = torch.ops.lightning_nm.packed_conv(image, bias, geometry, operand.handle_tensor)
     else:
         y = operand.conv(image, _convolution(image, geometry), bias)
-    return y.squeeze(2) if x.dim() == 3 else y
+    return y.squeeze(2) if is_1d else y
 
 
 def refuse_training(weight: PackedWeight) -> None:
@@ -101,13 +105,16 @@ def refuse_training(weight: PackedWeight) -> None:
 
 def _hold_dense(x: Tensor, weight: PackedWeight) -> None:
     """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
-    traced = torch.compiler.is_compiling() or _exporting() or _is_fake(x)
-    if weight.kernels == "auto" and weight.operand is not None and not traced and x.numel():
+    if torch.compiler.is_compiling() or _exporting() or _is_fake(x):
+        return
+    if weight.kernels == "auto" and weight.operand is not None and x.numel():
         weight.hold_dense()
 
 
 def _exporting() -> bool:
-    return bool(getattr(torch.compiler, "is_exporting", bool)())
+    # torch 2.6 has no such function.
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    return is_exporting is not None and bool(is_exporting())
 
 
 def _is_fake(x: Tensor) -> bool:
@@ -116,16 +123,17 @@ def _is_fake(x: Tensor) -> bool:
 
 def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | None:
     """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
-    if (
-        weight.operand is None
-        or _exporting()
-        or (_is_fake(x) and not torch.compiler.is_compiling())
-    ):
+    if weight.operand is None or _exporting():
+        return None
+    if _is_fake(x) and not torch.compiler.is_compiling():
         return None
     if x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
         return None
+    # Kernels have no backward pass.
     differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
-    return None if torch.is_grad_enabled() and differentiable else weight.operand
+    if differentiable and torch.is_grad_enabled():
+        return None
+    return weight.operand
 
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
@@ -148,17 +156,25 @@ def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: T
 @_packed_conv.register_fake
 def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
     conv = _convolution(x, geometry)
-    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    form = torch.channels_last if last else torch.contiguous_format
+    memory_format = torch.contiguous_format
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        memory_format = torch.channels_last
     size = (x.shape[0], conv.outputs, *conv.positions)
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=form)
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
 
 def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     """The geometry for ``x [images, in, height, width]``."""
     stride, padding, dilation, groups = unflattened(geometry[:7])
-    out, *kernel = geometry[7:]
+    out, tap_rows, tap_columns = geometry[7:]
     height, width = x.shape[2:]
     return Convolution(
-        x.shape[1], out, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups
+        x.shape[1],
+        out,
+        (height, width),
+        (tap_rows, tap_columns),
+        stride,
+        padding,
+        dilation,
+        groups,
     )

@@ -52,8 +52,9 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
     method = layer.spec.method
     bits = layer.masks.bits
     if not method.selects_entries:
-        weight_oi = layer.view.matrix(method.forward_weight(layer, weight)).to(key.dtype)
-        return _operand(layer, weight_oi, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
+        values = method.forward_weight(layer, weight).to(key.dtype)
+        weight_oi = layer.view.matrix(values)
+        return _operand(layer, values, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
 
     def dense() -> Tensor:
         return packable_forward(layer, weight, key.dtype)
