@@ -88,7 +88,6 @@ OWNERS = {
         {
             "pending": ("methods/",),
             "replaced_state": ("nn/adapters/base.py", "training/step.py", "training/checkpoint.py"),
-            "first_row": ("nn/adapters/experts/expert.py",),
         },
     ),
     "LayerSpec": ("nn/layer/spec.py", {}),

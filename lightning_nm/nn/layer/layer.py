@@ -78,9 +78,9 @@ class NMLayer(HasHandle):
         wrappers: The FSDP modules around the layer's module.
     """
 
-    first_row: int = 0
+    first_row = 0
     """The first output row, counted from that of the weight which the random numbers belong to."""
-    routes_gradients: bool = True
+    routes_gradients = True
     """Whether products route their weight gradients through the method."""
 
     def __init__(
