@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from lightning_nm.sparsifier import NMSparsifier
 # Optimizer steps. A first step counts the products; those after it run dense.
 _WARM_UP = 2
 _TIMED = 5
+
+_NOISY = 2.0
+"""The longest of some equal steps over the shortest, from which on the machine is called busy."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,26 @@ class _StepClock(pl.Callback):
         """Do nothing; subclasses may switch from counting to measuring."""
 
     def step_ms(self, batches_in_step: int) -> float | None:
-        """Return the median milliseconds of the measured optimizer steps; ``None`` if there is none."""
+        """Return the median milliseconds of the measured optimizer steps; ``None`` if there is none.
+
+        On stderr it tells if they differ so much that other work on the machine must have disturbed them.
+        """
         steps = []
         # A fit that ended early may leave a step without all of its batches: it is left out.
         last_start = len(self.seconds) - batches_in_step
         for start in range(0, last_start + 1, batches_in_step):
             seconds = sum(self.seconds[start : start + batches_in_step])
             steps.append(1e3 * seconds)
-        return median(steps) if steps else None
+        if not steps:
+            return None
+        shortest, longest = min(steps), max(steps)
+        if longest > _NOISY * shortest:
+            print(
+                f"lightning-nm doctor: equal steps took {shortest:.1f} to {longest:.1f} ms, so other work disturbs the "
+                "measurement, and none of the times and gains can be relied on: run it again on an idle machine",
+                file=sys.stderr,
+            )
+        return median(steps)
 
 
 class _Watch(_StepClock):

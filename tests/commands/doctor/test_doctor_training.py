@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_nm import NMPrecision, NMSparsityCallback
-from lightning_nm.commands.doctor.training import judge, judge_unmeasured, watch
+from lightning_nm.commands.doctor.training import _StepClock, judge, judge_unmeasured, watch
 from lightning_nm.kernels import CuSparseLtKernel, Router, SimulatedSparseKernel
 from lightning_nm.kernels.router.router import active, routing
 from lightning_nm.nn.adapters import Adapter
@@ -171,3 +171,12 @@ def test_the_plugins_router_measures(tmp_path):
     (found,) = judge(seen.router, seen)
     assert found.kernels == "auto"
     assert found.predicted_step_ms == pytest.approx(seen.step_ms - 2 * 2)
+
+
+@pytest.mark.parametrize(("slowest", "is_told"), [(0.005, False), (0.021, True)])
+def test_steps_that_other_work_disturbs_are_told(capsys, slowest, is_told):
+    clock = _StepClock()
+    clock.seconds = [0.004, 0.004, 0.005, slowest, 0.004]
+    assert clock.step_ms(batches_in_step=1) == pytest.approx(4)
+    told = capsys.readouterr().err
+    assert ("equal steps took 4.0 to 21.0 ms" in told) == is_told
