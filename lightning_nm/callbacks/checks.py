@@ -21,9 +21,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         package = type(trainer).__module__
         fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
         raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
-    callbacks: list[pl.Callback] = getattr(
-        trainer, "callbacks", []
-    )  # missing in the Trainer's annotations
+    # By getattr, because the Trainer's annotations lack it.
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"

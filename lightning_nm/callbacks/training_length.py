@@ -23,9 +23,8 @@ def has_schedule(part: Method | GradientEstimator | None) -> bool:
         return False
     try:
         return bool(part.schedule(None))
-    except (
-        ValueError
-    ):  # the schedule is given as shares of the training length, which is not known here
+    except ValueError:
+        # The schedule is given as shares of the training length, which is not known here.
         return True
 
 

@@ -74,13 +74,12 @@ class ResumableDataModule(LightningDataModule):
     def _evaluation_loader(self, name: str, stage: str) -> DataLoader[Any]:
         if getattr(self, name) is None:
             self.setup(stage)
+        # With a generator of its own, because validation must not change the global random state.
         return DataLoader(
             getattr(self, name),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            generator=keyed_generator(
-                self.seed, "workers"
-            ),  # validation must not change the global random state
+            generator=keyed_generator(self.seed, "workers"),
             collate_fn=_as_is,
         )
 

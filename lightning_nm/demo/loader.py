@@ -138,9 +138,8 @@ class ResumableLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
         sampler, batch_size = self.sampler, self.batch_size or 1
-        if not isinstance(
-            sampler, ResumableSampler
-        ):  # replaced, for example by Trainer(overfit_batches=...)
+        if not isinstance(sampler, ResumableSampler):
+            # It was replaced, for example by Trainer(overfit_batches=...).
             yield from super().__iter__()
             return
         set_epoch = getattr(self.dataset, "set_epoch", None)

@@ -15,10 +15,8 @@ from torch import Tensor
 
 _ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _ONNX = b"\x08"  # the first byte of an ONNX file: its first field is the version of the format
-_OF_PROGRAMS = (
-    "archive_format",
-    "serialized_exported_program.json",
-)  # records of torch.export, new and old
+# Records of torch.export's files, new and old.
+_OF_PROGRAMS = ("archive_format", "serialized_exported_program.json")
 _SHOWN = 40  # characters of a text file
 
 
@@ -119,9 +117,9 @@ def _graph(path: Path, start: bytes) -> str:
 def _text(start: bytes) -> str:
     """The first line, if a file begins with printable text."""
     with suppress(UnicodeDecodeError):
-        text = codecs.getincrementaldecoder("utf-8")().decode(
-            start
-        )  # the last character may be cut off
+        # Incrementally, because the last character may be cut off.
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        text = decoder.decode(start)
         if all(character.isprintable() or character.isspace() for character in text):
             return text.strip().split("\n")[0]
     return ""

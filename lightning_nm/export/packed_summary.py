@@ -128,9 +128,8 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
         if parent not in packed:
             yield NotPacked(name, reason)
         elif name in modules:
-            partly[name] = modules[
-                name
-            ]  # `out_proj` of an attention whose other projections are packed
+            # Such as `out_proj` of an attention whose other projections are packed.
+            partly[name] = modules[name]
     for name, module in partly.items():
         for parameter, tensor in module._parameters.items():
             # bias_k and bias_v of attention have three axes, and are no matrices.

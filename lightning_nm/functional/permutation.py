@@ -450,9 +450,8 @@ def _price(rest_bk: Tensor, problem: _Problem, worth_k: Tensor | None) -> Tensor
     if problem.criterion == "eligible":
         full_bk = rest_bk == n  # one more makes the block ineligible
     else:
-        full_bk = rest_bk.clamp(n - 1, n).sub_(
-            n - 1
-        )  # 1 where N are there already: one more is lost
+        # 1 where N are there already: one more is lost.
+        full_bk = rest_bk.clamp(n - 1, n).sub_(n - 1)
     if worth_k is not None:
         return full_bk * worth_k
     return full_bk.float()

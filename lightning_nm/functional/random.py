@@ -16,10 +16,8 @@ from torch import Tensor
 # A multiplier less 2^32. Its product with a 32-bit word x never leaves int64, has the same low half, and x is missing
 # from its high half: that saves splitting a product that would need 64 unsigned bits.
 _MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
-_KEY_STEPS = (
-    0x9E3779B9,
-    0xBB67AE85,
-)  # the authors' Weyl constants: the golden ratio and sqrt(3) - 1
+# The authors' Weyl constants: the golden ratio and sqrt(3) - 1.
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF  # the low 32 bits
 

@@ -111,9 +111,8 @@ def block_margins(layer: NMLayer) -> Tensor:
     assert layer.forward_mask is not None
     weight = layer.view.rows(layer.weight)
     mask = layer.view.rows(layer.forward_mask)
-    return mask_margin(
-        weight, mask, layer.pattern, 1
-    )  # blocks lie along the input channels, axis 1
+    # Blocks lie along the input channels, axis 1.
+    return mask_margin(weight, mask, layer.pattern, 1)
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:

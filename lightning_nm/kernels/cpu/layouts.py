@@ -186,9 +186,8 @@ class CsrLayout:
         # The first pass counts the entries of each row, the second one fills them in.
         start = torch.empty(rows + 1, dtype=torch.int32)
         entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
-        following = torch.empty(
-            rows, dtype=torch.int32
-        )  # work space: the next free slot of each row
+        # Work space: the next free slot of each row.
+        following = torch.empty(rows, dtype=torch.int32)
         offset = torch.empty(entries, dtype=torch.int32)
         source = torch.empty_like(offset)
         slot = torch.empty_like(offset)

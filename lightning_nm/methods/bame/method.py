@@ -320,9 +320,9 @@ class BAME(MaskMethod):
         elif has_evidence and not holds_evidence:
             # The phase has ended.
             drop_evidence(layer, optimizer, mask)
-        if (
-            self._totals.blocks and layer.progress.clock >= layer.progress.schedule[1]
-        ):  # the phase of all layers has ended
+        _, stop = layer.progress.schedule
+        # By the next step of any layer, the phase of all layers has ended.
+        if self._totals.blocks and layer.progress.clock >= stop:
             self._warn_of_idleness()
         layer.pending = PendingStep(exchange=exchange)
 

@@ -109,10 +109,8 @@ class PackedWeight(nn.Module):
             operand = self.operand
             if operand is None:
                 return
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # later products may need gradients of inputs
+            # Not in inference mode: later products may need gradients of their inputs.
+            with torch.inference_mode(False), torch.no_grad():
                 matrix = operand.dense()
             operand.become_dense(matrix)
             # A new dict: threads that read the former one find the whole layout there.
@@ -195,9 +193,8 @@ class PackedWeight(nn.Module):
     @property
     def form(self) -> str:
         """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name."""
-        operand = (
-            self.operand
-        )  # first: another thread sets the matrix before it takes the operand away
+        # Read first: another thread sets the matrix before it takes the operand away.
+        operand = self.operand
         if self.matrix is not None:
             return "dense"
         return "packed" if operand is None else operand.kernel
@@ -291,9 +288,8 @@ class PackedWeight(nn.Module):
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"'{self.name}': {error}")
                 return
-            if not local_metadata.get(
-                "assign_to_params_buffers", False
-            ):  # as torch copies into parameters
+            # Without `assign` torch copies into parameters, which takes memory to copy into.
+            if not local_metadata.get("assign_to_params_buffers", False):
                 if self.device.type == "meta":
                     error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                     return
