@@ -19,6 +19,7 @@ import torch
 from lightning_nm import load_packed, pack, save_packed
 from lightning_nm.kernels.cpu import build, library
 from lightning_nm.nn.packed import kernel_choice, packed_weights
+from tests.support import evolution
 from tests.support.packed_models import copied, mutated, on_meta, small
 
 FLAGS = (
@@ -106,8 +107,9 @@ def fuzz(products):
         with products.at_level(level):
             for seed in range(CASES):
                 _one_conv(products, draw, seed)
+                _one_evolution(draw, seed)
     print(
-        f"no errors in {CASES} cases of each kernel, and of convolutions, at {', '.join(products.LEVELS)}"
+        f"no errors in {CASES} cases of each kernel, convolutions and passes of BAME, at {', '.join(products.LEVELS)}"
     )
 
 
@@ -183,6 +185,16 @@ def _one(products, kernel, draw, seed):
         products.compare(kernel, products.case(**arguments))
     except Exception:
         print(f"{kernel.name}: {arguments}")
+        raise
+
+
+def _one_evolution(draw, seed):
+    arguments = evolution.random_case(draw, seed)
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    try:
+        evolution.compare(evolution.case(**arguments))
+    except Exception:
+        print(f"evolution: {arguments}")
         raise
 
 

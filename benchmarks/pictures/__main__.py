@@ -15,6 +15,7 @@ from benchmarks.pictures import (
     gemms,
     inference,
     permutation,
+    scale,
     speed,
     speed_up,
 )
@@ -28,6 +29,7 @@ PICTURES: dict[str, Picture] = {
     "bame-evidence": evidence.PICTURE,
     "speed": speed.PICTURE,
     "coordinate-check": coordinates.PICTURE,
+    "scale": scale.PICTURE,
     **inference.pictures(),
 }
 

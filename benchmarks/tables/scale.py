@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.tables.markdown import Tables, read_csv, table
+from benchmarks.tables.studies import differences, means
 
 RATE = "model.init_args.block_lr"
 METRIC = "test_bits_per_byte"
+NONZEROS = "scale/equal-nonzeros-python-source"
 
 
 def losses_by_rate() -> dict[str, dict[float, float]]:
@@ -31,4 +35,8 @@ def learning_rates() -> str:
     return table(["variant", *(f"{rate:g}" for rate in rates)], rows)
 
 
-TABLES: Tables = {"scale-learning-rates": learning_rates}
+TABLES: Tables = {
+    "scale-learning-rates": learning_rates,
+    "scale-nonzeros-means": partial(means, NONZEROS),
+    "scale-nonzeros-differences": partial(differences, NONZEROS),
+}

@@ -8,6 +8,7 @@ from lightning_nm.demo.gpt import GPT
 from lightning_nm.demo.help_topics import HelpTopics
 from lightning_nm.demo.imagenet import ImageNet
 from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
+from lightning_nm.demo.mlp import MLP
 from lightning_nm.demo.python_source import PythonSource
 from lightning_nm.demo.residual_cnn import ResidualCNN
 from lightning_nm.demo.resnet import ResNet50
@@ -15,6 +16,7 @@ from lightning_nm.demo.tiny_transformer import TinyTransformer
 
 __all__ = [
     "GPT",
+    "MLP",
     "Digits",
     "ExactResume",
     "FashionMNIST",

@@ -94,9 +94,8 @@ class ASP(MaskMethod):
         if layer.masks.bits is not None or not self._begun(layer):
             return
         self._choose_mask(layer)
-        mask = layer.masks.forward_view
-        if mask is not None and layer.step:
-            mask_(layer.view.local, layer.view.shard_of(mask))
+        if layer.masks.has_forward and layer.step:
+            layer.view.zero_pruned(layer.view.local)
 
     @torch.no_grad()
     def _choose_mask(self, layer: NMLayer) -> None:
@@ -130,6 +129,5 @@ class ASP(MaskMethod):
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        mask = layer.masks.forward_view
-        if mask is not None:
-            mask_(layer.view.local, layer.view.shard_of(mask))
+        if layer.masks.has_forward:
+            layer.view.zero_pruned(layer.view.local)

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_nm.demo
-from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN, TinyTransformer
+from lightning_nm.demo import GPT, MLP, Digits, HelpTopics, ResidualCNN, TinyTransformer
 from lightning_nm.demo.schedule import warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -73,6 +73,21 @@ def test_cnn_channels_fit_every_pattern(width, depth, channels):
     assert all(c.in_channels % 16 == 0 and c.out_channels % 16 == 0 for c in convolutions)
 
 
+def test_an_mlp_learns_digits():
+    model = MLP(pixels=64, width=64, lr=3e-3)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, Digits())
+    assert trainer.callback_metrics["val_acc"] > 0.9
+    assert [layer.in_features for layer in model.hidden] == [64, 64, 64]
+
+
 def test_transformer_learns_text(trained_transformer):
     _, trainer = trained_transformer
     metrics = trainer.callback_metrics
@@ -103,6 +118,9 @@ def test_transformer_is_built_of_plain_linear_layers():
     [
         (lambda: ResidualCNN(width=24), "width must be a multiple of 16"),
         (lambda: ResidualCNN(depth=0), "depth must be at least 1"),
+        (lambda: MLP(width=24), "width must be a multiple of 16"),
+        (lambda: MLP(depth=0), "depth must be at least 1"),
+        (lambda: MLP(warmup=1.0), r"warmup=1\.0 must be a share of the steps"),
         (lambda: TinyTransformer(dim=40), "dim must be a multiple of 16"),
         (lambda: TinyTransformer(dim=64, heads=5), "of heads=5"),
         (lambda: TinyTransformer(warmup=1.0), r"warmup=1\.0 must be a share of the steps"),
@@ -135,7 +153,9 @@ def test_schedule():
     assert set(rates(math.inf)) == {1.0}
 
 
-@pytest.mark.parametrize(("model", "data"), [(ResidualCNN, Digits), (TinyTransformer, HelpTopics)])
+@pytest.mark.parametrize(
+    ("model", "data"), [(ResidualCNN, Digits), (MLP, Digits), (TinyTransformer, HelpTopics)]
+)
 def test_command_line_reads_the_signatures(model, data, monkeypatch):
     monkeypatch.setattr("sys.argv", ["demo"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's own call
@@ -153,7 +173,12 @@ def test_command_line_reads_the_signatures(model, data, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", [ResidualCNN(width=16, warmup=0.5), TinyTransformer(dim=16, heads=2, warmup=0.5)]
+    "model",
+    [
+        ResidualCNN(width=16, warmup=0.5),
+        MLP(width=16, warmup=0.5),
+        TinyTransformer(dim=16, heads=2, warmup=0.5),
+    ],
 )
 def test_the_warmup_is_a_share_of_the_steps(model):
     model.trainer = Trainer(
@@ -161,7 +186,7 @@ def test_the_warmup_is_a_share_of_the_steps(model):
     )
     model.trainer.fit_loop.setup_data = lambda: None  # the plan is max_steps; there is no data
     schedule = model.configure_optimizers()["lr_scheduler"]["scheduler"]
-    (rate,) = schedule.base_lrs
+    (rate,) = set(schedule.base_lrs)
     assert [schedule.lr_lambdas[0](step) for step in range(11)] == pytest.approx(
         [*(n / 10 for n in range(1, 11)), 1.0]
     )

@@ -64,9 +64,7 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
                 for j in range(cols):
                     v[i][j] = 0.999 * v[i][j] + 0.001 * g[i][j] ** 2
                     if not mask[i, j]:
-                        u[i][j] -= (
-                            size * g[i][j] / (math.sqrt(v[i][j] / (1 - 0.999**count)) + 1e-12)
-                        )
+                        u[i][j] -= size * g[i][j] / math.sqrt(v[i][j] / (1 - 0.999**count) + 1e-24)
         optimizer.step()
         with torch.no_grad():
             parameter.masked_fill_(~mask, 0)
@@ -111,7 +109,8 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
         ((2, 4), {}),
         ((1, 4), {"every": 4, "gradient_every": 2}),
         ((1, 16), {"start": 3, "every": 2, "gradient_every": 2}),
-        ((3, 8), {"gradient_every": 3, "budget": 0.2}),
+        # Not more: after the first gradient all pruned entries of a block have the same |U|, but for rounding errors.
+        ((3, 8), {"gradient_every": 3, "budget": 0.2, "evidence_rate": 0.1}),
     ],
 )
 def test_accumulated_evidence_is_what_is_written(pattern, options, name):

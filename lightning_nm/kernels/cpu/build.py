@@ -30,6 +30,9 @@ The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under
 BF16 = [*LEVELS[2], "-mavx512bf16"]
 """Compiler flags of level 3, which adds products to level 2; gcc before 10 and clang before 9 do not know them."""
 
+SEPARATE = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+"""Compiler flags of code whose every operation is rounded on its own, as torch's are."""
+
 
 def source() -> str:
     """Hash of what a library is compiled from, the C files and this one; empty if the C files are not installed."""
@@ -148,9 +151,11 @@ def _compilations(
         (SOURCES / "library.c", None, library_flags),
         (SOURCES / "layout.c", None, []),
     ]
-    for name in ("kernels.c", "conv.c"):
-        for level, extra in levels.items():
-            compilations.append((SOURCES / name, level, extra))
+    compilations.append((SOURCES / "choose.c", None, SEPARATE))
+    for level, extra in levels.items():
+        compilations.append((SOURCES / "kernels.c", level, extra))
+        compilations.append((SOURCES / "conv.c", level, extra))
+        compilations.append((SOURCES / "evolve.c", level, [*extra, *SEPARATE]))
     if knows_bf16:
         compilations.append((SOURCES / "bf16.c", 3, BF16))
     return compilations

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
 PLACE = Path(__file__).resolve().parents[3]
 """The folder that Python imports this package from: a checkout, or that of the installed packages."""
-ABI = 5
+ABI = 6
 """Version of the structures and functions below; the library has the same number, or is not loaded."""
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
@@ -108,6 +108,58 @@ class Mask(ctypes.Structure):
     ]
 
 
+class Evolution(ctypes.Structure):
+    """``nm_evolution`` of the library."""
+
+    _fields_ = [
+        *_THREADS,
+        ("entries", c_int64),
+        ("bits", c_void_p),
+        ("weight", c_void_p),
+        ("grad", c_void_p),
+        ("dtype", c_int32),
+        ("failed", c_int32),
+        ("old_value", c_void_p),
+        ("old_square", c_void_p),
+        ("value", c_void_p),
+        ("square", c_void_p),
+        ("whole_value", c_int32),
+        ("whole_square", c_int32),
+        ("own_ratio", c_float),
+        ("unit", c_float),
+        ("limit", c_float),
+        ("decay", c_float),
+        ("take", c_float),
+        ("correction", c_float),
+        ("epsilon_square", c_float),
+        ("size", c_float),
+        ("kept_square", c_double),
+        ("kept", c_int64),
+        ("blocks", c_int64),
+        ("blocks_per_row", c_int64),
+        ("taps", c_int64),
+        ("m", c_int64),
+        ("out_stride", c_int64),
+        ("tap_stride", c_int64),
+        ("in_stride", c_int64),
+        ("in_line", c_int32),
+        ("unused", c_int32),
+        ("gain", c_void_p),
+        ("pruned", c_void_p),
+        ("regrown", c_void_p),
+        ("chosen", c_void_p),
+        ("oscillation", c_void_p),
+        ("exchanged", c_void_p),
+        ("states", c_int64),
+        ("state", c_void_p * 4),
+        ("state_dtype", c_int32 * 4),
+        ("state_is_square", c_int32 * 4),
+        ("moment", c_float),
+        ("budget", c_int64),
+        ("better", c_int64),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_abi": (c_int32, []),
     "nm_source": (c_char_p, []),
@@ -129,6 +181,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
     "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
     "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
+    "nm_evolution_pass": (c_int32, [c_int32, c_int32, POINTER(Evolution)]),
+    "nm_choose_blocks": (c_int64, [POINTER(Evolution)]),
 }
 
 

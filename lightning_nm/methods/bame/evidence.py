@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.select import mask_, masked, merged
+from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu.evolution import EvidenceStep
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import gather, local_shard, local_values
@@ -37,7 +41,7 @@ class Evidence:
     .. math::
 
         V \leftarrow \beta V + (1 - \beta) G^2, \qquad
-        U \leftarrow U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
+        U \leftarrow U - r \, G / \sqrt{V / (1 - \beta^t) + \epsilon^2},
 
     where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
 
@@ -62,9 +66,10 @@ class Evidence:
         """Add a dense gradient of the loss; ``size`` is r."""
         grad = grad.to(self.square.dtype)
         self.count = self.count + 1
-        self.square.mul_(DECAY).addcmul_(grad, grad, value=1 - DECAY)
-        # r G / (sqrt(V / (1 - beta^t)) + epsilon), in the memory of one temporary.
-        step = self.mean_square().sqrt_().add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
+        # Product and sum rounded apart, as by the library of CPU kernels, which takes the same steps in one pass.
+        self.square.mul_(DECAY).add_(grad.square().mul_(1 - DECAY))
+        # r G / sqrt(V / (1 - beta^t) + epsilon^2), in the memory of one temporary.
+        step = self.mean_square().add_(EPSILON**2).rsqrt_().mul_(grad).mul_(size)
         self.value.sub_(step)
         mask_(self.value, ~mask)
 
@@ -72,22 +77,30 @@ class Evidence:
         """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
         return self.square / _correction(self.count.clamp(min=1))
 
+    def correction(self) -> float:
+        """``1 - beta^t``; that of one gradient before the first."""
+        return float(_correction(self.count.clamp(min=1)))
+
 
 def _correction(count: Tensor) -> Tensor:
     """``1 - beta^t``."""
     return -torch.expm1(count * math.log(DECAY))
 
 
-def _size_of_kept(weight: Tensor, mask: Tensor) -> Tensor:
-    """The root mean square of kept weights."""
-    norm = masked(weight.detach().float(), mask).norm()
-    return norm / mask.sum().clamp(min=1).sqrt()
+def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
+    """The root mean square of kept weights, float32 without axes."""
+    weight = layer.weight.detach()
+    bits = layer.masks.bits
+    if bits is not None and evolution.runs(weight, bits):
+        return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
+    # In float64, so that the order of summation hardly ever changes the result.
+    norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
+    mean_square = norm.square() / mask.sum().clamp(min=1)
+    return mean_square.sqrt().float()
 
 
-def step_size(
-    weight: Tensor, mask: Tensor, rate: float, optimizer: Optimizer, parameter: Tensor
-) -> Tensor:
-    """``rate`` times the root mean square of kept weights, in the shape of the learning-rate schedule.
+def _rate_now(rate: float, optimizer: Optimizer, parameter: Tensor) -> float:
+    """``rate`` in the shape of the learning-rate schedule, negative for an optimizer that climbs.
 
     That shape is the learning rate over the largest one known: ``max_lr`` or ``initial_lr``, which schedulers keep in
     the parameter's group.
@@ -98,7 +111,7 @@ def step_size(
     known = [now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0)]
     largest = max(known)
     share = now / largest if largest else 0.0
-    return rate * share * _size_of_kept(weight, mask)
+    return -rate * share if group.get("maximize") else rate * share
 
 
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
@@ -124,24 +137,98 @@ def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> T
     return None if kept is None else gather(kept)
 
 
-def read_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> Evidence:
-    """The evidence that :func:`write_evidence` kept; none where a part of it is not there any more."""
+@dataclass
+class _Stored:
+    """The full tensors in which :func:`write_evidence` kept the evidence."""
+
+    value: Tensor  # U / SCALE; of kept entries perhaps the optimizer's momentum
+    square: Tensor
+    count: Tensor
+    own_ratio: float | None
+    """What V of kept entries is multiplied by: it is the optimizer's own, which counts from its first step."""
+
+
+def _stored(layer: NMLayer, optimizer: Optimizer) -> _Stored | None:
+    """What is kept; ``None`` where a part of it is not there any more."""
     value_key, square_key = _places(optimizer, layer.param)
     value = _kept(layer, optimizer, value_key, VALUE)
     square = _kept(layer, optimizer, square_key, SQUARE)
     count = layer.buffers.get(COUNT)
     if count is None or value is None or square is None:
+        return None
+    own_ratio = None
+    if square_key is not None:
+        own_ratio = float(_correction(count) / moment_correction(optimizer, layer.param))
+    return _Stored(value, square, count, own_ratio)
+
+
+def gather_evidence(
+    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
+) -> Evidence:
+    """The evidence so far, with the gradient of the coming step if that is dense.
+
+    Args:
+        layer: The layer.
+        optimizer: Keeps the evidence, see :func:`write_evidence`.
+        mask: The forward mask.
+        rate: The largest r relative to the size of kept weights.
+        fresh: Whether the masks are new: there is no evidence yet.
+    """
+    grad = layer.weight.grad if layer.progress.dense_gradient else None
+    stored = None if fresh else _stored(layer, optimizer)
+    if stored is None and grad is None:
         return Evidence.none(layer.weight)
-    if square_key is None:
+    size_of_kept = _size_of_kept(layer, mask)
+    size = _rate_now(rate, optimizer, layer.param) * size_of_kept
+    limit = _PLAUSIBLE * size_of_kept
+    if stored is not None and _runs_in_one_pass(layer, stored.value, stored.square):
+        return _gather_in_one_pass(layer, stored, grad, size, limit)
+    evidence = Evidence.none(layer.weight) if stored is None else _read(stored, mask, limit)
+    if grad is not None:
+        evidence.add(grad, mask, size)
+    return evidence
+
+
+def _read(stored: _Stored, mask: Tensor, limit: Tensor) -> Evidence:
+    square = stored.square
+    if stored.own_ratio is None:
         square = square.clone()
     else:
-        # Of kept entries it is the optimizer's own second moment, which counts from the optimizer's first step.
-        own_square = square * (_correction(count) / moment_correction(optimizer, layer.param))
-        square = merged(mask, own_square, square)
-    # Of kept entries it is the optimizer's momentum.
-    value = masked(value, ~mask).mul_(SCALE)
-    implausible = value.abs() > _PLAUSIBLE * _size_of_kept(layer.weight, mask)
-    return Evidence(mask_(value, ~implausible), square, count)
+        square = merged(mask, square * stored.own_ratio, square)
+    value = masked(stored.value, ~mask).mul_(SCALE)
+    implausible = value.abs() > limit
+    return Evidence(mask_(value, ~implausible), square, stored.count)
+
+
+def _runs_in_one_pass(layer: NMLayer, value: Tensor, square: Tensor) -> bool:
+    """Whether the library of CPU kernels takes the tensors of a layer."""
+    in_single_precision = value.dtype == square.dtype == torch.float32
+    bits = layer.masks.bits
+    if not in_single_precision or layer.shards is not None or bits is None:
+        return False
+    return evolution.runs(layer.weight.detach(), bits, value, square)
+
+
+def _gather_in_one_pass(
+    layer: NMLayer, stored: _Stored, grad: Tensor | None, size: Tensor, limit: Tensor
+) -> Evidence:
+    assert layer.masks.bits is not None
+    count = stored.count if grad is None else stored.count + 1
+    step = EvidenceStep(
+        unit=SCALE,
+        own_ratio=1.0 if stored.own_ratio is None else stored.own_ratio,
+        limit=float(limit),
+        decay=DECAY,
+        correction=float(_correction(count.clamp(min=1))),
+        epsilon_square=EPSILON**2,
+        size=float(size),
+    )
+    # oneDNN returns the weight gradients of convolutions in another memory order.
+    grad = None if grad is None else grad.contiguous()
+    value, square = evolution.gather_evidence(
+        layer.masks.bits, grad, stored.value, stored.square, step
+    )
+    return Evidence(value, square, count)
 
 
 def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence) -> None:
@@ -149,11 +236,14 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
     value_key, square_key = _places(optimizer, layer.param)
+    for name in (VALUE, SQUARE):
+        layer.buffers.pop(name, None)
+    if _write_in_one_pass(layer, state, value_key, square_key, evidence):
+        return
     for key, name, tensor in (
         (value_key, VALUE, evidence.value / SCALE),
         (square_key, SQUARE, evidence.square),
     ):
-        layer.buffers.pop(name, None)
         if key is None:
             layer.buffers[name] = tensor
         elif key in state:  # else the optimizer has not stepped this weight yet
@@ -161,6 +251,39 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence:
             local_mask = local_shard(mask, state[key])
             local_evidence = local_shard(tensor, state[key])
             local_state.copy_(merged(local_mask, local_state, local_evidence))
+
+
+def _write_in_one_pass(
+    layer: NMLayer,
+    state: Mapping[str, Any],
+    value_key: str | None,
+    square_key: str | None,
+    evidence: Evidence,
+) -> bool:
+    """Do it by the library of CPU kernels; return whether that was possible."""
+    if any(key is not None and key not in state for key in (value_key, square_key)):
+        return False
+    value = torch.empty_like(evidence.value) if value_key is None else state[value_key]
+    square = torch.empty_like(evidence.square) if square_key is None else state[square_key]
+    bits = layer.masks.bits
+    runs = _runs_in_one_pass(layer, value, square)
+    if bits is None or not runs or not evolution.runs(evidence.value, evidence.square):
+        return False
+    evolution.keep_evidence(
+        bits,
+        evidence.value,
+        evidence.square,
+        value,
+        square,
+        SCALE,
+        whole_value=value_key is None,
+        whole_square=square_key is None,
+    )
+    if value_key is None:
+        layer.buffers[VALUE] = value
+    if square_key is None:
+        layer.buffers[SQUARE] = square
+    return True
 
 
 def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:

@@ -19,6 +19,9 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
+from lightning_nm.functional.select import mask_
+from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu.evolution import BlockGrid, Exchanged
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.bame.optimizer_state import (
     SECOND_MOMENTS,
@@ -102,6 +105,57 @@ def exchange_by_evidence(
         return swaps, None
 
     return _find(layer, best, [layer.weight.detach(), evidence.value, mask], budget)
+
+
+def exchange_in_one_pass(
+    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, budget: Callable[[int], int]
+) -> Exchanged | None:
+    """Find and make the exchanges that the accumulated evidence speaks for, by the library of CPU kernels.
+
+    Weights, evidence, optimizer state, masks and counts of oscillation change as by the code for other devices.
+
+    Returns:
+        What was done; ``None``, and nothing changed, where the library does not take the tensors.
+    """
+    masks = layer.masks
+    if layer.shards is not None or masks.bits is None or masks.has_backward:
+        return None
+    weight = layer.weight.detach()
+    tensors = [weight, masks.bits, evidence.value, evidence.square]
+    states = [
+        (state, key in SECOND_MOMENTS)
+        for key, state in entry_states(optimizer, layer.param, layer.name)
+    ]
+    runs = evolution.runs(*tensors, *(state for state, _ in states))
+    if not runs or len(states) > evolution.MOST_STATES:
+        return None
+    # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
+    rows = weight if layer.spec.layout == "experts-transposed" else layer.view.rows(weight)
+    grid = BlockGrid.of(rows, layer.pattern.m)
+    if grid is None:
+        return None
+    grad = layer.weight.grad
+    grad_is_plain = grad is not None and evolution.runs(grad)
+    found = evolution.exchange(
+        grid,
+        masks.bits,
+        weight,
+        grad if grad_is_plain else None,
+        evidence.value,
+        evidence.square,
+        layer.buffers["oscillation"],
+        layer.buffers["exchanged"],
+        states,
+        budget(weight.numel() // layer.pattern.m),
+        evidence.correction(),
+        moment_correction(optimizer, layer.param),
+    )
+    masks.count_moved(2 * found.blocks)
+    if grad is not None and not grad_is_plain:
+        mask = masks.forward_view
+        assert mask is not None
+        mask_(grad, mask)
+    return found
 
 
 def _find(

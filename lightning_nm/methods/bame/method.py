@@ -19,8 +19,7 @@ from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
     drop_evidence,
-    read_evidence,
-    step_size,
+    gather_evidence,
     write_evidence,
 )
 from lightning_nm.methods.bame.exchange import (
@@ -28,6 +27,7 @@ from lightning_nm.methods.bame.exchange import (
     PendingStep,
     exchange_by_evidence,
     exchange_by_gradient,
+    exchange_in_one_pass,
     exchange_state,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
@@ -48,7 +48,7 @@ class BAME(MaskMethod):
     The paper's exact score was not public when this was written. ``evidence`` selects one of two:
 
     * ``"accumulated"`` (ours): each pruned entry has a virtual weight U, which takes the steps that training would
-      have made with it: :math:`U \leftarrow U - r\, G / (\sqrt{\hat V} + \epsilon)` for the dense gradient G and the
+      have made with it: :math:`U \leftarrow U - r\, G / \sqrt{\hat V + \epsilon^2}` for the dense gradient G and the
       mean square :math:`\hat V` of its own gradients. r is ``evidence_rate`` times the root mean square of the layer's
       kept weights, times the learning rate over its maximum. An exchange prunes the kept entry of the least
       :math:`|W|`, whose U starts at 0, for the pruned entry of the largest :math:`|U|`, which starts at U. A block's
@@ -256,7 +256,8 @@ class BAME(MaskMethod):
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
         if self.evidence == "accumulated" and self._adapting(layer):
-            pending.evidence = self._gather(layer, optimizer, mask, pending.fresh)
+            rate = self.evidence_rate * self.gradient_every**0.5
+            pending.evidence = gather_evidence(layer, optimizer, mask, rate, fresh=pending.fresh)
             has_rate = bool(group_of(optimizer, layer.param)["lr"])
             trains = layer.weight.grad is not None and has_rate
             pending.due = trains and self._turn(layer, self.every)
@@ -265,7 +266,7 @@ class BAME(MaskMethod):
                 layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
             )
         if dense_grad is not None:
-            mask_(dense_grad, layer.view.shard_of(mask))
+            layer.view.zero_pruned(dense_grad)
         layer.pending = pending
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
@@ -291,7 +292,7 @@ class BAME(MaskMethod):
         if mask is None:
             return
         pending = self._pending(layer)
-        mask_(layer.view.local, layer.view.shard_of(mask))
+        layer.view.zero_pruned(layer.view.local)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
@@ -308,9 +309,7 @@ class BAME(MaskMethod):
         evidence = pending.evidence
         exchange = pending.exchange if pending.ready else None
         if evidence is not None and pending.due:
-            exchange = exchange_by_evidence(
-                layer, mask, evidence, lambda blocks: self._budget(layer, blocks)
-            )
+            exchange = self._exchange_by_evidence(layer, optimizer, mask, evidence)
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
@@ -371,17 +370,19 @@ class BAME(MaskMethod):
             share_done = (layer.progress.clock - start) / (stop - start)
         return swap_budget(blocks, self.budget, share_done)
 
-    def _gather(self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, fresh: bool) -> Evidence:
-        """The evidence so far, with the gradient of the coming step if that is dense."""
-        weight = layer.weight
-        evidence = Evidence.none(weight) if fresh else read_evidence(layer, optimizer, mask)
-        if layer.progress.dense_gradient and weight.grad is not None:
-            rate = self.evidence_rate * self.gradient_every**0.5
-            size = step_size(weight, mask, rate, optimizer, layer.param)
-            if group_of(optimizer, layer.param).get("maximize"):
-                size = -size
-            evidence.add(weight.grad, mask, size)
-        return evidence
+    def _exchange_by_evidence(
+        self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence
+    ) -> Exchange | None:
+        """The exchanges that the evidence speaks for; ``None`` if they were made already, in one pass."""
+
+        def budget(blocks: int) -> int:
+            return self._budget(layer, blocks)
+
+        done = exchange_in_one_pass(layer, optimizer, evidence, budget)
+        if done is None:
+            return exchange_by_evidence(layer, mask, evidence, budget)
+        self._count_exchanges(layer, done.blocks, done.held, 0.0)
+        return None
 
     def _exchange(
         self,
@@ -415,14 +416,23 @@ class BAME(MaskMethod):
         exchanged[pruned] = True
         exchanged[regrown] = True
         buffers["exchanged"].copy_(pack_mask(exchanged))
-        if "exchanges" in buffers:  # states of versions before 0.2 do not count them
-            buffers["exchanges"] += len(exchange.blocks)
         loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
+        self._count_exchanges(layer, len(exchange.blocks), exchange.held, loss_change)
+
+    @staticmethod
+    def _count_exchanges(
+        layer: NMLayer, blocks: int, held: Tensor | int, loss_change: Tensor | float
+    ) -> None:
+        """Count an adaptation; its numbers stay on their device."""
+        buffers = layer.buffers
+        if "exchanges" in buffers:  # states of versions before 0.2 do not count them
+            buffers["exchanges"] += blocks
+        adaptation = buffers["adaptation"]
         last = [
-            torch.as_tensor(number).to(weight.device, torch.float32)
-            for number in (len(exchange.blocks), exchange.held, loss_change)
+            torch.as_tensor(number).to(adaptation.device, torch.float32)
+            for number in (blocks, held, loss_change)
         ]
-        buffers["adaptation"].copy_(torch.stack(last))
+        adaptation.copy_(torch.stack(last))
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.

@@ -118,6 +118,14 @@ class LayerMasks:
         before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
         self.total_flips = before + self.flips
 
+    def count_moved(self, flips: int) -> None:
+        """Count forward bits that were changed in place, in :attr:`bits`."""
+        assert self.bits is not None
+        self.flips = torch.tensor(flips, device=self.bits.device)
+        before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
+        self.total_flips = before + self.flips
+        self.generation = next(_generations)
+
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
         assert self.bits is not None

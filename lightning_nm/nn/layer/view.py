@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.select import masked
+from lightning_nm.functional.select import mask_, masked
+from lightning_nm.kernels.cpu import evolution
 from lightning_nm.nn.layer.layout import from_rows, locate, rows_of
 from lightning_nm.nn.layer.sharding import as_sharded, gather, sharded_dimensions
 
@@ -82,6 +83,16 @@ class WeightView:
         """View of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
         shards = self._layer.shards
         return full if shards is None else shards.shard_of(full)
+
+    @torch.no_grad()
+    def zero_pruned(self, local: Tensor) -> None:
+        """Set the entries of a tensor like :attr:`local` that the forward mask prunes to +0.0, in place."""
+        masks = self._layer.masks
+        mask = masks.forward_view
+        assert mask is not None
+        assert masks.bits is not None
+        if self.is_sharded or not evolution.mask_(local, masks.bits):
+            mask_(local, self.shard_of(mask))
 
     @torch.no_grad()
     def local_forward_weight(self) -> Tensor:

@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 
+#include "evolve.h"
 #include "nm.h"
 
 int32_t nm_abi(void) { return NM_ABI; }
@@ -81,4 +82,19 @@ int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr
     c->failed = 0;
     (product == NM_FORWARD ? kernels->forward : product == NM_DGRAD ? kernels->dgrad : kernels->sampled)(c, a);
     return c->failed;
+}
+
+enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK };
+
+/* Returns 0, or NM_NO_MEMORY. */
+int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
+    const nm_evolution_passes *passes = &nm_evolve_baseline;
+#if defined(__x86_64__)
+    passes = level >= NM_AVX512 ? &nm_evolve_avx512 : level == 1 ? &nm_evolve_avx2 : passes;
+#endif
+    void (*const calls[])(nm_evolution *) = {passes->kept_size, passes->gather, passes->best,
+                                             passes->exchange,  passes->keep,   passes->mask};
+    e->failed = 0;
+    calls[pass](e);
+    return e->failed;
 }

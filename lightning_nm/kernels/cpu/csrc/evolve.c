@@ -1,0 +1,380 @@
+/* The passes of BAME over a weight: evidence is gathered from a dense gradient, the best exchange of every block is found,
+ * and the chosen ones are made. Compiled once for each instruction set, without contraction: a product and a sum are
+ * rounded apart, as by the torch code that these passes replace, so that both give the same bits.
+ *
+ * U (`value`) and V (`square`) are float32 of the weight's shape; all tensors are row-major. `bits` has a byte for each
+ * entry, whose lowest bit is set where the forward mask keeps it. */
+#include <math.h>
+
+#include "evolve.h"
+#include "lanes.h"
+
+enum { CHUNK = 1 << 14 }; /* entries of a unit of work */
+
+/* The bits of a tensor's entries, whatever their type. */
+typedef uint32_t __attribute__((may_alias)) word;
+typedef uint16_t __attribute__((may_alias)) half_word;
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* float16 to float32, exactly. */
+INLINE float widen_half(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
+    if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13); /* infinity, NaN */
+    float value = (float)magnitude * 0x1p-24f; /* a subnormal number */
+    if (magnitude >= 0x400) value = from_bits((magnitude << 13) + ((127 - 15) << 23));
+    return from_bits(bits_of(value) | sign);
+}
+
+/* float32 to float16, to nearest even; NaN stays NaN. */
+INLINE uint16_t narrow_half(float value) {
+    uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* rounds beyond the largest */
+    if (magnitude < 0x38800000) {                                  /* subnormal: the sum rounds to units of 2^-24 */
+        float rounded = from_bits(magnitude) + 0.5f;
+        return (uint16_t)(sign | (bits_of(rounded) - 0x3f000000));
+    }
+    uint32_t rounded = magnitude - ((127 - 15) << 23) + 0xfff + (magnitude >> 13 & 1);
+    return (uint16_t)(sign | rounded >> 13);
+}
+
+INLINE float read_entry(const void *from, int32_t dtype, int64_t at) {
+    if (dtype == NM_FLOAT32) return ((const float *)from)[at];
+    uint16_t half = ((const half_word *)from)[at];
+    return dtype == NM_BFLOAT16 ? widen(half) : widen_half(half);
+}
+
+INLINE void write_entry(void *to, int32_t dtype, int64_t at, float value) {
+    if (dtype == NM_FLOAT32)
+        ((float *)to)[at] = value;
+    else
+        ((half_word *)to)[at] = dtype == NM_BFLOAT16 ? narrow(value) : narrow_half(value);
+}
+
+/* Set an entry to +0 unless it is kept; its other bits do not change. */
+INLINE void mask_entry(void *to, int32_t dtype, int64_t at, int keep) {
+    if (dtype == NM_FLOAT32)
+        ((word *)to)[at] &= -(uint32_t)keep;
+    else
+        ((half_word *)to)[at] &= (uint16_t)-keep;
+}
+
+/* Calls a function with the dtype as a constant: the compiler makes one loop for each. */
+#define EACH_DTYPE(dtype, call)        \
+    do {                               \
+        if ((dtype) == NM_FLOAT32) {   \
+            enum { DTYPE = NM_FLOAT32 };  \
+            call;                      \
+        } else if ((dtype) == NM_BFLOAT16) { \
+            enum { DTYPE = NM_BFLOAT16 }; \
+            call;                      \
+        } else {                       \
+            enum { DTYPE = NM_FLOAT16 };  \
+            call;                      \
+        }                              \
+    } while (0)
+
+/* ------------------------------------------------------------------------------------------------ size of kept entries */
+
+typedef struct {
+    const nm_evolution *e;
+    double *sums; /* of each chunk */
+    int64_t *counts;
+} size_job;
+
+INLINE void size_of_chunk(size_job *job, int64_t chunk, const int32_t dtype) {
+    const nm_evolution *e = job->e;
+    int64_t begin = chunk * CHUNK, end = nm_min(begin + CHUNK, e->entries), i = begin, count = 0;
+    double sums[8] = {0}, sum = 0;
+    for (; i + 8 <= end; i += 8)
+        for (int64_t k = 0; k < 8; k++) {
+            int keep = e->bits[i + k] & 1;
+            double value = keep ? (double)read_entry(e->weight, dtype, i + k) : 0.0;
+            sums[k] += value * value;
+            count += keep;
+        }
+    for (; i < end; i++) {
+        int keep = e->bits[i] & 1;
+        double value = keep ? (double)read_entry(e->weight, dtype, i) : 0.0;
+        sum += value * value;
+        count += keep;
+    }
+    for (int64_t k = 0; k < 8; k++) sum += sums[k];
+    job->sums[chunk] = sum;
+    job->counts[chunk] = count;
+}
+
+static void size_task(int64_t begin, int64_t end, void *context) {
+    size_job *job = context;
+    for (int64_t chunk = begin; chunk < end; chunk++)
+        EACH_DTYPE(job->e->dtype, size_of_chunk(job, chunk, DTYPE));
+}
+
+/* The sum of the squares of kept weights, and their number. */
+static void kept_size(nm_evolution *e) {
+    int64_t chunks = nm_ceil(e->entries, CHUNK);
+    size_job job = {.e = e};
+    e->kept_square = 0;
+    e->kept = 0;
+    job.sums = malloc((size_t)(chunks + 1) * sizeof(double));
+    job.counts = malloc((size_t)(chunks + 1) * sizeof(int64_t));
+    if (job.sums && job.counts) {
+        nm_run(e->parallel, e->threads, chunks, size_task, &job);
+        /* Chunk by chunk, so that the number of threads changes no bit. */
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+            e->kept_square += job.sums[chunk];
+            e->kept += job.counts[chunk];
+        }
+    } else {
+        e->failed = NM_NO_MEMORY;
+    }
+    free(job.sums);
+    free(job.counts);
+}
+
+/* ----------------------------------------------------------------------------------------------------------- evidence */
+
+INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype, const int has_grad) {
+    const uint8_t *restrict bits = e->bits;
+    const float *restrict old_value = e->old_value, *restrict old_square = e->old_square;
+    float *restrict value = e->value, *restrict square = e->square;
+    const void *restrict grad = e->grad;
+    float ratio = e->own_ratio, unit = e->unit, limit = e->limit, size = e->size, epsilon_square = e->epsilon_square;
+    float decay = e->decay, take = e->take, correction = e->correction;
+    for (int64_t i = begin; i < end; i++) {
+        int keep = bits[i] & 1;
+        float v = old_square[i], u = old_value[i] * unit;
+        float own = v * ratio;
+        v = keep ? own : v;
+        u = keep ? 0.0f : u;
+        u = fabsf(u) > limit ? 0.0f : u;
+        if (has_grad) {
+            float g = read_entry(grad, dtype, i);
+            float squared = g * g;
+            squared = squared * take;
+            v = v * decay;
+            v = v + squared;
+            float mean = v / correction;
+            mean = mean + epsilon_square;
+            float step = 1.0f / sqrtf(mean);
+            step = step * g;
+            step = step * size;
+            u = u - step;
+            u = keep ? 0.0f : u;
+        }
+        value[i] = u;
+        square[i] = v;
+    }
+}
+
+static void gather_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        int64_t first = chunk * CHUNK, last = nm_min(first + CHUNK, e->entries);
+        if (e->grad)
+            EACH_DTYPE(e->dtype, gather_range(e, first, last, DTYPE, 1));
+        else
+            gather_range(e, first, last, NM_FLOAT32, 0);
+    }
+}
+
+static void gather(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), gather_task, e); }
+
+/* What is kept of the evidence until the next step: a tensor of its own is written whole, of the optimizer's state only
+ * the pruned entries. */
+static void keep_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    const uint8_t *restrict bits = e->bits;
+    const float *restrict value = e->value, *restrict square = e->square;
+    float *restrict to_value = e->old_value, *restrict to_square = e->old_square;
+    float share = 1.0f / e->unit; /* exact: a power of two */
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        int64_t first = chunk * CHUNK, last = nm_min(first + CHUNK, e->entries);
+        if (e->whole_value)
+            for (int64_t i = first; i < last; i++) to_value[i] = value[i] * share;
+        else
+            for (int64_t i = first; i < last; i++) to_value[i] = bits[i] & 1 ? to_value[i] : value[i] * share;
+        if (e->whole_square)
+            for (int64_t i = first; i < last; i++) to_square[i] = square[i];
+        else
+            for (int64_t i = first; i < last; i++) to_square[i] = bits[i] & 1 ? to_square[i] : square[i];
+    }
+}
+
+static void keep(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), keep_task, e); }
+
+/* ---------------------------------------------------------------------------------------------------------- exchanges */
+
+/* Where the first entry of a block lies. */
+INLINE int64_t block_at(const nm_evolution *e, int64_t block) {
+    if (e->in_line) return block * e->m; /* without the divisions */
+    int64_t row = block / e->blocks_per_row, column = block % e->blocks_per_row;
+    return row / e->taps * e->out_stride + row % e->taps * e->tap_stride + column * e->m * e->in_stride;
+}
+
+/* The kept entry of the least |W|, the pruned one of the largest |U|, and by how much it is larger, of blocks begin .. end.
+ * Pruned entries of the weight become +0. Without the sign, floats are ordered as integers are, NaN beyond infinity. */
+INLINE void best_of(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype, const int64_t m,
+                    const int64_t stride) {
+    for (int64_t block = begin; block < end; block++) {
+        int64_t at = block_at(e, block);
+        const uint8_t *restrict bits = e->bits + at;
+        const float *restrict value = e->value + at;
+        void *restrict weight = (uint8_t *)e->weight + at * (dtype == NM_FLOAT32 ? 4 : 2);
+        uint32_t kept[NM_LONGEST], pruned[NM_LONGEST], lowest = UINT32_MAX, highest = 0, largest = 0;
+        for (int64_t k = 0; k < m; k++) {
+            uint32_t keep = bits[k * stride] & 1;
+            uint32_t w = bits_of(read_entry(weight, dtype, k * stride)) & 0x7fffffff;
+            uint32_t u = bits_of(value[k * stride]) & 0x7fffffff;
+            uint32_t score = keep ? w : u;
+            kept[k] = keep ? w : UINT32_MAX;
+            pruned[k] = keep ? 0 : u + 1; /* 0 is no pruned entry */
+            largest = score > largest ? score : largest;
+            lowest = kept[k] < lowest ? kept[k] : lowest;
+            highest = pruned[k] > highest ? pruned[k] : highest;
+        }
+        for (int64_t k = 0; k < m; k++) mask_entry(weight, dtype, k * stride, bits[k * stride] & 1);
+        uint32_t least_ones = 0, largest_ones = 0; /* a bit for each entry */
+        for (int64_t k = 0; k < m; k++) {
+            least_ones |= kept[k] == lowest ? 1u << k : 0;
+            largest_ones |= pruned[k] == highest ? 1u << k : 0;
+        }
+        int valid = largest <= 0x7f800000; /* no NaN */
+        int better = valid && lowest != UINT32_MAX && highest && highest - 1 > lowest;
+        e->gain[block] = better ? from_bits(highest - 1) - from_bits(lowest) : 0.0f;
+        /* Of equal ones the first. */
+        e->pruned[block] = (uint8_t)__builtin_ctz(least_ones);
+        e->regrown[block] = (uint8_t)__builtin_ctz(largest_ones);
+    }
+}
+
+#if NM_LEVEL >= 2
+/* The least or the largest of each m lanes, in all of them: m is 2, 4, 8 or 16. */
+#define OF_SEGMENTS(of, v, m)                                                 \
+    do {                                                                      \
+        v = of(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));                    \
+        if ((m) > 2) v = of(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));       \
+        if ((m) > 4) v = of(v, _mm512_shuffle_i32x4(v, v, 0xb1));             \
+        if ((m) > 8) v = of(v, _mm512_shuffle_i32x4(v, v, 0x4e));             \
+    } while (0)
+
+/* best_of() for float32 blocks that follow each other, as many as fit a register at a time. */
+INLINE void best_of_registers(const nm_evolution *e, int64_t begin, int64_t end, const int64_t m) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
+    const __m512i most = _mm512_set1_epi32(-1), one = _mm512_set1_epi32(1);
+    int64_t together = 16 / m, block = begin;
+    for (; block + together <= end; block += together) {
+        float *weight = (float *)e->weight + block * m;
+        __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(e->bits + block * m)));
+        __mmask16 keep = _mm512_test_epi32_mask(bits, one), prune = (__mmask16)~keep;
+        __m512i own = _mm512_loadu_si512(weight);
+        __m512i w = _mm512_and_si512(own, magnitude);
+        __m512i u = _mm512_and_si512(_mm512_loadu_si512(e->value + block * m), magnitude);
+        unsigned invalid = _mm512_cmpgt_epu32_mask(_mm512_mask_mov_epi32(u, keep, w), infinity);
+        __m512i kept = _mm512_mask_mov_epi32(most, keep, w);
+        __m512i pruned = _mm512_maskz_add_epi32(prune, u, one);
+        __m512i lowest = kept, highest = pruned;
+        OF_SEGMENTS(_mm512_min_epu32, lowest, m);
+        OF_SEGMENTS(_mm512_max_epu32, highest, m);
+        unsigned least = _mm512_cmpeq_epu32_mask(kept, lowest), largest = _mm512_cmpeq_epu32_mask(pruned, highest);
+        __m512i best = _mm512_mask_sub_epi32(_mm512_setzero_si512(), _mm512_test_epi32_mask(highest, most), highest, one);
+        /* Where no entry is kept, nothing is larger than the lowest. */
+        unsigned better = _mm512_cmpgt_epu32_mask(best, lowest);
+        __m512 gain = _mm512_maskz_sub_ps((__mmask16)better, _mm512_castsi512_ps(best), _mm512_castsi512_ps(lowest));
+        _mm512_storeu_si512(weight, _mm512_maskz_mov_epi32(keep, own));
+        float gains[16];
+        _mm512_storeu_ps(gains, gain);
+        for (int64_t k = 0; k < together; k++) {
+            unsigned segment = ((1u << m) - 1) << k * m;
+            e->gain[block + k] = invalid & segment ? 0.0f : gains[k * m];
+            e->pruned[block + k] = (uint8_t)(__builtin_ctz(least & segment) - k * m);
+            e->regrown[block + k] = (uint8_t)(__builtin_ctz(largest & segment) - k * m);
+        }
+    }
+    best_of(e, block, end, NM_FLOAT32, m, 1);
+}
+#endif
+
+INLINE void best_of_blocks(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+#if NM_LEVEL >= 2
+    if (dtype == NM_FLOAT32 && e->in_line) {
+        if (e->m == 2) return best_of_registers(e, begin, end, 2);
+        if (e->m == 4) return best_of_registers(e, begin, end, 4);
+        if (e->m == 8) return best_of_registers(e, begin, end, 8);
+        if (e->m == 16) return best_of_registers(e, begin, end, 16);
+    }
+#endif
+    best_of(e, begin, end, dtype, e->m, e->in_stride);
+}
+
+static void best_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks);
+    EACH_DTYPE(e->dtype, best_of_blocks(e, begin * unit, last, DTYPE));
+}
+
+static void best(nm_evolution *e) {
+    nm_run(e->parallel, e->threads, nm_ceil(e->blocks, NM_BLOCKS), best_task, e);
+}
+
+INLINE void exchange_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+    for (int64_t block = begin; block < end; block++) {
+        if (!e->chosen[block]) continue;
+        int64_t at = block_at(e, block);
+        int64_t out = at + e->pruned[block] * e->in_stride, in = at + e->regrown[block] * e->in_stride;
+        float mean_square = e->square[in] / e->correction;
+        for (int64_t s = 0; s < e->states; s++) {
+            write_entry(e->state[s], e->state_dtype[s], out, 0.0f);
+            write_entry(e->state[s], e->state_dtype[s], in, e->state_is_square[s] ? mean_square * e->moment : 0.0f);
+        }
+        write_entry(e->weight, dtype, out, 0.0f);
+        write_entry(e->weight, dtype, in, e->value[in]);
+        e->value[in] = 0.0f;
+        if (e->grad) write_entry(e->grad, dtype, out, 0.0f);
+        e->bits[out] &= (uint8_t)~1;
+        e->bits[in] |= 1;
+        uint8_t *bits_out = e->exchanged + out / 8, *bits_in = e->exchanged + in / 8;
+        int again = (*bits_out >> (out % 8) | *bits_in >> (in % 8)) & 1;
+        if (again && e->oscillation[block] < 255) e->oscillation[block]++;
+        *bits_out |= (uint8_t)(1 << (out % 8));
+        *bits_in |= (uint8_t)(1 << (in % 8));
+    }
+}
+
+static void exchange_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks);
+    EACH_DTYPE(e->dtype, exchange_range(e, begin * unit, last, DTYPE));
+}
+
+static void exchange(nm_evolution *e) {
+    /* Where blocks lie one after another, those of one unit of work share no byte of `exchanged` with another's. */
+    int64_t threads = e->in_line ? e->threads : 1;
+    nm_run(e->parallel, threads, nm_ceil(e->blocks, NM_BLOCKS), exchange_task, e);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- mask */
+
+INLINE void mask_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+    for (int64_t i = begin; i < end; i++) mask_entry(e->weight, dtype, i, e->bits[i] & 1);
+}
+
+static void mask_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    EACH_DTYPE(e->dtype, mask_range(e, begin * CHUNK, nm_min(end * CHUNK, e->entries), DTYPE));
+}
+
+static void mask(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), mask_task, e); }
+
+const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best, exchange, keep, mask};

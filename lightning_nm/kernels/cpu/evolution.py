@@ -1,0 +1,283 @@
+"""Passes over a weight and its forward mask on CPUs, each of which reads and writes every tensor once.
+
+They compute what BAME and :func:`lightning_nm.functional.select.mask_` compute by torch. Every operation is rounded on
+its own, as torch does. Only the sum of squares adds up in another order, in float64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.library import Evolution
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
+LONGEST_BLOCK = 32
+MOST_STATES = 4
+_FEW = 4096  # entries up to which calls of torch are as fast
+_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK = range(6)
+
+assert FORWARD_BIT == 1  # the library reads the lowest bit
+
+
+def runs(*tensors: Tensor | None) -> bool:
+    """Tell whether the library takes these tensors: on the CPU, in row-major order, of a dtype that it knows."""
+    if torch.compiler.is_compiling() or library.unavailable():
+        return False
+    return all(tensor is None or _is_plain(tensor) for tensor in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and (tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool))
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+        and not tensor.is_neg()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _job(bits: Tensor, weight: Tensor | None = None, grad: Tensor | None = None) -> Evolution:
+    job = Evolution(library.parallel(), library.threads(), bits.numel(), bits.data_ptr())
+    if weight is not None:
+        job.weight = weight.data_ptr()
+        job.dtype = DTYPES[weight.dtype]
+    if grad is not None:
+        job.grad = grad.data_ptr()
+        job.dtype = DTYPES[grad.dtype]
+    return job
+
+
+def _run(number: int, job: Evolution) -> None:
+    if library.load().nm_evolution_pass(library.level(), number, ctypes.byref(job)):
+        raise MemoryError("there is no memory for a pass over a weight")
+
+
+def _written(*tensors: Tensor | None) -> None:
+    """Let torch count a write to each of these tensors."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.detach().view(-1)[:0].zero_()
+
+
+@torch.no_grad()
+def mask_(x: Tensor, bits: Tensor) -> bool:
+    """Set the entries of ``x`` whose forward bit is not set to +0.0 in place.
+
+    Returns:
+        Whether this was done; ``False`` for tensors that the library does not take, or that are small.
+    """
+    if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
+        return False
+    _run(_MASK, _job(bits, x))
+    _written(x)
+    return True
+
+
+def size_of_kept(weight: Tensor, bits: Tensor) -> float:
+    """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
+    job = _job(bits, weight)
+    _run(_KEPT_SIZE, job)
+    return math.sqrt(job.kept_square / max(job.kept, 1))
+
+
+@dataclass(frozen=True)
+class EvidenceStep:
+    r"""How evidence advances; see :class:`lightning_nm.methods.bame.evidence.Evidence`.
+
+    Args:
+        unit: A power of two; the old values are U divided by it.
+        own_ratio: What the old V of kept entries is multiplied by.
+        limit: Old values beyond it in magnitude are set to 0.
+        decay: :math:`\beta`.
+        correction: :math:`1 - \beta^t`, of the gradients so far including this one.
+        epsilon_square: :math:`\epsilon^2`.
+        size: r.
+    """
+
+    unit: float
+    own_ratio: float
+    limit: float
+    decay: float
+    correction: float
+    epsilon_square: float
+    size: float
+
+
+def gather_evidence(
+    bits: Tensor, grad: Tensor | None, old_value: Tensor, old_square: Tensor, step: EvidenceStep
+) -> tuple[Tensor, Tensor]:
+    """Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were."""
+    value = torch.empty_like(old_value)
+    square = torch.empty_like(old_square)
+    job = _job(bits, grad=grad)
+    job.old_value = old_value.data_ptr()
+    job.old_square = old_square.data_ptr()
+    job.value = value.data_ptr()
+    job.square = square.data_ptr()
+    job.unit = step.unit
+    job.own_ratio = step.own_ratio
+    job.limit = step.limit
+    job.decay = step.decay
+    job.take = 1 - step.decay
+    job.correction = step.correction
+    job.epsilon_square = step.epsilon_square
+    job.size = step.size
+    _run(_GATHER, job)
+    return value, square
+
+
+def keep_evidence(
+    bits: Tensor,
+    value: Tensor,
+    square: Tensor,
+    kept_value: Tensor,
+    kept_square: Tensor,
+    unit: float,
+    *,
+    whole_value: bool,
+    whole_square: bool,
+) -> None:
+    """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
+    job = _job(bits)
+    job.value = value.data_ptr()
+    job.square = square.data_ptr()
+    job.old_value = kept_value.data_ptr()
+    job.old_square = kept_square.data_ptr()
+    job.unit = unit
+    job.whole_value = whole_value
+    job.whole_square = whole_square
+    _run(_KEEP, job)
+    _written(kept_value, kept_square)
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Where the blocks of a row-major weight lie, in entries.
+
+    Block ``(o * taps + t) * per_row + c`` has its entry k at
+    ``o * out_stride + t * tap_stride + (c * m + k) * in_stride``.
+    """
+
+    m: int
+    per_row: int
+    taps: int
+    out_stride: int
+    tap_stride: int
+    in_stride: int
+
+    @classmethod
+    def of(cls, rows: Tensor, m: int) -> BlockGrid | None:
+        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor; ``None`` where it cannot say that."""
+        if m > LONGEST_BLOCK or rows.shape[1] % m or not rows.numel():
+            return None
+        taps = rows.shape[2:]
+        expected = rows.stride(-1) if taps else 0
+        # The taps of a convolution must follow each other at one distance.
+        for size, stride in zip(reversed(taps), reversed(rows.stride()[2:]), strict=True):
+            if stride != expected:
+                return None
+            expected *= size
+        return cls(
+            m=m,
+            per_row=rows.shape[1] // m,
+            taps=math.prod(taps),
+            out_stride=rows.stride(0),
+            tap_stride=rows.stride(-1) if taps else 0,
+            in_stride=rows.stride(1),
+        )
+
+    @property
+    def in_line(self) -> bool:
+        """Whether the blocks follow each other, and the entries of each."""
+        return self.taps == 1 and self.in_stride == 1 and self.out_stride == self.per_row * self.m
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an exchange did.
+
+    Args:
+        blocks: Number of blocks that changed.
+        held: Number of blocks that did not, though an exchange would raise their score.
+    """
+
+    blocks: int
+    held: int
+
+
+def exchange(
+    grid: BlockGrid,
+    bits: Tensor,
+    weight: Tensor,
+    grad: Tensor | None,
+    value: Tensor,
+    square: Tensor,
+    oscillation: Tensor,
+    exchanged: Tensor,
+    states: Sequence[tuple[Tensor, bool]],
+    budget: int,
+    correction: float,
+    moment: float,
+) -> Exchanged:
+    r"""Exchange entries by evidence, in place, and set the entries of the weight that were pruned before to +0.0.
+
+    Args:
+        grid: The blocks of the weight.
+        bits: The masks, uint8.
+        weight: The weight.
+        grad: Its gradient, which becomes 0 at pruned entries; ``None`` if there is none.
+        value: U.
+        square: V.
+        oscillation: Oscillations of each block, uint8.
+        exchanged: Whether each entry was exchanged before, one bit each.
+        states: Tensors of the optimizer's state, and whether each is a second moment. Those of a regrown entry become
+            :math:`V / (1 - \beta^t)` times ``moment``; all others become 0.
+        budget: How many blocks may change.
+        correction: :math:`1 - \beta^t` of the evidence.
+        moment: The same of the optimizer's second moment.
+    """
+    blocks = weight.numel() // grid.m
+    gain = torch.empty(blocks, dtype=torch.float32)
+    pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
+    job = _job(bits, weight)
+    job.grad = None if grad is None else grad.data_ptr()
+    job.value = value.data_ptr()
+    job.square = square.data_ptr()
+    job.blocks = blocks
+    job.blocks_per_row = grid.per_row
+    job.taps = grid.taps
+    job.m = grid.m
+    job.out_stride = grid.out_stride
+    job.tap_stride = grid.tap_stride
+    job.in_stride = grid.in_stride
+    job.in_line = grid.in_line
+    job.gain = gain.data_ptr()
+    job.pruned = pruned.data_ptr()
+    job.regrown = regrown.data_ptr()
+    job.chosen = chosen.data_ptr()
+    job.oscillation = oscillation.data_ptr()
+    job.exchanged = exchanged.data_ptr()
+    job.states = len(states)
+    for k, (state, is_square) in enumerate(states):
+        job.state[k] = state.data_ptr()
+        job.state_dtype[k] = DTYPES[state.dtype]
+        job.state_is_square[k] = is_square
+    job.correction = correction
+    job.moment = moment
+    job.budget = budget
+    _run(_BEST, job)
+    count = int(library.load().nm_choose_blocks(ctypes.byref(job)))
+    _run(_EXCHANGE, job)
+    _written(bits, weight, grad, oscillation, exchanged, *(state for state, _ in states))
+    return Exchanged(blocks=count, held=int(job.better) - count)

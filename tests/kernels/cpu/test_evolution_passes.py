@@ -1,0 +1,129 @@
+"""The passes of BAME by the library of CPU kernels, against torch."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import BAME, NMSparsifier
+from lightning_nm.kernels.cpu import evolution, library
+from tests.support.bame import OPTIMIZERS
+from tests.support.cpu_products import LEVELS, at_level
+from tests.support.evolution import DTYPES, case, compare, random_case
+
+pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("seed", range(40))
+def test_passes_are_those_of_torch(level, seed):
+    with at_level(level):
+        compare(case(**random_case(random.Random(seed), seed)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [4, 8, 16])
+def test_passes_over_many_chunks_and_threads(level, dtype, m):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with at_level(level):
+            compare(case(301, 20, m, dtype=dtype, odd=50, share=0.1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_all_halves_are_read_and_written():
+    # As V of a regrown entry: read_entry() of the gradient, write_entry() of the state.
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        every = every[~every.isnan()]
+        # A kept 0 beside a U of this value: the exchange writes U to the weight.
+        value = torch.stack([torch.zeros(len(every)), every.float()], 1)
+        value = value + 1e-3 * value.abs() * torch.rand(value.shape).round()
+        finite = value[:, 1].isfinite() & (value[:, 1] != 0)
+        weight = torch.zeros(len(value), 2, dtype=dtype)
+        bits = torch.tensor([1, 0], dtype=torch.uint8).expand(len(value), 2).contiguous()
+        grid = evolution.BlockGrid.of(weight, 2)
+        done = evolution.exchange(
+            grid,
+            bits,
+            weight,
+            None,
+            value.clone(),
+            torch.ones_like(value),
+            torch.zeros(len(value), dtype=torch.uint8),
+            torch.zeros(len(value) // 4 + 1, dtype=torch.uint8),
+            [],
+            len(value),
+            1.0,
+            1.0,
+        )
+        assert done.blocks == int(finite.sum())
+        assert torch.equal(weight[finite, 1], value[finite, 1].to(dtype))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "radam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.Linear(64, 48, bias=False), lambda: nn.Conv2d(32, 24, 3, bias=False)],
+    ids=["linear", "conv"],
+)
+def test_training_is_that_of_torch(name, dtype, make, monkeypatch):
+    in_one_pass = _trained(name, dtype, make)
+    with monkeypatch.context() as patched:
+        patched.setattr(evolution, "runs", lambda *tensors: False)
+        by_torch = _trained(name, dtype, make)
+    assert in_one_pass["flips"] == by_torch["flips"] > 0
+    for key, expected in by_torch.items():
+        torch.testing.assert_close(in_one_pass[key], expected, rtol=1e-4, atol=1e-6)
+
+
+def _trained(name, dtype, make):
+    """A layer after a few adaptations, and whether the passes ran."""
+    torch.manual_seed(0)
+    module = nn.Sequential(make()).to(dtype)
+    method = BAME(stop=50, evidence_rate=0.2, gradient_every=2, every=3)
+    sparsifier = NMSparsifier(module, "1:8", method, skip_first_last=False).attach()
+    optimizer = OPTIMIZERS[name](module.parameters())
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    for _ in range(8):
+        layer.weight.grad = torch.randn(layer.weight.shape).to(dtype)
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    state = {f"state {key}": value for key, value in optimizer.state[layer.weight].items()}
+    state = {key: value for key, value in state.items() if value is not None}
+    flips = int(layer.masks.total_flips)
+    return {
+        "weight": layer.weight,
+        "bits": layer.masks.bits,
+        "flips": flips,
+        **layer.buffers,
+        **state,
+    }
+
+
+def test_torch_notices_what_the_library_wrote():
+    c = case(80, 8, 16)
+    versions = c.weight._version
+    assert evolution.mask_(c.weight, c.bits)
+    assert c.weight._version > versions
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(128, 64, dtype=torch.float64),
+        torch.zeros(64, 128).t(),
+        torch.zeros(128, 64, device="meta"),
+    ],
+    ids=["float64", "another order", "another device"],
+)
+def test_other_tensors_are_left_to_torch(tensor):
+    assert not evolution.runs(tensor)
+    assert not evolution.mask_(tensor, torch.ones(128, 64, dtype=torch.uint8))

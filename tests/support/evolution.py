@@ -1,0 +1,265 @@
+"""Passes over a weight by the library of CPU kernels, beside the same arithmetic by torch."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_nm import functional as nmf
+from lightning_nm.functional.evolution import (
+    as_blocks,
+    best_swaps,
+    block_index,
+    evidence_scores,
+    select_blocks,
+)
+from lightning_nm.kernels.cpu import evolution
+from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
+
+DTYPES = list(evolution.DTYPES)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+ODD = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-42]
+
+
+@dataclass
+class Case:
+    """A weight ``[out, in, *taps]`` or its transpose, row-major, and all that belongs to it."""
+
+    rows: Tensor  # a view of `weight` whose blocks lie along dimension 1
+    m: int
+    mask: Tensor
+    weight: Tensor
+    grad: Tensor
+    value: Tensor
+    square: Tensor
+    oscillation: Tensor
+    exchanged: Tensor
+    budget: int
+
+    @property
+    def bits(self):
+        # A second bit, as of a backward mask, which no pass may change.
+        other = (torch.arange(self.mask.numel()) % 3 == 0).view(self.mask.shape)
+        return self.mask.to(torch.uint8) + 2 * other.to(torch.uint8)
+
+
+def case(
+    out,
+    blocks,
+    m,
+    taps=(),
+    *,
+    kept=1,
+    dtype=torch.float32,
+    transposed=False,
+    ties=False,
+    odd=0,
+    share=0.3,
+    seed=0,
+):
+    """Random tensors; with ``ties`` few different numbers, with ``odd`` so many infinities, NaN and other rare ones."""
+    torch.manual_seed(seed)
+    shape = (out, blocks * m, *taps)
+    order = (1, 0) if transposed else tuple(range(len(shape)))
+    in_memory = [shape[axis] for axis in order]
+
+    def draw(dtype):
+        numbers = torch.randn(in_memory)
+        if ties:
+            numbers = (2 * numbers).round() / 2
+        for _ in range(odd):
+            place = tuple(random.Random(seed + _).randrange(size) for size in in_memory)
+            numbers[place] = ODD[(seed + _) % len(ODD)]
+        return numbers.to(dtype)
+
+    def rows_of(tensor):
+        return tensor.t() if transposed else tensor
+
+    weight = draw(dtype)
+    rows_of_mask = nmf.nm_mask(torch.rand(shape), f"{kept}:{m}", dim=1)
+    mask = rows_of(rows_of_mask).contiguous()
+    number = out * blocks * max(1, torch.Size(taps).numel() if taps else 1)
+    return Case(
+        rows=rows_of(weight),
+        m=m,
+        mask=mask,
+        weight=weight,
+        grad=draw(dtype),
+        value=draw(torch.float32),
+        square=draw(torch.float32).square(),
+        oscillation=torch.randint(0, 256, (number,), dtype=torch.uint8),
+        exchanged=torch.rand(in_memory) < 0.3,
+        budget=int(share * number),
+    )
+
+
+def same(a, b):
+    """Whether two tensors have the same bits; any NaN is the same as any other."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    both_nan = a.isnan() & b.isnan()
+    integers = INTEGERS[a.element_size()]
+    return bool((both_nan | (a.view(integers) == b.view(integers))).all())
+
+
+def compare(c):
+    """Assert that each pass gives what torch does."""
+    assert evolution.runs(c.weight, c.grad, c.value, c.square, c.bits)
+    _compare_mask(c)
+    _compare_size(c)
+    _compare_evidence(c)
+    _compare_exchange(c)
+
+
+def _compare_mask(c):
+    found = c.weight.clone()
+    if evolution.mask_(found, c.bits):
+        assert same(found, torch.where(c.mask, c.weight, 0))
+
+
+def _compare_size(c):
+    kept = c.weight.double()[c.mask]
+    expected = kept.square().mean().sqrt() if len(kept) else torch.zeros(())
+    found = torch.tensor(evolution.size_of_kept(c.weight, c.bits), dtype=torch.float64)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-30, equal_nan=True)
+
+
+def _compare_evidence(c):
+    count = torch.tensor(4.0)
+    own_ratio = 0.7
+    limit = 2.0
+    # As the optimizer's state holds it: momentum at kept entries, U / SCALE at the others.
+    old_value = torch.where(c.mask, c.value, c.value / SCALE)
+    evidence = Evidence(
+        value=torch.where(c.mask | (c.value.abs() > limit), 0, c.value / SCALE * SCALE),
+        square=torch.where(c.mask, c.square * own_ratio, c.square),
+        count=count,
+    )
+    for grad, size in ((None, 0.0), (c.grad, 0.3)):
+        if grad is not None:
+            evidence.add(grad, c.mask, torch.tensor(size))
+        step = evolution.EvidenceStep(
+            unit=SCALE,
+            own_ratio=own_ratio,
+            limit=limit,
+            decay=DECAY,
+            correction=evidence.correction(),
+            epsilon_square=EPSILON**2,
+            size=size,
+        )
+        value, square = evolution.gather_evidence(c.bits, grad, old_value, c.square, step)
+        torch.testing.assert_close(value, evidence.value, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(square, evidence.square, rtol=1e-6, atol=0, equal_nan=True)
+        assert not value[c.mask].any()
+    for whole in (False, True):
+        kept_value, kept_square = old_value.clone(), c.square.clone()
+        evolution.keep_evidence(
+            c.bits,
+            value,
+            square,
+            kept_value,
+            kept_square,
+            SCALE,
+            whole_value=whole,
+            whole_square=whole,
+        )
+        written = torch.ones_like(c.mask) if whole else ~c.mask
+        assert same(kept_value, torch.where(written, value / SCALE, old_value))
+        assert same(kept_square, torch.where(written, square, c.square))
+
+
+def _compare_exchange(c):
+    transposed = c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride()
+
+    def blocks_of(tensor):
+        return as_blocks(tensor.t() if transposed else tensor, c.m)
+
+    value = torch.where(c.mask, 0, c.value)
+    keep = blocks_of(c.mask)
+    swaps = best_swaps(evidence_scores(blocks_of(c.weight).float(), blocks_of(value), keep), keep)
+    chosen = select_blocks(swaps.gain, c.oscillation, c.budget)
+
+    def index_of(entry):
+        index = block_index(c.rows.shape, c.m, chosen, entry[chosen].long())
+        return tuple(reversed(index)) if transposed else index
+
+    pruned, regrown = index_of(swaps.pruned), index_of(swaps.regrown)
+    weight = torch.where(c.mask, c.weight, 0)
+    weight[pruned] = 0
+    weight[regrown] = value[regrown].to(weight.dtype)
+    grad = c.grad.clone()
+    grad[pruned] = 0
+    mask = c.mask.clone()
+    mask[pruned] = False
+    mask[regrown] = True
+    oscillation = c.oscillation.clone()
+    again = chosen[c.exchanged[pruned] | c.exchanged[regrown]]
+    oscillation[again] = oscillation[again].clamp(max=254) + 1
+    exchanged = c.exchanged.clone()
+    exchanged[pruned] = True
+    exchanged[regrown] = True
+    correction, moment = 0.25, 0.5
+    momentum, second = c.grad.clone(), c.square.clone()
+    momentum[pruned] = 0
+    momentum[regrown] = 0
+    second[pruned] = 0
+    second[regrown] = c.square[regrown] / correction * moment
+    rest = value.clone()
+    rest[regrown] = 0
+
+    bits = c.bits
+    found = {
+        "bits": bits,
+        "weight": c.weight.clone(),
+        "grad": c.grad.clone(),
+        "value": value.clone(),
+        "oscillation": c.oscillation.clone(),
+        "exchanged": nmf.pack_mask(c.exchanged),
+    }
+    states = [(c.grad.clone(), False), (c.square.clone(), True)]
+    grid = evolution.BlockGrid.of(c.rows, c.m)
+    assert grid is not None
+    done = evolution.exchange(
+        grid,
+        square=c.square,
+        states=states,
+        budget=c.budget,
+        correction=correction,
+        moment=moment,
+        **found,
+    )
+    assert done.blocks == len(chosen)
+    assert done.held == int((swaps.gain > 0).sum()) - len(chosen)
+    expected = {
+        "bits": mask.to(torch.uint8) + (c.bits & 2),
+        "weight": weight,
+        "grad": grad,
+        "value": rest,
+        "oscillation": oscillation,
+        "exchanged": nmf.pack_mask(exchanged),
+    }
+    for name, tensor in expected.items():
+        assert same(found[name], tensor), name
+    assert same(states[0][0], momentum)
+    assert same(states[1][0], second)
+
+
+def random_case(draw, seed):
+    """Arguments of a case of any size."""
+    most = draw.choice([2, 9, 40, 130])
+    m = draw.choice([2, 3, 4, 5, 8, 16, 32])
+    taps = draw.choice([(), (), (3,), (3, 3), (1, 2, 3)])
+    return {
+        "out": draw.randint(1, most),
+        "blocks": draw.randint(1, max(1, most // m)),
+        "m": m,
+        "taps": taps,
+        "kept": draw.randint(1, m - 1),
+        "dtype": draw.choice(DTYPES),
+        "transposed": not taps and draw.random() < 0.3,
+        "ties": draw.random() < 0.4,
+        "odd": draw.choice([0, 0, 3, 20]),
+        "share": draw.choice([0, 0.01, 0.3, 1.0]),
+        "seed": seed,
+    }
