@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.schedule import Moment, check_window, resolve_window, within
 from lightning_nm.functional.select import masked
+from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.nn.layer import NMLayer
 
@@ -69,10 +70,29 @@ class STE(MaskMethod):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
-        if layer.spec.forward_reason:
+        if layer.spec.forward_reason or keep_largest(layer):
             return
         mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
+
+
+@torch.no_grad()
+def keep_largest(layer: NMLayer) -> bool:
+    """Move the forward mask, where there is one and no other, to the largest entries, by the library of CPU kernels.
+
+    Returns:
+        Whether this was done.
+    """
+    masks = layer.masks
+    weight = layer.weight.detach()
+    has_one_mask = masks.has_forward and not masks.has_backward
+    if not has_one_mask or masks.bits is None or layer.shards is not None:
+        return False
+    grid = layer.view.grid(weight)
+    if grid is None or not evolution.runs(weight, masks.bits):
+        return False
+    masks.count_moved(evolution.keep_largest(grid, layer.pattern.n, weight, masks.bits))
+    return True
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
@@ -161,8 +181,15 @@ class SRSTE(STE):
         grad = layer.view.local_grad
         if not self.decay or mask is None or grad is None:
             return
-        pruned_weights = masked(layer.view.local, ~layer.view.shard_of(mask))
-        grad.add_(pruned_weights, alpha=self.decay * self._scale())
+        factor = self.decay * self._scale()
+        weight = layer.view.local
+        bits = layer.masks.bits
+        one_dtype = grad.dtype == weight.dtype
+        if bits is not None and one_dtype and evolution.runs(grad, weight, bits):
+            evolution.decay_(grad, weight, layer.view.shard_of(bits), factor)
+            return
+        pruned_weights = masked(weight, ~layer.view.shard_of(mask))
+        grad.add_(pruned_weights, alpha=factor)
 
     def _scale(self) -> float:
         if self.decay_scale != "world-size":

@@ -110,6 +110,30 @@ def compare(c):
     _compare_size(c)
     _compare_evidence(c)
     _compare_exchange(c)
+    _compare_decay(c)
+    _compare_largest(c)
+
+
+def _compare_decay(c):
+    found = c.grad.clone()
+    evolution.decay_(found, c.weight, c.bits, 0.1)
+    expected = c.grad.double() + 0.1 * torch.where(c.mask, 0, c.weight.double())
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(
+        found.double(), expected.to(found.dtype).double(), rtol=eps, atol=eps, equal_nan=True
+    )
+
+
+def _compare_largest(c):
+    bits = c.bits
+    n = 1 + c.budget % (c.m - 1)
+    grid = evolution.BlockGrid.of(c.rows, c.m)
+    changed = evolution.keep_largest(grid, n, c.weight, bits)
+    mask = nmf.magnitude_mask(c.rows, f"{n}:{c.m}", dim=1)
+    if c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride():
+        mask = mask.t()
+    assert torch.equal(bits, mask.to(torch.uint8) + (c.bits & 2))
+    assert changed == int((mask ^ c.mask).sum())
 
 
 def _compare_mask(c):

@@ -23,7 +23,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LONGEST_BLOCK = 32
 MOST_STATES = 4
 _FEW = 4096  # entries up to which calls of torch are as fast
-_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK = range(6)
+_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK, _DECAY, _LARGEST = range(8)
 
 assert FORWARD_BIT == 1  # the library reads the lowest bit
 
@@ -82,6 +82,29 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     _run(_MASK, _job(bits, x))
     _written(x)
     return True
+
+
+@torch.no_grad()
+def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
+    """Add ``factor`` times the entries of a weight whose forward bit is not set to its gradient, in place."""
+    job = _job(bits, weight, grad)
+    job.size = factor
+    _run(_DECAY, job)
+    _written(grad)
+
+
+@torch.no_grad()
+def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
+    """Set the forward bits of the N entries of largest magnitude in every block, and clear the others, in place.
+
+    Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
+    """
+    job = _job(bits, weight)
+    grid.write(job)
+    job.n = n
+    _run(_LARGEST, job)
+    _written(bits)
+    return int(job.better)
 
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
@@ -197,6 +220,17 @@ class BlockGrid:
             in_stride=rows.stride(1),
         )
 
+    def write(self, job: Evolution) -> None:
+        """Describe the blocks of a weight to the library."""
+        job.blocks = job.entries // self.m
+        job.blocks_per_row = self.per_row
+        job.taps = self.taps
+        job.m = self.m
+        job.out_stride = self.out_stride
+        job.tap_stride = self.tap_stride
+        job.in_stride = self.in_stride
+        job.in_line = self.in_line
+
     @property
     def in_line(self) -> bool:
         """Whether the blocks follow each other, and the entries of each."""
@@ -254,14 +288,7 @@ def exchange(
     job.grad = None if grad is None else grad.data_ptr()
     job.value = value.data_ptr()
     job.square = square.data_ptr()
-    job.blocks = blocks
-    job.blocks_per_row = grid.per_row
-    job.taps = grid.taps
-    job.m = grid.m
-    job.out_stride = grid.out_stride
-    job.tap_stride = grid.tap_stride
-    job.in_stride = grid.in_stride
-    job.in_line = grid.in_line
+    grid.write(job)
     job.gain = gain.data_ptr()
     job.pruned = pruned.data_ptr()
     job.regrown = regrown.data_ptr()

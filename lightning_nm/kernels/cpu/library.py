@@ -138,6 +138,7 @@ class Evolution(ctypes.Structure):
         ("blocks", c_int64),
         ("blocks_per_row", c_int64),
         ("taps", c_int64),
+        ("n", c_int64),
         ("m", c_int64),
         ("out_stride", c_int64),
         ("tap_stride", c_int64),

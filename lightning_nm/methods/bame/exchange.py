@@ -21,7 +21,7 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.functional.select import mask_
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.cpu.evolution import BlockGrid, Exchanged
+from lightning_nm.kernels.cpu.evolution import Exchanged
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.bame.optimizer_state import (
     SECOND_MOMENTS,
@@ -129,13 +129,11 @@ def exchange_in_one_pass(
     runs = evolution.runs(*tensors, *(state for state, _ in states))
     if not runs or len(states) > evolution.MOST_STATES:
         return None
-    # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
-    rows = weight if layer.spec.layout == "experts-transposed" else layer.view.rows(weight)
-    grid = BlockGrid.of(rows, layer.pattern.m)
+    grid = layer.view.grid(weight)
     if grid is None:
         return None
     grad = layer.weight.grad
-    grad_is_plain = grad is not None and evolution.runs(grad)
+    grad_is_plain = grad is not None and grad.dtype == weight.dtype and evolution.runs(grad)
     found = evolution.exchange(
         grid,
         masks.bits,

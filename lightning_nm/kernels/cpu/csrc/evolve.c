@@ -1,5 +1,5 @@
-/* The passes of BAME over a weight: evidence is gathered from a dense gradient, the best exchange of every block is found,
- * and the chosen ones are made. Compiled once for each instruction set, without contraction: a product and a sum are
+/* Passes over a weight and its mask. BAME: evidence is gathered from a dense gradient, the best exchange of every block is
+ * found, and the chosen ones are made. SR-STE: pruned entries decay, and the largest entries are kept. Compiled once for each instruction set, without contraction: a product and a sum are
  * rounded apart, as by the torch code that these passes replace, so that both give the same bits.
  *
  * U (`value`) and V (`square`) are float32 of the weight's shape; all tensors are row-major. `bits` has a byte for each
@@ -377,4 +377,113 @@ static void mask_task(int64_t begin, int64_t end, void *context) {
 
 static void mask(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), mask_task, e); }
 
-const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best, exchange, keep, mask};
+/* ---------------------------------------------------------------------------------------------- the decay of pruned entries */
+
+INLINE void decay_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+    const uint8_t *restrict bits = e->bits;
+    const void *restrict weight = e->weight;
+    void *restrict grad = e->grad;
+    float size = e->size;
+    for (int64_t i = begin; i < end; i++) {
+        float pruned = bits[i] & 1 ? 0.0f : read_entry(weight, dtype, i);
+        float decay = pruned * size;
+        write_entry(grad, dtype, i, read_entry(grad, dtype, i) + decay);
+    }
+}
+
+static void decay_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    EACH_DTYPE(e->dtype, decay_range(e, begin * CHUNK, nm_min(end * CHUNK, e->entries), DTYPE));
+}
+
+static void decay(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), decay_task, e); }
+
+/* ---------------------------------------------------------------------------------------------------------- the largest */
+
+/* An entry as an integer that orders magnitudes, and NaN below all numbers; 0 is left for entries that were taken. */
+INLINE uint32_t magnitude_rank(float value) {
+    uint32_t magnitude = bits_of(value) & 0x7fffffff;
+    return magnitude > 0x7f800000 ? 1 : magnitude + 2;
+}
+
+/* Set the bits of the n largest entries of blocks begin .. end, of equal ones those of the first; clear the others.
+ * Returns how many bits that changed. */
+INLINE int64_t largest_of(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+    int64_t m = e->m, stride = e->in_stride, changed = 0;
+    for (int64_t block = begin; block < end; block++) {
+        int64_t at = block_at(e, block);
+        uint32_t ranks[NM_LONGEST];
+        uint8_t kept[NM_LONGEST] = {0};
+        for (int64_t k = 0; k < m; k++) ranks[k] = magnitude_rank(read_entry(e->weight, dtype, at + k * stride));
+        for (int64_t taken = 0; taken < e->n; taken++) {
+            int64_t largest = 0;
+            for (int64_t k = 1; k < m; k++) largest = ranks[k] > ranks[largest] ? k : largest;
+            ranks[largest] = 0;
+            kept[largest] = 1;
+        }
+        for (int64_t k = 0; k < m; k++) {
+            uint8_t *bits = e->bits + at + k * stride;
+            changed += (*bits & 1) != kept[k];
+            *bits = (uint8_t)((*bits & ~1) | kept[k]);
+        }
+    }
+    return changed;
+}
+
+#if NM_LEVEL >= 2
+/* The same for float32 blocks that follow each other, as many as fit a register at a time. */
+INLINE int64_t largest_of_registers(const nm_evolution *e, int64_t begin, int64_t end, const int64_t m) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
+    const __m512i one = _mm512_set1_epi32(1);
+    int64_t together = 16 / m, block = begin, changed = 0;
+    for (; block + together <= end; block += together) {
+        __m512i ranks = _mm512_and_si512(_mm512_loadu_si512((const float *)e->weight + block * m), magnitude);
+        __mmask16 numbers = _mm512_cmple_epu32_mask(ranks, infinity);
+        ranks = _mm512_mask_add_epi32(one, numbers, ranks, _mm512_set1_epi32(2));
+        unsigned kept = 0;
+        for (int64_t taken = 0; taken < e->n; taken++) {
+            __m512i most = ranks;
+            OF_SEGMENTS(_mm512_max_epu32, most, m);
+            unsigned equal = _mm512_cmpeq_epu32_mask(ranks, most), first = 0;
+            for (int64_t k = 0; k < together; k++) {
+                unsigned segment = equal & ((1u << m) - 1) << k * m;
+                first |= segment & -segment;
+            }
+            kept |= first;
+            ranks = _mm512_mask_mov_epi32(ranks, (__mmask16)first, _mm512_setzero_si512());
+        }
+        uint8_t *bits = e->bits + block * m;
+        __m128i old = _mm_loadu_si128((const __m128i *)bits), lowest = _mm_set1_epi8(1);
+        __m128i found = _mm_maskz_mov_epi8((__mmask16)kept, lowest);
+        changed += __builtin_popcount(kept ^ _mm_test_epi8_mask(old, lowest));
+        _mm_storeu_si128((__m128i *)bits, _mm_or_si128(_mm_andnot_si128(lowest, old), found));
+    }
+    return changed + largest_of(e, block, end, NM_FLOAT32);
+}
+#endif
+
+INLINE int64_t largest_of_blocks(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
+#if NM_LEVEL >= 2
+    if (dtype == NM_FLOAT32 && e->in_line) {
+        if (e->m == 2) return largest_of_registers(e, begin, end, 2);
+        if (e->m == 4) return largest_of_registers(e, begin, end, 4);
+        if (e->m == 8) return largest_of_registers(e, begin, end, 8);
+        if (e->m == 16) return largest_of_registers(e, begin, end, 16);
+    }
+#endif
+    return largest_of(e, begin, end, dtype);
+}
+
+static void largest_task(int64_t begin, int64_t end, void *context) {
+    nm_evolution *e = context;
+    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks), changed = 0;
+    EACH_DTYPE(e->dtype, changed = largest_of_blocks(e, begin * unit, last, DTYPE));
+    __atomic_fetch_add(&e->better, changed, __ATOMIC_RELAXED);
+}
+
+static void largest(nm_evolution *e) {
+    e->better = 0;
+    nm_run(e->parallel, e->threads, nm_ceil(e->blocks, NM_BLOCKS), largest_task, e);
+}
+
+const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best, exchange, keep, mask, decay, largest};

@@ -1,4 +1,4 @@
-/* The passes of BAME over a weight, see evolve.c. */
+/* Passes over a weight and its mask, see evolve.c. */
 #ifndef NM_EVOLVE_H
 #define NM_EVOLVE_H
 #include "nm.h"
@@ -25,7 +25,7 @@ typedef struct {
     double kept_square; /* results */
     int64_t kept;
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
-    int64_t blocks, blocks_per_row, taps, m, out_stride, tap_stride, in_stride;
+    int64_t blocks, blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
     int32_t in_line, unused; /* whether block b begins at entry b * m, and entries follow each other */
     float *gain;
     uint8_t *pruned, *regrown, *chosen, *oscillation;
@@ -34,7 +34,7 @@ typedef struct {
     void *state[NM_STATES];
     int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
     float moment; /* of the optimizer's second moment */
-    int64_t budget, better; /* `better` is a result: blocks that gain */
+    int64_t budget, better; /* `better` is a result: blocks that gain, or bits that changed */
 } nm_evolution;
 
 typedef struct {
@@ -44,6 +44,8 @@ typedef struct {
     void (*exchange)(nm_evolution *);
     void (*keep)(nm_evolution *);
     void (*mask)(nm_evolution *);
+    void (*decay)(nm_evolution *);
+    void (*largest)(nm_evolution *);
 } nm_evolution_passes;
 
 extern const nm_evolution_passes nm_evolve_baseline, nm_evolve_avx2, nm_evolve_avx512;

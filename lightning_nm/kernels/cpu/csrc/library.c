@@ -84,7 +84,7 @@ int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr
     return c->failed;
 }
 
-enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK };
+enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST };
 
 /* Returns 0, or NM_NO_MEMORY. */
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
@@ -93,7 +93,8 @@ int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
     passes = level >= NM_AVX512 ? &nm_evolve_avx512 : level == 1 ? &nm_evolve_avx2 : passes;
 #endif
     void (*const calls[])(nm_evolution *) = {passes->kept_size, passes->gather, passes->best,
-                                             passes->exchange,  passes->keep,   passes->mask};
+                                             passes->exchange,  passes->keep,   passes->mask,
+                                             passes->decay,     passes->largest};
     e->failed = 0;
     calls[pass](e);
     return e->failed;
