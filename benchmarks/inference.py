@@ -112,7 +112,7 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
             yield f"packed {pattern} {name}, compiled", torch.compile(packed, dynamic=False), file
 
 
-def other_runtimes(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
+def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
     """The dense model by onnxruntime and OpenVINO, where they are installed."""
     if importlib.util.find_spec("onnxruntime") is None:
         return

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from benchmarks.pictures import (
     coordinates,
     evidence,
+    fronts,
     gemms,
     inference,
     permutation,
@@ -30,6 +31,7 @@ PICTURES: dict[str, Picture] = {
     "speed": speed.PICTURE,
     "coordinate-check": coordinates.PICTURE,
     "scale": scale.PICTURE,
+    "fronts": fronts.PICTURE,
     **inference.pictures(),
 }
 

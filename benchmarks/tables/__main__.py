@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from benchmarks.tables import (
     accuracy,
     cpu,
+    fronts,
     inference,
     matrices,
     overhead,
@@ -27,7 +28,18 @@ from benchmarks.tables.regions import filled, pages
 
 TABLES: Tables = {
     name: make
-    for module in (cpu, studies, scale, accuracy, overhead, inference, recipes, peers, matrices)
+    for module in (
+        cpu,
+        studies,
+        scale,
+        fronts,
+        accuracy,
+        overhead,
+        inference,
+        recipes,
+        peers,
+        matrices,
+    )
     for name, make in module.TABLES.items()
 }
 

@@ -1,0 +1,119 @@
+"""Dense and N:M models of several widths: accuracy beside file size and latency."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+from typing import NamedTuple
+
+from benchmarks.fronts import Variant
+from benchmarks.tables.markdown import Tables, read_csv, read_json, table
+from lightning_nm.commands.study.analysis import Interval
+
+
+class Front(NamedTuple):
+    """One study: where its results are, and how its metric is shown."""
+
+    results: str
+    measured: str
+    metric: str
+    factor: float  # of the metric, and its sign: more is better
+    unit: str
+    shapes: dict[str, str]  # what each measured batch is
+
+
+class Point(NamedTuple):
+    """A model of a front."""
+
+    variant: Variant
+    by_seed: dict[int, float]  # more is better
+    size: int  # bytes of its file
+    ms: dict[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Of all seeds."""
+        return mean(self.by_seed.values())
+
+
+MLP = Front(
+    results="study-scale-fronts-fashion-mnist.csv",
+    measured="fronts-mlp.json",
+    metric="test_acc",
+    factor=100.0,
+    unit="points",
+    shapes={"256": "256 images", "1": "one image"},
+)
+
+
+def points(front: Front) -> list[Point]:
+    """The models of a front."""
+    by_seed: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in read_csv(front.results):
+        by_seed[row["variant"]][row["seed"]] = front.factor * row[front.metric]
+    measured = read_json(front.measured)["variants"]
+    return [
+        Point(Variant.of(name), seeds, measured[name]["bytes"], measured[name]["ms"])
+        for name, seeds in by_seed.items()
+    ]
+
+
+def means(front: Front) -> str:
+    """Every model: its metric, the size of its file and its latencies."""
+    rows = []
+    for point in points(front):
+        interval = Interval.of(list(point.by_seed.values()))
+        rows.append(
+            [
+                point.variant.pattern or "dense",
+                str(point.variant.width),
+                f"{point.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]",
+                f"{point.size / 1000:.0f}",
+                *(f"{point.ms[shape]:.2f}" for shape in front.shapes),
+            ]
+        )
+    latencies = [f"{what}, ms" for what in front.shapes.values()]
+    return table(["pattern", "width", "accuracy", "file, kB", *latencies], rows)
+
+
+def compared(front: Front) -> str:
+    """For each dense model and pattern, the widest N:M model that costs no more, and by how much it is better."""
+    found = points(front)
+    dense = [point for point in found if not point.variant.pattern]
+    patterns = list(dict.fromkeys(p.variant.pattern for p in found if p.variant.pattern))
+    costs: dict[str, Callable[[Point], float]] = {"file": lambda point: point.size}
+    for shape, what in front.shapes.items():
+        costs[what] = partial(_latency, shape=shape)
+    rows = []
+    for what, cost in costs.items():
+        for one in dense:
+            cells = [_difference(one, found, pattern, cost) for pattern in patterns]
+            rows.append([what, str(one.variant.width), *cells])
+    return table(["at most its", "dense, width", *patterns], rows)
+
+
+def _latency(point: Point, shape: str) -> float:
+    return point.ms[shape]
+
+
+def _difference(
+    one: Point, found: list[Point], pattern: str, cost: Callable[[Point], float]
+) -> str:
+    affordable = [p for p in found if p.variant.pattern == pattern and cost(p) <= cost(one)]
+    if not affordable:
+        return "none"
+    other = max(affordable, key=lambda point: point.variant.width)
+    pairs = [other.by_seed[seed] - one.by_seed[seed] for seed in one.by_seed]
+    interval = Interval.of(pairs)
+    return (
+        f"{mean(pairs):+.2f} [{interval.low:+.2f}, {interval.high:+.2f}], "
+        f"width {other.variant.width}"
+    )
+
+
+TABLES: Tables = {
+    "fronts-mlp-means": partial(means, MLP),
+    "fronts-mlp-compared": partial(compared, MLP),
+}
