@@ -64,7 +64,9 @@ def simulate(weight, pattern, steps, make, *, start, stop, every, gradient_every
                 for j in range(cols):
                     v[i][j] = 0.999 * v[i][j] + 0.001 * g[i][j] ** 2
                     if not mask[i, j]:
-                        u[i][j] -= size * g[i][j] / math.sqrt(v[i][j] / (1 - 0.999**count) + 1e-24)
+                        u[i][j] -= (
+                            size * g[i][j] / (math.sqrt(v[i][j] / (1 - 0.999**count)) + 1e-12)
+                        )
         optimizer.step()
         with torch.no_grad():
             parameter.masked_fill_(~mask, 0)

@@ -169,7 +169,7 @@ def _compare_evidence(c):
             limit=limit,
             decay=DECAY,
             correction=evidence.correction(),
-            epsilon_square=EPSILON**2,
+            epsilon=EPSILON,
             size=size,
         )
         value, square = evolution.gather_evidence(c.bits, grad, old_value, c.square, step)

@@ -124,7 +124,7 @@ class EvidenceStep:
         limit: Old values beyond it in magnitude are set to 0.
         decay: :math:`\beta`.
         correction: :math:`1 - \beta^t`, of the gradients so far including this one.
-        epsilon_square: :math:`\epsilon^2`.
+        epsilon: :math:`\epsilon`.
         size: r.
     """
 
@@ -133,7 +133,7 @@ class EvidenceStep:
     limit: float
     decay: float
     correction: float
-    epsilon_square: float
+    epsilon: float
     size: float
 
 
@@ -154,7 +154,7 @@ def gather_evidence(
     job.decay = step.decay
     job.take = 1 - step.decay
     job.correction = step.correction
-    job.epsilon_square = step.epsilon_square
+    job.epsilon = step.epsilon
     job.size = step.size
     _run(_GATHER, job)
     return value, square

@@ -131,7 +131,7 @@ class Evolution(ctypes.Structure):
         ("decay", c_float),
         ("take", c_float),
         ("correction", c_float),
-        ("epsilon_square", c_float),
+        ("epsilon", c_float),
         ("size", c_float),
         ("kept_square", c_double),
         ("kept", c_int64),

@@ -41,7 +41,7 @@ class Evidence:
     .. math::
 
         V \leftarrow \beta V + (1 - \beta) G^2, \qquad
-        U \leftarrow U - r \, G / \sqrt{V / (1 - \beta^t) + \epsilon^2},
+        U \leftarrow U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
 
     where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
 
@@ -68,8 +68,10 @@ class Evidence:
         self.count = self.count + 1
         # Product and sum rounded apart, as by the library of CPU kernels, which takes the same steps in one pass.
         self.square.mul_(DECAY).add_(grad.square().mul_(1 - DECAY))
-        # r G / sqrt(V / (1 - beta^t) + epsilon^2), in the memory of one temporary.
-        step = self.mean_square().add_(EPSILON**2).rsqrt_().mul_(grad).mul_(size)
+        # r G / (sqrt(V / (1 - beta^t)) + epsilon), in the memory of one temporary. The root by rsqrt, which is rounded
+        # alike everywhere: that of sqrt depends on the library behind it.
+        size_of_grad = self.mean_square().rsqrt_().reciprocal_()
+        step = size_of_grad.add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
         self.value.sub_(step)
         mask_(self.value, ~mask)
 
@@ -220,7 +222,7 @@ def _gather_in_one_pass(
         limit=float(limit),
         decay=DECAY,
         correction=float(_correction(count.clamp(min=1))),
-        epsilon_square=EPSILON**2,
+        epsilon=EPSILON,
         size=float(size),
     )
     # oneDNN returns the weight gradients of convolutions in another memory order.

@@ -48,7 +48,7 @@ class BAME(MaskMethod):
     The paper's exact score was not public when this was written. ``evidence`` selects one of two:
 
     * ``"accumulated"`` (ours): each pruned entry has a virtual weight U, which takes the steps that training would
-      have made with it: :math:`U \leftarrow U - r\, G / \sqrt{\hat V + \epsilon^2}` for the dense gradient G and the
+      have made with it: :math:`U \leftarrow U - r\, G / (\sqrt{\hat V} + \epsilon)` for the dense gradient G and the
       mean square :math:`\hat V` of its own gradients. r is ``evidence_rate`` times the root mean square of the layer's
       kept weights, times the learning rate over its maximum. An exchange prunes the kept entry of the least
       :math:`|W|`, whose U starts at 0, for the pruned entry of the largest :math:`|U|`, which starts at U. A block's

@@ -150,7 +150,7 @@ INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, cons
     const float *restrict old_value = e->old_value, *restrict old_square = e->old_square;
     float *restrict value = e->value, *restrict square = e->square;
     const void *restrict grad = e->grad;
-    float ratio = e->own_ratio, unit = e->unit, limit = e->limit, size = e->size, epsilon_square = e->epsilon_square;
+    float ratio = e->own_ratio, unit = e->unit, limit = e->limit, size = e->size, epsilon = e->epsilon;
     float decay = e->decay, take = e->take, correction = e->correction;
     for (int64_t i = begin; i < end; i++) {
         int keep = bits[i] & 1;
@@ -165,9 +165,9 @@ INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, cons
             squared = squared * take;
             v = v * decay;
             v = v + squared;
-            float mean = v / correction;
-            mean = mean + epsilon_square;
-            float step = 1.0f / sqrtf(mean);
+            float root = 1.0f / sqrtf(v / correction);
+            root = 1.0f / root; /* as torch has it from rsqrt */
+            float step = 1.0f / (root + epsilon);
             step = step * g;
             step = step * size;
             u = u - step;

@@ -21,7 +21,7 @@ typedef struct {
     float own_ratio;                   /* of V of kept entries, which counts other steps */
     float unit;                        /* old_value is U / unit, a power of two */
     float limit;                       /* what is larger is no evidence */
-    float decay, take, correction, epsilon_square, size;
+    float decay, take, correction, epsilon, size;
     double kept_square; /* results */
     int64_t kept;
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
