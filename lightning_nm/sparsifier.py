@@ -43,6 +43,7 @@ from lightning_nm.training.statistics import (
     layer_statistics,
     layers_short_of_tokens,
     mean_flip_rate,
+    parameter_sizes,
     share_of_products,
     violations,
 )
@@ -115,6 +116,7 @@ class NMSparsifier:
         """
         self.initial_factors: dict[str, float] = {}
         self._counter: MacsCounter | None = None
+        self._packs_itself = True
         self._forgotten = ForgottenCalls()
         self._step = TrainingStep((), forgotten=self._forgotten)
         self._comparison = RankComparison(())
@@ -162,11 +164,22 @@ class NMSparsifier:
             return self
         saved = SparsifierState.from_dict(state) if state else None
         selection = self._select(saved, optimizers)
+        self._refuse_packing(selection)
         self._install(selection)
         is_untrained = saved is None and self.clock == 0
         if self.config.scale == "supar" and is_untrained:
             self._rescale_initial()
         return self
+
+    def _refuse_packing(self, selection: Selection) -> None:
+        """Refuse ``storage="packed"`` with weights that processes hold in shards, by a ``ValueError``."""
+        for layer in selection.layers:
+            if self.config.storage == "packed" and layer.view.is_sharded:
+                raise ValueError(
+                    f"processes hold the weight of layer '{layer.name}' in shards, which are cut along the dense "
+                    "weight: storage='packed' cannot replace it. Use storage='dense', or DDP instead of FSDP and "
+                    "tensor parallelism"
+                )
 
     def _rescale_initial(self) -> None:
         for layer in self.selection.layers:
@@ -207,6 +220,7 @@ class NMSparsifier:
             clock=self.clock,
             forgotten=self._forgotten,
             rates=rates,
+            packs=self.config.storage == "packed",
         )
         self._step.begin_window()
         install(self.model, selection.layers)
@@ -265,6 +279,7 @@ class NMSparsifier:
         """
         if self.attached:
             self._forgotten.detaching(self.selection.layers)
+        self._step.unpack()
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
@@ -275,7 +290,8 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
-            layer.view.local.copy_(layer.view.local_forward_weight())
+            if layer.storage is None:  # a packed weight is W_F
+                layer.view.local.copy_(layer.view.local_forward_weight())
         self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:
@@ -297,6 +313,25 @@ class NMSparsifier:
                 f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps"
             )
         self._step.register(optimizer)
+        self._pack_if_alone()
+
+    def pack(self) -> list[str]:
+        """With ``storage="packed"``, store the kept entries alone of all layers at rest; return those packed now.
+
+        Their modules and registered optimizers hold other parameters from then on. In a single process
+        :meth:`register` and :meth:`step` call it. In several, DistributedDataParallel must be told of the parameters:
+        call it between :meth:`attach` and wrapping the model, and later where it returns layers, wrap the model again.
+        """
+        self._require_attached("pack")
+        packed = self._step.pack(undoes=_is_alone())
+        if self._counter is not None:
+            for layer in packed:
+                self._counter.know(layer.param)
+        return [layer.name for layer in packed]
+
+    def _pack_if_alone(self) -> None:
+        if self._packs_itself and _is_alone():
+            self.pack()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Register all optimizers of a training, and forget others, which were replaced: they train no weight now."""
@@ -306,8 +341,12 @@ class NMSparsifier:
             if id(optimizer) not in self._step.optimizers:
                 self.register(optimizer)
 
-    def called_by_callback(self) -> None:
-        """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of."""
+    def called_by_callback(self, *, packs_itself: bool = True) -> None:
+        """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of.
+
+        With ``packs_itself=False`` it calls :meth:`pack`, too.
+        """
+        self._packs_itself = packs_itself
         self._forgotten.in_plain_loop = False
 
     @property
@@ -341,6 +380,7 @@ class NMSparsifier:
                 self._close_counter()
         stepped = self._step.end_batch()
         self.mask_unfrozen()
+        self._pack_if_alone()
         return stepped
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
@@ -434,8 +474,9 @@ class NMSparsifier:
             ]
         else:
             layers = [layer for layer in self.selection.layers if layer.spec.maskable]
-        all_parameters = sum(p.numel() for p in self.model.parameters())
-        shares = {"parameters": sum(layer.param.numel() for layer in layers) / all_parameters}
+        sizes = parameter_sizes(self.model, self.selection.layers)
+        all_parameters = sum(sizes.values())
+        shares = {"parameters": sum(layer.view.shape.numel() for layer in layers) / all_parameters}
         all_macs = sum(self.macs.values())
         if all_macs:
             shares["flops"] = sum(self.macs.get(layer.name, 0) for layer in layers) / all_macs
@@ -514,6 +555,7 @@ class NMSparsifier:
         masked_first_last = self.settings.masked_in(state)
         warn_of_changes(checked.layers, saved.layers, self.planned_steps, masked_first_last)
 
+        self._step.unpack_to_load()
         self._mask_frozen(checked.frozen, saved.layers)
         self.seed = saved.seed
         checked.apply()
@@ -524,3 +566,10 @@ class NMSparsifier:
             self.macs.update(saved.macs)
             if self._counter is not None:
                 self._counter.known = True
+        self._pack_if_alone()
+
+
+def _is_alone() -> bool:
+    """Whether this process trains the model by itself."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return not is_distributed or dist.get_world_size() == 1

@@ -29,7 +29,7 @@ class ProcessConsistency:
         self._steps = 0  # of any optimizer, in this fit
         self._due = self.every > 0  # the first masks are compared, too
         self._layer_count = 0
-        self._add_layers()
+        self.add_layers()
 
     @classmethod
     def create(
@@ -53,10 +53,10 @@ class ProcessConsistency:
             )
         return cls(strategy, sparsifier, every)
 
-    def _add_layers(self) -> None:
-        """Tell the communication hook of layers that are new: frozen ones are masked when they are unfrozen."""
+    def add_layers(self) -> None:
+        """Tell the communication hook of all layers."""
         layers = self.sparsifier.selection.layers
-        if self.comm_hook is not None and len(layers) != self._layer_count:
+        if self.comm_hook is not None:
             self.comm_hook.add(layers)
         self._layer_count = len(layers)
 
@@ -67,7 +67,9 @@ class ProcessConsistency:
 
     def before_backward(self) -> None:
         """Compare the masks if a comparison is due."""
-        self._add_layers()
+        # Frozen layers are masked when they are unfrozen.
+        if len(self.sparsifier.selection.layers) != self._layer_count:
+            self.add_layers()
         if self._due:
             self._due = False
             self.sparsifier.compare_ranks()

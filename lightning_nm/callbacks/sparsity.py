@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_nm.callbacks.averages import check_averaging_order
+from lightning_nm.callbacks.averages import check_averaging_order, refuse_averaging
 from lightning_nm.callbacks.checkpoint import SavedSparsity
 from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
@@ -157,6 +158,8 @@ class NMSparsityCallback(SavedSparsity):
                 return  # its masks are there
             self._finish()  # an exception kept the last fit from ending
         check_averaging_order(self, trainer)
+        if self.config.storage == "packed":
+            refuse_averaging(trainer)
         self._lifecycle.begin_fit()
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
@@ -180,6 +183,7 @@ class NMSparsityCallback(SavedSparsity):
                 history = None if self._lifecycle.is_new else saved.get("history")
                 also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
                 self._monitor.start(sparsifier, also, self.name, history)
+            self._pack(trainer, sparsifier)
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
             sparsifier.detach()
             raise
@@ -187,13 +191,23 @@ class NMSparsityCallback(SavedSparsity):
         self._masked_count = len(sparsifier.layers)
         self._lifecycle.phase = Phase.INSTALLED
 
+    def _pack(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
+        """Pack the layers at rest, if that was asked for."""
+        packed = sparsifier.pack()
+        if packed and isinstance(trainer.strategy, DDPStrategy):
+            # DistributedDataParallel sends the gradients of the parameters that it was made with.
+            trainer.strategy.model = trainer.lightning_module
+            trainer.strategy.configure_ddp()
+            if self._consistency is not None:
+                self._consistency.add_layers()
+
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         """Return a sparsifier with its first masks installed."""
         # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
         sampler_arguments = trainer.distributed_sampler_kwargs or {}
         data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
-        sparsifier.called_by_callback()
+        sparsifier.called_by_callback(packs_itself=False)
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
         return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
@@ -314,6 +328,7 @@ class NMSparsityCallback(SavedSparsity):
         if self._lifecycle.phase is Phase.INSTALLED:
             warn_after_first_batch(sparsifier)
         stepped = sparsifier.step()
+        self._pack(trainer, sparsifier)
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.
         bytes_ratio = None if self._comm_hook is None else self._comm_hook.end_step()

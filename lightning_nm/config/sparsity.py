@@ -16,6 +16,7 @@ from lightning_nm.functional.spelling import did_you_mean
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast
+from lightning_nm.training.packing import Storage, check_storage
 from lightning_nm.training.scale import Scale, check_scale
 
 
@@ -63,6 +64,9 @@ class SparsityConfig:
             ``supar-lr``: the learning rate alone, for weights that were trained before.
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.
+        storage: ``packed``: once the mask of a weight stands still, its kept entries alone are stored, with their
+            gradient and their optimizer state: for ``asp`` from the start on, for ``bame`` from its ``stop`` on. The
+            state dict still has the dense weights. See docs/memory.md.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -88,6 +92,7 @@ class SparsityConfig:
     grad_snr_every: int = 100
     scale: Scale | None = None
     base_density: float = 1.0
+    storage: Storage = "dense"
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
@@ -100,8 +105,9 @@ class SparsityConfig:
                 f"grad_snr_every={every} must be a number of training steps, or 0 for never"
             )
         check_scale(self.scale, self.base_density)
-        # For its errors alone: patterns, names and rules are checked while they are resolved.
-        self.resolve()
+        # For its errors, too: patterns, names and rules are checked while they are resolved.
+        resolved = self.resolve()
+        check_storage(self.storage, [rule.method for rule in resolved.rules])
 
     def resolve(self) -> ResolvedRules:
         """Return the rules of the layers, with objects in place of short names.

@@ -115,7 +115,11 @@ class ASP(MaskMethod):
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
-        return layer.masks.bits is None
+        return not layer.masks.has_forward
+
+    def is_at_rest(self, layer: NMLayer) -> bool:
+        """Whether the weight is pruned."""
+        return layer.masks.has_forward
 
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor

@@ -32,6 +32,7 @@ _STEP_HOOKS = (
     "current_pattern",
 )
 
+_WEIGHT_HOOKS = ("forward_weight", "backward_weight", "weight_gradient")
 _PROMISES = {
     "selects_entries": ("forward_weight", "backward_weight"),
     "restores_masks": ("init_masks",),
@@ -134,6 +135,19 @@ class Method:
         return frozenset(found)
 
     @property
+    def rests(self) -> bool:
+        """Whether layers of this method can come to rest, see :meth:`is_at_rest`.
+
+        Not where a subclass overrides a hook that is not called at rest, and does not say that this is right.
+        """
+        for base in type(self).__mro__:
+            if "is_at_rest" in vars(base):
+                return base is not Method
+            if any(hook in vars(base) for hook in (*_STEP_HOOKS, *_WEIGHT_HOOKS)):
+                return False
+        return False
+
+    @property
     def has_own_backward_weight(self) -> bool:
         """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
         inherited = (Method.backward_weight, MaskMethod.backward_weight)
@@ -231,6 +245,14 @@ class Method:
         ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
         ``layer.progress.clock`` counts training steps, this one included.
         """
+
+    def is_at_rest(self, layer: NMLayer) -> bool:
+        """Whether the forward mask never moves again and pruned entries have no values and no gradient from now on.
+
+        The kept entries of such a layer can be stored alone, by ``storage="packed"``; the hooks of a step are not
+        called for it any more. A subclass that overrides a hook of a step must override this one, too.
+        """
+        return False
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""

@@ -48,6 +48,7 @@ class MacsCounter:
         self._seen: set[nn.Module] = set()
         self._over = False
         known: dict[int, Callable[[], str]] = {}
+        self._known = known
         for wrapped_name, module in model.named_modules():
             name = plain_name(wrapped_name)
             found = adapter_of(name, module)
@@ -65,6 +66,10 @@ class MacsCounter:
                 counts = partial(_counted_by, module, spec.parameter, by_operators, key)
                 known[id(getattr(module, spec.parameter))] = counts
         self._calls = OutermostCalls(model, _OtherProducts(self, known))
+
+    def know(self, weight: nn.Parameter) -> None:
+        """Take a parameter that replaces one of a known module for known, too."""
+        self._known[id(weight)] = lambda: "known"
 
     def hidden(self) -> set[nn.Module]:
         """Return watched modules that were not seen and are part of a compiled module of the model."""

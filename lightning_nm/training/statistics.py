@@ -59,17 +59,24 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
 
     A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
     """
-    sizes = {}
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        for parameter in module.parameters(recurse=False):
-            sizes[id(parameter)] = parameter.numel()  # a tied weight counts once
+    looked_up = (nn.Embedding, nn.EmbeddingBag)
+    modules = [module for module in model.modules() if not isinstance(module, looked_up)]
+    sizes = parameter_sizes(model, layers)
+    used = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    sizes = {key: size for key, size in sizes.items() if key in used}
     total = sum(sizes.values())
     if not total:
         return 1.0
     masked = {id(layer.param) for layer in layers if layer.spec.maskable}
     return sum(size for key, size in sizes.items() if key in masked) / total
+
+
+def parameter_sizes(model: nn.Module, layers: Iterable[NMLayer]) -> dict[int, int]:
+    """The entries of each parameter of a model by its id, of a packed weight those of the dense one."""
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    for layer in layers:
+        sizes[id(layer.param)] = layer.view.shape.numel()
+    return sizes
 
 
 def layers_short_of_tokens(
@@ -88,7 +95,7 @@ def layers_short_of_tokens(
             continue
         pattern = estimator.pattern_of(layer)
         # Each token takes one multiply-add for each entry of the weight.
-        tokens = least_macs.get(layer.name, 0) // layer.param.numel()
+        tokens = least_macs.get(layer.name, 0) // layer.view.shape.numel()
         if pattern is not None and 0 < tokens < pattern.m:
             found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
     return found
@@ -116,7 +123,7 @@ def mean_flip_rate(layers: Sequence[NMLayer]) -> float:
     flips = 0
     entries = 0
     for layer in layers:
-        entries += layer.param.numel() * max(layer.step, 1)
+        entries += layer.view.shape.numel() * max(layer.step, 1)
         if layer.masks.total_flips is not None:
             flips += int(layer.masks.total_flips)
     return flips / entries if entries else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,8 +24,17 @@ from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
     changes_nothing,
+    check_owned,
     owned_layers,
     remove_parameters,
+)
+from lightning_nm.training.packing import (
+    check_packable,
+    fit_states,
+    pack,
+    unpack,
+    unpack_states,
+    unpack_states_later,
 )
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 
@@ -41,6 +51,7 @@ class TrainingStep:
         clock: Training steps so far.
         forgotten: What warns of calls that the loop leaves out.
         rates: What scales the learning rates of masked weights within a step.
+        packs: Whether weights at rest are packed.
     """
 
     def __init__(
@@ -50,8 +61,10 @@ class TrainingStep:
         clock: int = 0,
         forgotten: ForgottenCalls | None = None,
         rates: ScaledLearningRates | None = None,
+        packs: bool = False,
     ) -> None:
         self.layers = layers
+        self.packs = packs
         self.forgotten = forgotten or ForgottenCalls()
         self.rates = rates
         self.observe_every = observe_every
@@ -61,6 +74,9 @@ class TrainingStep:
         self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}  # of nested calls of step(), see _enter_step()
+        # Those whose states may have other shapes than the weights. They are fitted at the next step, not at once: the
+        # state of an optimizer may be loaded before that of the sparsifier, whose masks tell the positions.
+        self._unfitted: set[int] = set()
         self._announced: set[int] = set()  # those whose gradients before_optimizer() has shaped
         # Hooks that a method does not define are not called at all: most layers have few.
         self._hooks = {layer.spec.method: layer.spec.method.defined_hooks() for layer in layers}
@@ -74,13 +90,17 @@ class TrainingStep:
         for layer in layers:
             self._begin_window(layer)
 
+    def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
+        """The hooks that are called for a layer: none once it is packed, since it is at rest."""
+        return frozenset() if layer.storage is not None else self._hooks[layer.spec.method]
+
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
         for layer in owned:
             method = layer.spec.method
-            hooks = self._hooks[method]
+            hooks = self._hooks_of(layer)
             # Methods see true gradients, whatever a GradScaler has multiplied them by.
             with _unscaled(layer, loss_scale), _full(layer, gradient=True):
                 if "penalty" in hooks:
@@ -92,9 +112,7 @@ class TrainingStep:
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
         shaping = [
-            layer
-            for layer in self.owned(optimizer)
-            if "after_clipping" in self._hooks[layer.spec.method]
+            layer for layer in self.owned(optimizer) if "after_clipping" in self._hooks_of(layer)
         ]
         if not shaping:
             return
@@ -110,7 +128,7 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in self.owned(optimizer):
-            hooks = self._hooks[layer.spec.method]
+            hooks = self._hooks_of(layer)
             _count_cost(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
@@ -143,7 +161,7 @@ class TrainingStep:
 
     def _end_batch(self, layer: NMLayer, stepped: bool) -> None:
         method = layer.spec.method
-        hooks = self._hooks[method]
+        hooks = self._hooks_of(layer)
         progress = layer.progress
         progress.clock = self.clock
         progress.shaped = False
@@ -200,7 +218,7 @@ class TrainingStep:
         progress.clock = self.clock
         if not loaded:
             # The method may look at what the last window was asked for: it stays until the answer is there.
-            asks = "needs_dense_gradient" in self._hooks[method]
+            asks = "needs_dense_gradient" in self._hooks_of(layer)
             progress.dense_gradient = asks and method.needs_dense_gradient(layer)
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
@@ -217,13 +235,68 @@ class TrainingStep:
 
     def register(self, optimizer: Optimizer) -> None:
         """Count the real steps of an optimizer; does nothing if it is registered."""
-        if id(optimizer) not in self.optimizers:
-            if self.rates is not None:
-                check_optimizer(optimizer, self.layers)
-            self.optimizers[id(optimizer)] = owned_layers(optimizer, self.layers)
-            enter = optimizer.register_step_pre_hook(self._enter_step)
-            leave = optimizer.register_step_post_hook(self._leave_step)
-            self._handles[id(optimizer)] = [enter, leave]
+        if id(optimizer) in self.optimizers:
+            return
+        if self.clock:
+            # The masks are those of a training that goes on: its optimizer states can be fitted, and then checked.
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            fit_states(
+                optimizer, [layer for layer in self.layers if id(layer.optimizer_param) in held]
+            )
+        if self.rates is not None:
+            check_optimizer(optimizer, self.layers)
+        if self.packs:
+            check_packable(optimizer, check_owned(optimizer, self.layers))
+        owned = owned_layers(optimizer, self.layers)
+        self.optimizers[id(optimizer)] = owned
+        enter = optimizer.register_step_pre_hook(self._enter_step)
+        leave = optimizer.register_step_post_hook(self._leave_step)
+        loaded = optimizer.register_load_state_dict_post_hook(self._state_loaded)
+        self._handles[id(optimizer)] = [enter, leave, loaded]
+        self._unfitted.add(id(optimizer))
+
+    def _state_loaded(self, optimizer: Optimizer) -> None:
+        self._unfitted.add(id(optimizer))
+
+    def pack(self, *, undoes: bool) -> list[NMLayer]:
+        """Pack the trained layers at rest, see :func:`~lightning_nm.training.packing.pack`; nothing unless asked for.
+
+        ``undoes``: a layer is unpacked again if weights are loaded that do not fit its mask.
+        """
+        if not self.packs:
+            return []
+        optimizers = [known.optimizer for known in self.optimizers.values()]
+        trained = {layer for optimizer in optimizers for layer in self.owned(optimizer)}
+        packed = pack([layer for layer in self.layers if layer in trained], optimizers)
+        if packed:
+            self._unfitted.update(self.optimizers)
+        for layer in packed if undoes else ():
+            assert layer.storage is not None
+            layer.storage.undo = partial(self._unpack, [layer])
+        return packed
+
+    def unpack(self) -> None:
+        """Undo :meth:`pack`, at the end of a training."""
+        optimizers = [known.optimizer for known in self.optimizers.values()]
+        storages = unpack(self.layers, optimizers)
+        for optimizer in optimizers:
+            unpack_states_later(optimizer, storages)
+
+    def unpack_to_load(self) -> None:
+        """Undo :meth:`pack` before masks are loaded; the states of optimizers may have been loaded before them."""
+        self._unpack(self.layers)
+
+    def _unpack(self, layers: Sequence[NMLayer]) -> None:
+        optimizers = [known.optimizer for known in self.optimizers.values()]
+        storages = unpack(layers, optimizers)
+        for optimizer in optimizers:
+            if id(optimizer) not in self._unfitted:
+                unpack_states(optimizer, storages)
+
+    def _fit_states(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._unfitted:
+            fit_states(optimizer, self.owned(optimizer))
+            self._unfitted.discard(id(optimizer))
 
     def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the registered optimizers that are not among these: they were replaced."""
@@ -234,6 +307,7 @@ class TrainingStep:
             del self.optimizers[key]
             self._depth.pop(key, None)
             self._announced.discard(key)
+            self._unfitted.discard(key)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -272,6 +346,7 @@ class TrainingStep:
         self.optimizers.clear()
         self._depth.clear()
         self._announced.clear()
+        self._unfitted.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
@@ -279,6 +354,7 @@ class TrainingStep:
         self._depth[id(optimizer)] = depth
         if depth > 1:
             return None
+        self._fit_states(optimizer)
         is_positional = len(args) > 1  # args[0] is the optimizer itself
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):

@@ -19,9 +19,19 @@ from lightning_nm.kernels import Router
 Precision = Literal["32-true", "bf16-mixed"]
 PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
 SCALES = ("supar", "none")
-METHODS = ("asp", "bame", "bame-half", "bame-frozen", "ste", "sr-ste", "transposable", "bi-mask")
+METHODS = (
+    "asp",
+    "asp-packed",
+    "bame",
+    "bame-half",
+    "bame-frozen",
+    "ste",
+    "sr-ste",
+    "transposable",
+    "bi-mask",
+)
 """Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one; ``bame-frozen``
-is BAME after that phase."""
+is BAME after that phase. ``asp-packed`` is ``asp`` with ``storage="packed"``."""
 
 
 class Setting(NamedTuple):
@@ -151,11 +161,13 @@ def make_trainer(
             "bame-half": BAME(stop=1 << 30, every=2, gradient_every=2),
             "bame-frozen": BAME(stop=0),
         }
-        method: Any = bame.get(setting.method, setting.method)
+        name = setting.method.removesuffix("-packed")
+        method: Any = bame.get(name, name)
         masks = NMSparsityCallback(
             setting.pattern,
             method,
             scale="supar" if setting.scale == "supar" else None,
+            storage="dense" if name == setting.method else "packed",
             seed=setting.seed,
             show_tables=False,
             monitor=False,

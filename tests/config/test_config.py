@@ -23,6 +23,7 @@ SHARED = {
     "frozen": "dense",
     "grad_snr_every": 100,
     "scale": None,
+    "storage": "dense",
     "base_density": 1.0,
 }
 OWN = {

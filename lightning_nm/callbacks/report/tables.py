@@ -112,7 +112,7 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         method = layer.spec.method.short_name or type(layer.spec.method).__name__
         yield (
             name,
-            _shape(layer.param.shape),
+            _shape(layer.view.shape),
             str(layer.pattern),
             method,
             *operands,

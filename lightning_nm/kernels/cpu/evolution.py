@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.kernels.cpu import library
@@ -37,13 +37,10 @@ def runs(*tensors: Tensor | None) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
+        library.is_plain(tensor)
         and (tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool))
         and tensor.is_contiguous()
         and not tensor.is_inference()
-        and not tensor.is_neg()
-        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 

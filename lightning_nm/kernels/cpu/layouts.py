@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import MaskedMatrix
+from lightning_nm.kernels.api import KeptEntries, MaskedMatrix
 from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
@@ -143,6 +143,29 @@ class PermuteLayout:
         )
         return values
 
+    def values_of(self, kept: KeptEntries) -> Tensor | None:
+        """What :meth:`values` returns, from a weight's kept entries; ``None`` where blocks do not fit registers."""
+        n, m = kept.pattern.n, kept.pattern.m
+        if self.block % m or kept.values.numel() != self.rows * (self.depth // m) * n:
+            return None
+        # In a register's inputs each row has as many nonzeros as the blocks of M there: they fill its first slots.
+        filled = n * (self.block // m)
+        tiles, blocks, groups, tile, *_ = self.inputs.shape
+        beside = 2 if self.paired else 1
+        rounded = kept.values.to(kept.dtype)
+        if not self.paired:
+            rounded = rounded.float()
+        ordered = rounded.new_zeros(tiles * tile, blocks, self.slots)
+        row_entries = rounded.view(self.rows, -1)
+        whole = row_entries.shape[1] // filled  # registers of inputs that the depth fills
+        in_whole = row_entries[:, : whole * filled]
+        ordered[: self.rows, :whole, :filled] = in_whole.view(self.rows, whole, filled)
+        if whole < blocks:
+            rest = row_entries[:, whole * filled :]
+            ordered[: self.rows, whole, : rest.shape[1]] = rest
+        by_slot = ordered.view(tiles, tile, blocks, groups, beside).permute(0, 2, 3, 1, 4)
+        return by_slot.reshape(self.inputs.shape).contiguous()
+
     def operand(self, values: Tensor | None = None) -> PermuteOperand:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         pointer = None if values is None else values.data_ptr()
@@ -237,6 +260,28 @@ class CsrLayout:
             weight.data_ptr(),
             DTYPES[weight.dtype],
             matrix.dtype == torch.bfloat16,
+            values.data_ptr(),
+        )
+        return values
+
+    def values_of(self, kept: KeptEntries) -> Tensor | None:
+        """What :meth:`values` returns, from a weight's kept entries; ``None`` if they are not those of this layout."""
+        if kept.values.numel() != self.slot.numel():
+            return None
+        # The slots are in the order of the weight's memory, as the kept entries are.
+        entries = kept.values.detach().reshape(-1)
+        if entries.dtype not in DTYPES:
+            entries = entries.float()
+        values = torch.empty(self.offset.shape, dtype=torch.float32)
+        load().nm_csr_values(
+            parallel(),
+            threads(),
+            None,
+            self.slot.data_ptr(),
+            self.slot.numel(),
+            entries.data_ptr(),
+            DTYPES[entries.dtype],
+            kept.dtype == torch.bfloat16,
             values.data_ptr(),
         )
         return values

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
 PLACE = Path(__file__).resolve().parents[3]
 """The folder that Python imports this package from: a checkout, or that of the installed packages."""
-ABI = 6
+ABI = 7
 """Version of the structures and functions below; the library has the same number, or is not loaded."""
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
@@ -184,6 +184,21 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
     "nm_evolution_pass": (c_int32, [c_int32, c_int32, POINTER(Evolution)]),
     "nm_choose_blocks": (c_int64, [POINTER(Evolution)]),
+    "nm_packed_move": (
+        None,
+        [
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_void_p,
+        ],
+    ),
 }
 
 
@@ -290,6 +305,16 @@ def multiplies_pairs(dtype: torch.dtype) -> bool:
 def compiled_from() -> str:
     """Hash of the sources that the library was compiled from."""
     return str(load().nm_source().decode())
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor's address is that of its values: it is on the CPU, and no transform of torch sees it."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and not tensor.is_neg()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 @functools.cache

@@ -238,6 +238,13 @@ class BAME(MaskMethod):
         backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
         return layer.view.unrows(backward)
 
+    def is_at_rest(self, layer: NMLayer) -> bool:
+        """Whether the adaptation phase has ended, and its evidence is gone."""
+        _, stop = layer.progress.schedule
+        # The first step after the phase tells if it has moved next to nothing.
+        has_ended = layer.progress.clock > stop and not self._adapting(layer)
+        return layer.masks.has_forward and has_ended and COUNT not in layer.buffers
+
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

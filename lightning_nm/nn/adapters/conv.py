@@ -33,7 +33,9 @@ class _NMConv(Adapter):
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
         """Return ``batch * positions * out * in / groups * taps``."""
-        return output.numel() * math.prod(module.weight.shape[1:])
+        return (
+            output.numel() * (module.in_channels // module.groups) * math.prod(module.kernel_size)
+        )
 
     @classmethod
     def inputs(
@@ -62,7 +64,7 @@ class _NMConv(Adapter):
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
         conv: Any = self  # the attributes are those of torch's class
-        x, padding, unbatched = padded_input(conv, input, self.weight.dim() - 2)
+        x, padding, unbatched = padded_input(conv, input, len(conv.kernel_size))
         y = nm_conv(
             x,
             self.weight,

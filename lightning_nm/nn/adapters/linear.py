@@ -81,7 +81,8 @@ class NMTransposedLinear(Adapter):
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
         """Return ``tokens * in * out``."""
-        return output.numel() * module.weight.shape[0]
+        (x,) = (*args, *kwargs.values())
+        return output.numel() * x.shape[-1]
 
     @classmethod
     def inputs(

@@ -21,6 +21,7 @@ from lightning_nm.nn.layer.observation import GradientObservation
 from lightning_nm.nn.layer.progress import LayerProgress
 from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.layer.spec import LayerSpec
+from lightning_nm.nn.layer.storage import PackedStorage
 from lightning_nm.nn.layer.view import WeightView
 from lightning_nm.nn.layer.weight import ShardedWeight
 
@@ -80,6 +81,8 @@ class NMLayer(HasHandle):
 
     first_row = 0
     """The first output row, counted from that of the weight which the random numbers belong to."""
+    storage: PackedStorage | None = None
+    """Holds the weight while kept entries alone are stored; ``None`` for an ordinary one."""
     routes_gradients = True
     """Whether products route their weight gradients through the method."""
 
@@ -157,7 +160,7 @@ class NMLayer(HasHandle):
 
     @property
     def param(self) -> nn.Parameter:
-        """The latent parameter as the module holds it, for its identity and shape: its values may be sharded."""
+        """The latent parameter as the module holds it, for its identity: its values may be sharded or packed."""
         # Not by getattr: while a module of experts runs, its attribute is an ExpertWeight.
         parameter = self.spec.module._parameters[self.spec.parameter]
         assert parameter is not None
@@ -170,11 +173,15 @@ class NMLayer(HasHandle):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
+        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded or packed."""
+        if self.storage is not None:
+            return self.storage.weight
         return self.param if self.shards is None else self.shards.weight
 
     def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
         """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
+        if self.storage is not None:
+            return self.storage.full()
         return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
 
     @property
@@ -197,11 +204,15 @@ class NMLayer(HasHandle):
 
     def forward_weight(self) -> Tensor:
         """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
+        if self.storage is not None:
+            return self.storage.dense()
         with torch.no_grad(), self.full():
             return self.spec.method.forward_weight(self, self.weight.detach())
 
     def backward_weight(self) -> Tensor:
         """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded."""
+        if self.storage is not None:
+            return self.storage.dense()
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
 
@@ -227,11 +238,7 @@ class NMLayer(HasHandle):
 
     def read_tensors(self) -> list[Tensor]:
         """The tensors beside the weight that forward and backward passes read."""
-        found = []
-        if self.masks.bits is not None:
-            found.append(self.masks.bits)
-        if self.masks.permutation is not None:
-            found.append(self.masks.permutation)
+        found = self.masks.tensors()
         if self.spec.method.passes_read_buffers:
             found += self.buffers.values()
         return [*found, *self.parameters.values()]

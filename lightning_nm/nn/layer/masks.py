@@ -58,8 +58,11 @@ class LayerMasks:
 
         It also differs after a write to the bits or the permutation from outside, if torch counts the write.
         """
-        tensors = [tensor for tensor in (self.bits, self.permutation) if tensor is not None]
-        return self.generation, tuple(memory_state(tensor) for tensor in tensors)
+        return self.generation, tuple(memory_state(tensor) for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """What the masks are made of."""
+        return [tensor for tensor in (self.bits, self.permutation) if tensor is not None]
 
     @property
     def forward(self) -> Tensor | None:

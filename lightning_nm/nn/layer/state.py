@@ -195,7 +195,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
 def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     if packed is None:
         return None
-    return unpack_mask(packed.to(layer.param.device), tuple(layer.param.shape))
+    return unpack_mask(packed.to(layer.param.device), tuple(layer.view.shape))
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
@@ -213,7 +213,7 @@ def state_difference(
     """
     spec = layer.spec
     own = {
-        "shape": list(layer.param.shape),
+        "shape": list(layer.view.shape),
         "pattern": str(spec.pattern),
         "method": type(spec.method).__name__,
         "layout": spec.layout,

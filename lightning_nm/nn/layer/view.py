@@ -31,6 +31,12 @@ class WeightView:
     def __init__(self, layer: NMLayer) -> None:
         self._layer = layer
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight, also while it is sharded or packed."""
+        storage = self._layer.storage
+        return self._layer.param.shape if storage is None else storage.shape
+
     def rows(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
         return rows_of(tensor, self._layer.spec.layout)
@@ -39,13 +45,44 @@ class WeightView:
         """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
         return rows_of(tensor, self._layer.spec.layout).flatten(1)
 
+    def rows_shape(self, weight: Tensor) -> torch.Size:
+        """The shape of :meth:`rows` of the parameter as products get it, also of a packed one and of a shard."""
+        storage = self._layer.storage
+        return self.rows(weight).shape if storage is None else storage.rows_shape
+
+    def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
+        """The shape of :meth:`matrix` of the parameter as products get it."""
+        shape = self.rows_shape(weight)
+        return shape[0], shape[1:].numel()
+
+    def unpacked(self, weight: Tensor) -> Tensor:
+        """The parameter as kernels get it, in the weight's shape: if it is packed, W_F as a new tensor, row by row."""
+        storage = self._layer.storage
+        if storage is None or weight.shape == storage.shape:
+            return weight
+        return storage.unpack_by_rows(weight)
+
+    def forward_of(self, weight: Tensor) -> Tensor:
+        """W_F, of the weight's shape, from the parameter as products get it."""
+        layer = self._layer
+        if layer.storage is not None:
+            return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
+        return layer.spec.method.forward_weight(layer, weight)
+
+    def backward_of(self, weight: Tensor) -> Tensor:
+        """W_B, of the weight's shape, from the parameter as products get it."""
+        layer = self._layer
+        if layer.storage is not None:
+            return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
+        return layer.spec.method.backward_weight(layer, weight)
+
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""
-        return from_rows(tensor, self._layer.spec.layout, self._layer.param.shape)
+        return from_rows(tensor, self._layer.spec.layout, self.shape)
 
     def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
-        return locate(index, self._layer.spec.layout, self._layer.param.shape)
+        return locate(index, self._layer.spec.layout, self.shape)
 
     @torch.no_grad()
     def by_rows(self, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -81,7 +118,12 @@ class WeightView:
         return self._layer.param.grad if shards is None else shards.local_grad
 
     def shard_of(self, full: Tensor) -> Tensor:
-        """View of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
+        """Those entries of a weight-shaped tensor whose values are in :attr:`local`.
+
+        A view; of a packed weight a copy.
+        """
+        if self._layer.storage is not None:
+            return self._layer.storage.pack(full)
         shards = self._layer.shards
         return full if shards is None else shards.shard_of(full)
 
@@ -106,6 +148,8 @@ class WeightView:
     def local_forward_weight(self) -> Tensor:
         """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
         layer = self._layer
+        if layer.storage is not None:
+            return self.local
         if layer.shards is None or not layer.spec.method.selects_entries:
             return self.shard_of(layer.forward_weight())
         mask = layer.masks.forward_view

@@ -47,6 +47,7 @@ class PackedWeight(nn.Module):
     values: Tensor | None
     positions: Tensor | None
     matrix: Tensor | None
+    storage = None  # as of a layer in training whose module holds its weight itself
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import GemmKernel, GemmKey, KeptEntries, MaskedMatrix
 from lightning_nm.kernels.operands import masked_backward, masked_forward
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
@@ -23,6 +23,8 @@ def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     """Return W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
     method = layer.spec.method
     masks = layer.masks
+    if layer.storage is not None:
+        return layer.view.matrix(layer.view.unpacked(weight)).to(dtype).contiguous()
     bits = masks.bits if masks.has_forward and method.selects_entries else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
@@ -35,6 +37,8 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     """Return W_B^T ``[in, out]`` as kernels pack it, contiguous; its columns in the order of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
+    if layer.storage is not None:
+        return _transposed(layer.view.matrix(layer.view.unpacked(weight)).to(dtype), None)
     own_backward = masks.has_backward
     order = masks.permutation if own_backward else None
     has_mask = masks.has_forward or own_backward
@@ -50,6 +54,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
 def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """Return W_F ``[out, in]`` for kernels."""
     method = layer.spec.method
+    weight = layer.view.unpacked(weight)
     bits = layer.masks.bits
     if not method.selects_entries:
         values = method.forward_weight(layer, weight).to(key.dtype)
@@ -66,6 +71,7 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     """Return W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
+    weight = layer.view.unpacked(weight)
     values = weight if method.selects_entries else method.backward_weight(layer, weight)
     # Without a backward mask, dgrad uses the forward one, which has no permutation.
     bit = BACKWARD_BIT if masks.has_backward else FORWARD_BIT
@@ -87,7 +93,7 @@ def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> Maske
     """Return W_B ``[out, in / groups * taps]`` of a convolution for kernels, in the order of memory."""
 
     def dense() -> Tensor:
-        weight_oi = layer.view.matrix(layer.spec.method.backward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.view.backward_of(weight))
         return weight_oi.to(key.dtype).contiguous()
 
     matrix_io = backward_operand(layer, weight, key)
@@ -151,6 +157,27 @@ def layout_of(
     return router.layout(layer, name, stamp, make)
 
 
+def _pack_kept(
+    layer: NMLayer,
+    router: Router,
+    kernel: GemmKernel,
+    product: Product,
+    weight: Tensor,
+    operand: Callable[[NMLayer, Tensor, GemmKey], MaskedMatrix],
+    side: str,
+) -> Any:
+    """Return the packed operand of a packed weight without making it dense; ``None`` where that cannot be."""
+    # A convolution's kept entries are not in the order of its memory, by which kernels read weights.
+    is_matrix = len(layer.view.rows_shape(weight)) == 2
+    if not is_matrix or weight.shape == layer.view.shape or product.key.conv is not None:
+        return None
+    layout = layout_of(
+        layer, router, kernel, product, lambda: operand(layer, weight, product.key), side
+    )
+    kept = KeptEntries(weight.detach(), layer.pattern, product.key.dtype)
+    return kernel.pack_kept(kept, layout)
+
+
 def pack_of(
     layer: NMLayer,
     router: Router,
@@ -169,6 +196,10 @@ def pack_of(
     """
 
     def make() -> Any:
+        if layer.storage is not None:
+            packed = _pack_kept(layer, router, kernel, product, weight, operand, side)
+            if packed is not None:
+                return packed
         matrix = operand(layer, weight, product.key)
         layout = layout_of(layer, router, kernel, product, lambda: matrix, side)
         return kernel.pack_masked(matrix, layout)

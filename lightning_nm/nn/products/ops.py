@@ -136,7 +136,7 @@ def nm_conv(
         return layer.conv(x, bias, stride, padding, dilation, groups)
     router = active()
     # The router first: most calls have none, and then need not look at the geometry.
-    if router is not None and _is_pointwise(weight, stride, padding, dilation, groups):
+    if router is not None and _is_pointwise(layer.view.shape, stride, padding, dilation, groups):
         tokens = x.movedim(1, -1)
         # Channels last: a matrix product, [batch x positions, in] with [in, out].
         if tokens.is_contiguous():
@@ -158,14 +158,14 @@ def nm_conv(
 
 
 def _is_pointwise(
-    weight: Tensor,
+    shape: torch.Size,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
 ) -> bool:
     """Whether each output position of a convolution is a product of one input position with the whole weight."""
-    taps = weight.shape[2:]
+    taps = shape[2:]
     return not any(padding) and {*stride, *dilation, *taps, groups} == {1}
 
 
@@ -260,6 +260,9 @@ def _route(
 
     Of those tensors, only the method's own parameters have a gradient. They are the last ones.
     """
+    if layer.storage is not None:
+        # Kept entries alone have a gradient, in the order of the values.
+        return layer.storage.pack(dweight).to(weight.dtype), [None] * number
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number
@@ -292,13 +295,13 @@ class _Linear(torch.autograd.Function):
         ctx.router = None if route is None else route[0]
         if route is not None and rows is None:
             router, trains = route
-            out = layer.view.matrix(weight).shape[0]
+            out = layer.view.matrix_shape(weight)[0]
             return forward_gemm(
                 x_ti, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
             )
         record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
         # One name for W_F and its cast: the memory of the first is free during the product.
-        weight_oi = layer.view.matrix(layer.spec.method.forward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.view.forward_of(weight))
         weight_oi = weight_oi[ctx.rows].to(dtype)
         return F.linear(x_ti, weight_oi, bias)
 
@@ -331,7 +334,7 @@ class _Linear(torch.autograd.Function):
         else:
             if needs_x:
                 record_dense(layer, ctx.router, "dgrad", len(x_ti), x_ti, _PART_REASON)
-                weight_oi = layer.view.matrix(layer.spec.method.backward_weight(layer, weight))
+                weight_oi = layer.view.matrix(layer.view.backward_of(weight))
                 weight_oi = weight_oi[ctx.rows].to(ctx.dtype)
                 dx_ti = dy_to @ weight_oi
                 del weight_oi  # its memory is free for dW
@@ -345,10 +348,10 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             if not is_whole:
                 part_oi = dweight_oi
-                dweight_oi = torch.zeros_like(layer.view.matrix(weight), dtype=part_oi.dtype)
+                dweight_oi = part_oi.new_zeros(layer.view.matrix_shape(weight))
                 dweight_oi[ctx.rows] = part_oi
             # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
-            dweight = layer.view.unrows(dweight_oi.view(layer.view.rows(weight).shape))
+            dweight = layer.view.unrows(dweight_oi.view(layer.view.rows_shape(weight)))
             dweight, dtensors = _route(layer, weight, dweight, len(tensors))
         if needs_bias:
             dbias = dy_to.sum(0)
@@ -406,7 +409,7 @@ class _Conv(torch.autograd.Function):
             known_router, trains = route
             y = forward_conv(
                 _planes(x),
-                weight,
+                layer.view.unpacked(weight),
                 bias,
                 tensors,
                 trains,
@@ -419,7 +422,7 @@ class _Conv(torch.autograd.Function):
             # Without the height of 1 that _planes added; no view, as in nm_linear.
             return torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
         convolve = CONVOLUTIONS[x.dim() - 3]
-        forward_weight = layer.spec.method.forward_weight(layer, weight).to(dtype)
+        forward_weight = layer.view.forward_of(weight).to(dtype)
         y = convolve(x, forward_weight, bias, *geometry)
         record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y
@@ -444,7 +447,7 @@ class _Conv(torch.autograd.Function):
             dx, dweight = backward_convs(
                 _planes(dy),
                 _planes(x),
-                weight,
+                layer.view.unpacked(weight),
                 tensors,
                 needs_x,
                 needs_weight_of_dy,
@@ -454,17 +457,17 @@ class _Conv(torch.autograd.Function):
             )
             # What is not needed came back empty.
             dx = dx.view(x.shape) if needs_x else None
-            dweight = dweight.view(weight.shape) if needs_weight_of_dy else None
+            dweight = dweight.view(layer.view.shape) if needs_weight_of_dy else None
         else:
             backward_weight = None
             if needs_x:
                 record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
-                backward_weight = layer.spec.method.backward_weight(layer, weight).to(ctx.dtype)
+                backward_weight = layer.view.backward_of(weight).to(ctx.dtype)
             dx, dweight = conv_gradients(
                 dy,
                 x,
                 backward_weight,
-                weight.shape,
+                layer.view.shape,
                 geometry,
                 needs_input=needs_x,
                 needs_weight=needs_weight_of_dy,
@@ -476,7 +479,7 @@ class _Conv(torch.autograd.Function):
             if dweight is None:
 
                 def convolve(dy: Tensor) -> Tensor:
-                    return conv_weight_gradient(dy, x, weight.shape, geometry)
+                    return conv_weight_gradient(dy, x, layer.view.shape, geometry)
 
                 dweight = _weight_gradient(layer, dy, noise, convolve)
             dweight, dtensors = _route(layer, weight, dweight, len(tensors))

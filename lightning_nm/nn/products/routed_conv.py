@@ -121,7 +121,7 @@ def forward_conv(
 
     def dense() -> Tensor:
         # The shape of the weight has the height of 1, too.
-        forward_weight = layer.spec.method.forward_weight(layer, weight).to(x.dtype)
+        forward_weight = layer.view.forward_of(weight).to(x.dtype)
         return F.conv2d(x, forward_weight.view(conv.weight_shape), bias, *conv.arguments)
 
     def sparse() -> Tensor:
@@ -273,7 +273,7 @@ def _dgrad(
     method = layer.spec.method
 
     def dense() -> Tensor:
-        backward_weight = method.backward_weight(layer, weight).to(dy.dtype)
+        backward_weight = layer.view.backward_of(weight).to(dy.dtype)
         return conv_input_gradient(dy, x, backward_weight.view(conv.weight_shape), conv.arguments)
 
     def sparse() -> Tensor:
@@ -303,7 +303,7 @@ def _wgrad(
     def dense() -> Tensor:
         shape = torch.Size(conv.weight_shape)
         dweight = conv_weight_gradient(dy, x, shape, conv.arguments)
-        return dweight.contiguous().view(len(weight), -1)
+        return dweight.contiguous().view(conv.outputs, -1)
 
     # Called only where there is no layout of these masks yet.
     def operand() -> MaskedMatrix:

@@ -130,9 +130,8 @@ def record_dense(
         reason: Why it is dense.
     """
     if router is not None and not torch.compiler.is_compiling():
-        weight = layer.param
-        out = layer.view.rows(weight).shape[0]
-        size = _size(gemm, tokens, out, weight.numel() // out)
+        out, columns = layer.view.matrix_shape(layer.param)
+        size = _size(gemm, tokens, out, columns)
         key = GemmKey(gemm, *size, x.dtype, layer.spec.pattern, str(x.device))
         # Asking for a kernel is what the router counts; with a reason it is always the dense one.
         router.kernel(Product(layer.spec.name, key, reason))
@@ -451,18 +450,18 @@ def _observed_wgrad(
 
 def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W_F ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
-    if in_one_pass(weight):
+    if layer.storage is None and in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
-    return layer.view.matrix(layer.spec.method.forward_weight(layer, weight)).to(dtype)
+    return layer.view.matrix(layer.view.forward_of(weight)).to(dtype)
 
 
 def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W_B ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
     # The one pass would order the rows of a permuted W_B, which takes more passes here.
     is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
-    if in_one_pass(weight) and not is_permuted:
+    if layer.storage is None and in_one_pass(weight) and not is_permuted:
         return packable_backward(layer, weight, dtype).t()
-    return layer.view.matrix(layer.spec.method.backward_weight(layer, weight)).to(dtype)
+    return layer.view.matrix(layer.view.backward_of(weight)).to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:

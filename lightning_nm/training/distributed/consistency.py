@@ -28,7 +28,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
     """What decides on masks and messages beside tensors, and must be equal in all processes."""
     return {
         "name": layer.name,
-        "shape": tuple(layer.param.shape),
+        "shape": tuple(layer.view.shape),
         "layout": layer.spec.layout,
         "pattern": str(layer.pattern),
         "method": type(layer.spec.method).__name__,

@@ -2,8 +2,8 @@
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
  * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. layout.c turns masks into layouts, and
- * weights into the values of a layout. evolve.c and choose.c move the masks of BAME. library.c detects the CPU and exports
- * the functions.
+ * weights into the values of a layout. packed.c moves kept entries between blocks and packed values. evolve.c and
+ * choose.c move the masks of BAME. library.c detects the CPU and exports the functions.
  *
  * Two layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
@@ -22,7 +22,7 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 6 };
+enum { NM_ABI = 7 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
