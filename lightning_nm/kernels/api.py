@@ -257,6 +257,10 @@ class GemmKernel:
         """Return the part of the packed form that depends on the mask alone; it is kept until the masks change."""
         return None
 
+    def layout_of_kept(self, matrix: MaskedMatrix) -> Any:
+        """Return a layout for :meth:`pack_kept` alone, which may be smaller than that of :meth:`layout`."""
+        return self.layout(matrix)
+
     def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Any:
         """Pack a weight and its mask; `layout` is what :meth:`layout` returned for them."""
         return self.pack(matrix.dense())

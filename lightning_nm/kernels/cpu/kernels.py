@@ -205,6 +205,10 @@ class CpuCsrKernel(_CpuKernel):
         # Any mask will do, so the depth stays in the order of memory; `ordered` says so to callers.
         return CsrLayout.of(matrix._replace(order=None))
 
+    def layout_of_kept(self, matrix: MaskedMatrix) -> CsrLayout:
+        """Lay out the mask of a matrix without the places of entries in the weight's memory."""
+        return self.layout(matrix).for_kept_entries()
+
     def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
         """Read the values at the entries of the layout."""
         return Packed(layout, layout.values(matrix._replace(order=None)))

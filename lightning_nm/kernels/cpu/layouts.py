@@ -7,7 +7,7 @@ whenever the weight changed.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -177,7 +177,7 @@ class CsrLayout:
     """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
 
     ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
-    memory.
+    memory. Both may be empty, see :meth:`for_kept_entries`.
     """
 
     start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
@@ -224,6 +224,12 @@ class CsrLayout:
         )
         return cls(start, offset, source, slot, rows, depth)
 
+    def for_kept_entries(self) -> CsrLayout:
+        """Return the layout with what :meth:`values_of` needs: not ``source``, nor a ``slot`` that is 0, 1, 2, ..."""
+        none = self.source.new_empty(0)
+        in_order = torch.equal(self.slot, torch.arange(len(self.slot), dtype=torch.int32))
+        return replace(self, source=none, slot=none if in_order else self.slot)
+
     def __post_init__(self) -> None:
         """Check the layout: the kernels do not, and would read beyond its matrix."""
         self.check()
@@ -248,6 +254,10 @@ class CsrLayout:
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
+        if len(self.source) != len(self.offset):
+            raise ValueError(
+                "the layout does not know where its entries are in the weight's memory"
+            )
         values = torch.empty(self.offset.shape, dtype=torch.float32)
         _, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
@@ -266,7 +276,7 @@ class CsrLayout:
 
     def values_of(self, kept: KeptEntries) -> Tensor | None:
         """What :meth:`values` returns, from a weight's kept entries; ``None`` if they are not those of this layout."""
-        if kept.values.numel() != self.slot.numel():
+        if kept.values.numel() != self.offset.numel():
             return None
         # The slots are in the order of the weight's memory, as the kept entries are.
         entries = kept.values.detach().reshape(-1)
@@ -277,8 +287,8 @@ class CsrLayout:
             parallel(),
             threads(),
             None,
-            self.slot.data_ptr(),
-            self.slot.numel(),
+            self.slot.data_ptr() if len(self.slot) else None,
+            len(self.offset),
             entries.data_ptr(),
             DTYPES[entries.dtype],
             kept.dtype == torch.bfloat16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -345,4 +346,4 @@ def _small(layout: PermuteLayout | CsrLayout) -> PermuteLayout | CsrLayout:
     if isinstance(layout, PermuteLayout):
         return layout
     none = layout.source.new_empty(0)
-    return CsrLayout(layout.start, layout.offset, none, none, layout.rows, layout.depth)
+    return replace(layout, source=none, slot=none)

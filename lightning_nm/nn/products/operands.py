@@ -133,6 +133,7 @@ def layout_of(
     product: Product,
     matrix: Callable[[], MaskedMatrix],
     side: str = "",
+    weight: Tensor | None = None,
 ) -> Any:
     """Return what a packed operand has of the masks, which is kept while they stand still.
 
@@ -143,18 +144,30 @@ def layout_of(
         product: One of the layer's products.
         matrix: Makes the operand; called if there is no layout of these masks yet.
         side: Names the operand; by default dgrad has one of its own, and the others share that of the forward.
+        weight: The weight in the product; by default the layer's parameter.
     """
     if not side:
         side = "dgrad" if product.key.gemm == "dgrad" else "forward"
+    packs_kept = _packs_kept(layer, product, layer.param if weight is None else weight)
     # Products of another dtype may take another layout.
-    name = (kernel.name, "layout", side, product.key.dtype)
+    name = (kernel.name, "layout", side, product.key.dtype, packs_kept)
     # A method may change its pattern without moving the masks.
     stamp: Hashable = (layer.masks.state, product.key.pattern)
 
     def make() -> Any:
+        if packs_kept:
+            return kernel.layout_of_kept(matrix())
         return kernel.layout(matrix())
 
     return router.layout(layer, name, stamp, make)
+
+
+def _packs_kept(layer: NMLayer, product: Product, weight: Tensor) -> bool:
+    """Whether an operand is packed from the kept entries of a packed weight."""
+    if layer.storage is None or weight.shape == layer.view.shape:
+        return False
+    # A convolution's kept entries are not in the order of its memory, by which kernels read weights.
+    return product.key.conv is None and len(layer.view.rows_shape(weight)) == 2
 
 
 def _pack_kept(
@@ -167,13 +180,13 @@ def _pack_kept(
     side: str,
 ) -> Any:
     """Return the packed operand of a packed weight without making it dense; ``None`` where that cannot be."""
-    # A convolution's kept entries are not in the order of its memory, by which kernels read weights.
-    is_matrix = len(layer.view.rows_shape(weight)) == 2
-    if not is_matrix or weight.shape == layer.view.shape or product.key.conv is not None:
+    if not _packs_kept(layer, product, weight):
         return None
-    layout = layout_of(
-        layer, router, kernel, product, lambda: operand(layer, weight, product.key), side
-    )
+
+    def matrix() -> MaskedMatrix:
+        return operand(layer, weight, product.key)
+
+    layout = layout_of(layer, router, kernel, product, matrix, side, weight)
     kept = KeptEntries(weight.detach(), layer.pattern, product.key.dtype)
     return kernel.pack_kept(kept, layout)
 
@@ -201,7 +214,7 @@ def pack_of(
             if packed is not None:
                 return packed
         matrix = operand(layer, weight, product.key)
-        layout = layout_of(layer, router, kernel, product, lambda: matrix, side)
+        layout = layout_of(layer, router, kernel, product, lambda: matrix, side, weight)
         return kernel.pack_masked(matrix, layout)
 
     if not keep or not kernel.keeps_packs:

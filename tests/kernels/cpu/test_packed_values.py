@@ -43,7 +43,9 @@ def test_kept_entries_give_the_values(
         )
         layout = kernel.layout(drawn.matrix)
         kept = drawn.matrix.values[drawn.mask].view(rows, -1, found.n)
-        packed = kernel.pack_kept(KeptEntries(kept, found, dtype), layout)
+        packed = kernel.pack_kept(
+            KeptEntries(kept, found, dtype), kernel.layout_of_kept(drawn.matrix)
+        )
         expected = kernel.pack_masked(drawn.matrix, layout)
         if packed is None:
             # Blocks that do not fit the registers: the dense weight is packed.
@@ -61,3 +63,12 @@ def test_entries_of_another_mask_are_refused_or_packed_densely():
     kept = KeptEntries(torch.randn(8, 2, 2), NMPattern.parse("2:4"), torch.float32)
     for kernel in KERNELS:
         assert kernel.pack_kept(kept, kernel.layout(drawn.matrix)) is None
+
+
+def test_a_layout_for_kept_entries_refuses_a_dense_weight():
+    drawn = case(8, 16, 2, "2:4")
+    csr = next(kernel for kernel in KERNELS if kernel.name == "cpu-csr")
+    layout = csr.layout_of_kept(drawn.matrix)
+    assert not len(layout.source)
+    with pytest.raises(ValueError, match="does not know where its entries are"):
+        csr.pack_masked(drawn.matrix, layout)
