@@ -17,6 +17,7 @@ from benchmarks.tables import (
     fronts,
     inference,
     matrices,
+    memory,
     overhead,
     peers,
     recipes,
@@ -39,6 +40,7 @@ TABLES: Tables = {
         recipes,
         peers,
         matrices,
+        memory,
     )
     for name, make in module.TABLES.items()
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch.optim import Optimizer
 
@@ -35,6 +35,7 @@ from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.distributed.comm_hook import CommHookState
+from lightning_nm.training.packing import storage_summary
 
 
 class NMSparsityCallback(SavedSparsity):
@@ -194,6 +195,8 @@ class NMSparsityCallback(SavedSparsity):
     def _pack(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
         """Pack the layers at rest, if that was asked for."""
         packed = sparsifier.pack()
+        if packed:
+            rank_zero_info(storage_summary(list(sparsifier.layers.values())))
         if packed and isinstance(trainer.strategy, DDPStrategy):
             # DistributedDataParallel sends the gradients of the parameters that it was made with.
             trainer.strategy.model = trainer.lightning_module

@@ -76,6 +76,26 @@ def pack(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> list[NML
     return packed
 
 
+def storage_summary(layers: Sequence[NMLayer]) -> str:
+    """Return a line on what :func:`pack` has done: how many weights and entries are packed, and why others are not."""
+    packed = [layer for layer in layers if layer.storage is not None]
+    stored = sum(layer.param.numel() for layer in packed)
+    entries = sum(layer.view.shape.numel() for layer in packed)
+    text = (
+        f"storage='packed': {len(packed)} of {len(layers)} masked weights are stored as their kept entries alone, "
+        f"{stored:,} of {entries:,}."
+    )
+    dense_names: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.storage is None:
+            reason = unpackable(layer) or "no optimizer trains it"
+            dense_names.setdefault(reason, []).append(layer.name)
+    for reason, names in dense_names.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text += f" '{names[0]}'{more}: dense, since {reason}."
+    return text
+
+
 def unpack(
     layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]
 ) -> dict[nn.Parameter, PackedStorage]:

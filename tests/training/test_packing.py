@@ -8,6 +8,7 @@ from torch import nn
 from lightning_nm import ASP, BAME, NMSparsifier
 from lightning_nm.functional import is_nm
 from lightning_nm.kernels import Router, routing
+from lightning_nm.training.packing import storage_summary
 from tests.support.cpu_products import needs_library
 from tests.support.kinds import KINDS, make
 from tests.support.muon import muon
@@ -311,6 +312,10 @@ def test_layers_that_no_optimizer_trains_stay_dense():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     sparsifier = NMSparsifier(model, "2:4", "asp", skip_first_last=False, storage="packed").attach()
     sparsifier.register(torch.optim.SGD(model[1].parameters(), 0.1))
-    shapes = [layer.param.dim() for layer in sparsifier.layers.values()]
-    assert shapes == [2, 3]
+    layers = list(sparsifier.layers.values())
+    assert [layer.param.dim() for layer in layers] == [2, 3]
+    assert storage_summary(layers) == (
+        "storage='packed': 1 of 2 masked weights are stored as their kept entries alone, 512 of 1,024. "
+        "'0': dense, since no optimizer trains it."
+    )
     sparsifier.detach()
