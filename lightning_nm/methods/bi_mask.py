@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.functional.schedule import Moment
+from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
@@ -92,6 +93,8 @@ class BiMask(SRSTE):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
+        if self._move_masks(layer):
+            return
         rows = layer.view.rows(layer.weight.detach())
         forward = None
         if not layer.spec.forward_reason:
@@ -105,6 +108,39 @@ class BiMask(SRSTE):
         if forward is not None:
             forward = layer.view.unrows(forward)
         layer.set_masks(forward, backward)
+
+    def _move_masks(self, layer: NMLayer) -> bool:
+        """Move both masks in place, where both are there, by the library of CPU kernels; whether this was done."""
+        masks = layer.masks
+        weight = layer.weight.detach()
+        has_both = masks.has_forward and masks.has_backward
+        if (
+            not has_both
+            or masks.bits is None
+            or masks.permutation is None
+            or layer.shards is not None
+        ):
+            return False
+        rows = layer.view.rows(weight)
+        grid = layer.view.grid(weight)
+        if grid is None or not evolution.has_whole_rows(rows, weight, layer.pattern.m):
+            return False
+        if not evolution.runs(weight, masks.bits):
+            return False
+        n, m = layer.pattern.n, layer.pattern.m
+        flips = evolution.keep_largest(grid, n, weight, masks.bits)
+        due = layer.progress.crossed(self.permute_every, self.first_search)
+        if due:
+            forward = masks.forward
+            assert forward is not None
+            self._search(layer, rows, layer.view.rows(forward))
+        evolution.keep_largest_of_columns(rows, masks.permutation, n, m, weight, masks.bits)
+        masks.count_moved(flips)
+        if due:
+            backward = masks.backward
+            assert backward is not None
+            masks.measure_backward(backward)
+        return True
 
     def select_backward(
         self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool
@@ -121,20 +157,24 @@ class BiMask(SRSTE):
         elif is_first:
             search = True
         if search:
-            found = search_permutation(
-                rows,
-                forward,
-                layer.pattern,
-                search=self.search,
-                candidates=self.candidates,
-                criterion=self.criterion,
-                initial=masks.permutation,
-                groups=layer.spec.groups,
-                generator=layer.generator(),
-            )
-            masks.set_permutation(found)
+            self._search(layer, rows, forward)
         backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)
         if search:
             # Measuring waits for the device, and the density hardly changes between two searches.
             masks.measure_backward(backward)
         return backward
+
+    def _search(self, layer: NMLayer, rows: Tensor, forward: Tensor | None) -> None:
+        """Search the layer's permutation, beginning with the present one."""
+        found = search_permutation(
+            rows,
+            forward,
+            layer.pattern,
+            search=self.search,
+            candidates=self.candidates,
+            criterion=self.criterion,
+            initial=layer.masks.permutation,
+            groups=layer.spec.groups,
+            generator=layer.generator(),
+        )
+        layer.masks.set_permutation(found)

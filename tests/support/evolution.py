@@ -112,6 +112,7 @@ def compare(c):
     _compare_exchange(c)
     _compare_decay(c)
     _compare_largest(c)
+    _compare_largest_of_columns(c)
 
 
 def _compare_decay(c):
@@ -134,6 +135,21 @@ def _compare_largest(c):
         mask = mask.t()
     assert torch.equal(bits, mask.to(torch.uint8) + (c.bits & 2))
     assert changed == int((mask ^ c.mask).sum())
+
+
+def _compare_largest_of_columns(c):
+    m = min(c.m, len(c.weight))
+    if m < 2:
+        return
+    weight = c.weight[: len(c.weight) // m * m]
+    bits = c.bits[: len(weight)].clone()
+    forward = bits & 1 == 1
+    n = 1 + c.budget % (m - 1)
+    order = torch.randperm(len(weight))
+    assert evolution.has_whole_rows(weight, weight, m)
+    evolution.keep_largest_of_columns(weight, order, n, m, weight, bits)
+    expected = nmf.backward_mask(weight, forward, f"{n}:{m}", order)
+    assert torch.equal(bits, forward.to(torch.uint8) + 2 * expected.to(torch.uint8))
 
 
 def _compare_mask(c):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.library import Evolution
 
@@ -23,9 +23,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LONGEST_BLOCK = 32
 MOST_STATES = 4
 _FEW = 4096  # entries up to which calls of torch are as fast
-_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK, _DECAY, _LARGEST = range(8)
+_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK, _DECAY, _LARGEST, _LARGEST_OF_COLUMNS = range(
+    9
+)
 
-assert FORWARD_BIT == 1  # the library reads the lowest bit
+# The library reads and writes the two lowest bits.
+assert FORWARD_BIT == 1
+assert BACKWARD_BIT == 2
 
 
 def runs(*tensors: Tensor | None) -> bool:
@@ -102,6 +106,41 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
     _run(_LARGEST, job)
     _written(bits)
     return int(job.better)
+
+
+@torch.no_grad()
+def keep_largest_of_columns(
+    rows: Tensor, order: Tensor, n: int, m: int, weight: Tensor, bits: Tensor
+) -> None:
+    """Set the backward bits that :func:`lightning_nm.functional.backward_mask` sets, and clear the others, in place.
+
+    Args:
+        rows: ``[out, ...]``, a view of the weight that :func:`has_whole_rows` accepts.
+        order: int64 ``[out]``, the row at each position: a permutation.
+        n: Entries of a block that are kept.
+        m: Rows of a block, a divisor of ``out``.
+        weight: The weight.
+        bits: uint8 of its shape, whose forward bits are read.
+    """
+    order = order.contiguous()
+    job = _job(bits, weight)
+    job.n = n
+    job.m = m
+    job.order = order.data_ptr()
+    job.columns = rows[0].numel()
+    _run(_LARGEST_OF_COLUMNS, job)
+    _written(bits)
+
+
+def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
+    """Tell whether each row of these rows of a row-major weight is one run of its memory, and blocks of rows fit."""
+    out = rows.shape[0]
+    # Some layouts have rows that no view can show: then they are a copy.
+    if rows.data_ptr() != weight.data_ptr():
+        return False
+    if m > LONGEST_BLOCK or not weight.numel() or out % m:
+        return False
+    return rows.stride(0) == weight.numel() // out
 
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:

@@ -20,7 +20,7 @@ from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
 
 PLACE = Path(__file__).resolve().parents[3]
 """The folder that Python imports this package from: a checkout, or that of the installed packages."""
-ABI = 7
+ABI = 8
 """Version of the structures and functions below; the library has the same number, or is not loaded."""
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
@@ -158,6 +158,8 @@ class Evolution(ctypes.Structure):
         ("moment", c_float),
         ("budget", c_int64),
         ("better", c_int64),
+        ("order", c_void_p),
+        ("columns", c_int64),
     ]
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import BAME, NMSparsifier
+from lightning_nm import BAME, BiMask, NMSparsifier
 from lightning_nm.kernels.cpu import evolution, library
 from tests.support.bame import OPTIMIZERS
 from tests.support.cpu_products import LEVELS, at_level
 from tests.support.evolution import DTYPES, case, compare, random_case
+from tests.support.experts import LinearExperts
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
 
@@ -127,3 +128,41 @@ def test_torch_notices_what_the_library_wrote():
 def test_other_tensors_are_left_to_torch(tensor):
     assert not evolution.runs(tensor)
     assert not evolution.mask_(tensor, torch.ones(128, 64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "grouped conv", "experts"])
+def test_bi_masks_are_those_of_torch(kind, monkeypatch):
+    in_one_pass = _bi_masks(kind)
+    with monkeypatch.context() as patched:
+        patched.setattr(evolution, "runs", lambda *tensors: False)
+        by_torch = _bi_masks(kind)
+    assert [flips for _, flips, _ in in_one_pass] == [flips for _, flips, _ in by_torch]
+    assert any(flips for _, flips, _ in by_torch)
+    for (found, _, order), (expected, _, expected_order) in zip(in_one_pass, by_torch, strict=True):
+        assert torch.equal(found, expected)
+        assert torch.equal(order, expected_order)
+
+
+def _bi_masks(kind):
+    """The bits, the changes and the permutation of a layer after each of some steps, with searches among them."""
+    torch.manual_seed(0)
+    module = {
+        "linear": lambda: nn.Linear(64, 48, bias=False),
+        "conv": lambda: nn.Conv2d(32, 24, 3, bias=False),
+        "grouped conv": lambda: nn.Conv2d(32, 32, 3, groups=2, bias=False),
+        "experts": LinearExperts,
+    }[kind]()
+    method = BiMask(permute_every=3, candidates=10)
+    sparsifier = NMSparsifier(nn.Sequential(module), "2:4", method, skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    layer = next(iter(sparsifier.layers.values()))
+    found = []
+    for _ in range(7):
+        layer.weight.grad = torch.randn(layer.weight.shape)
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        masks = layer.masks
+        found.append((masks.bits.clone(), int(masks.flips), masks.permutation.clone()))
+    return found

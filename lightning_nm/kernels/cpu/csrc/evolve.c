@@ -1,6 +1,8 @@
 /* Passes over a weight and its mask. BAME: evidence is gathered from a dense gradient, the best exchange of every block is
- * found, and the chosen ones are made. SR-STE: pruned entries decay, and the largest entries are kept. Compiled once for each instruction set, without contraction: a product and a sum are
- * rounded apart, as by the torch code that these passes replace, so that both give the same bits.
+ * found, and the chosen ones are made. SR-STE: pruned entries decay, and the largest entries are kept. Bi-Mask: so are, for
+ * the backward mask, the largest entries of blocks along the rows. Compiled once for each instruction set, without
+ * contraction: a product and a sum are rounded apart, as by the torch code that these passes replace, so that both give
+ * the same bits.
  *
  * U (`value`) and V (`square`) are float32 of the weight's shape; all tensors are row-major. `bits` has a byte for each
  * entry, whose lowest bit is set where the forward mask keeps it. */
@@ -486,4 +488,69 @@ static void largest(nm_evolution *e) {
     nm_run(e->parallel, e->threads, nm_ceil(e->blocks, NM_BLOCKS), largest_task, e);
 }
 
-const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best, exchange, keep, mask, decay, largest};
+/* ------------------------------------------------------------------------------------------- the largest of columns */
+
+enum { BACKWARD = 2 };   /* the bit of the backward mask */
+enum { TOGETHER = 16 };  /* columns of which the ranks are in registers */
+enum { STRIPE = 1024 };  /* columns of a unit of work: m rows of weights and bits stay in the cache */
+
+/* Among the m rows of a block and for each of `width` columns: set the backward bits of the n largest entries that the
+ * forward mask keeps, of equal ones those of the first rows, and clear the others. A pruned entry counts as a zero, as
+ * in W_F, so that it may take the place of a kept zero; it is not kept then. */
+INLINE void largest_of_few_columns(const nm_evolution *e, const int64_t *order, int64_t first, int64_t width, const int32_t dtype) {
+    int64_t m = e->m;
+    uint32_t ranks[NM_LONGEST][TOGETHER] = {{0}}, kept[NM_LONGEST][TOGETHER] = {{0}};
+    for (int64_t row = 0; row < m; row++) {
+        int64_t at = order[row] * e->columns + first;
+        for (int64_t column = 0; column < width; column++) {
+            uint32_t rank = magnitude_rank(read_entry(e->weight, dtype, at + column));
+            ranks[row][column] = e->bits[at + column] & 1 ? rank : magnitude_rank(0.0f);
+        }
+    }
+    for (int64_t taken = 0; taken < e->n; taken++) {
+        uint32_t most[TOGETHER] = {0}, place[TOGETHER] = {0};
+        for (int64_t row = 0; row < m; row++)
+            for (int64_t column = 0; column < TOGETHER; column++) {
+                uint32_t rank = ranks[row][column];
+                place[column] = rank > most[column] ? (uint32_t)row : place[column];
+                most[column] = rank > most[column] ? rank : most[column];
+            }
+        for (int64_t row = 0; row < m; row++)
+            for (int64_t column = 0; column < TOGETHER; column++) {
+                uint32_t is_largest = place[column] == (uint32_t)row;
+                kept[row][column] |= is_largest;
+                ranks[row][column] = is_largest ? 0 : ranks[row][column];
+            }
+    }
+    for (int64_t row = 0; row < m; row++) {
+        uint8_t *bits = e->bits + order[row] * e->columns + first;
+        for (int64_t column = 0; column < width; column++) {
+            uint8_t is_kept = (uint8_t)(kept[row][column] & bits[column]); /* bit 0 is that of the forward mask */
+            bits[column] = (uint8_t)((bits[column] & ~BACKWARD) | is_kept * BACKWARD);
+        }
+    }
+}
+
+INLINE void largest_of_stripe(const nm_evolution *e, const int64_t *order, int64_t begin, int64_t end, const int32_t dtype) {
+    int64_t first = begin;
+    for (; first + TOGETHER <= end; first += TOGETHER) largest_of_few_columns(e, order, first, TOGETHER, dtype);
+    if (first < end) largest_of_few_columns(e, order, first, end - first, dtype);
+}
+
+static void largest_of_columns_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    int64_t stripes = nm_ceil(e->columns, STRIPE);
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t *order = e->order + unit / stripes * e->m;
+        int64_t first = unit % stripes * STRIPE, last = nm_min(first + STRIPE, e->columns);
+        EACH_DTYPE(e->dtype, largest_of_stripe(e, order, first, last, DTYPE));
+    }
+}
+
+static void largest_of_columns(nm_evolution *e) {
+    int64_t blocks = e->entries / e->columns / e->m;
+    nm_run(e->parallel, e->threads, blocks * nm_ceil(e->columns, STRIPE), largest_of_columns_task, e);
+}
+
+const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best,  exchange, keep,
+                                              mask,      decay,  largest, largest_of_columns};

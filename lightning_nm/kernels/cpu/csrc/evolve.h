@@ -35,6 +35,9 @@ typedef struct {
     int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
     float moment; /* of the optimizer's second moment */
     int64_t budget, better; /* `better` is a result: blocks that gain, or bits that changed */
+    /* The backward mask: entries are [rows, columns], and position i holds row order[i]. */
+    const int64_t *order;
+    int64_t columns;
 } nm_evolution;
 
 typedef struct {
@@ -46,6 +49,7 @@ typedef struct {
     void (*mask)(nm_evolution *);
     void (*decay)(nm_evolution *);
     void (*largest)(nm_evolution *);
+    void (*largest_of_columns)(nm_evolution *);
 } nm_evolution_passes;
 
 extern const nm_evolution_passes nm_evolve_baseline, nm_evolve_avx2, nm_evolve_avx512;

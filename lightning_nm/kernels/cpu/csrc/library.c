@@ -84,7 +84,7 @@ int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr
     return c->failed;
 }
 
-enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST };
+enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
 
 /* Returns 0, or NM_NO_MEMORY. */
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
@@ -94,7 +94,7 @@ int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
 #endif
     void (*const calls[])(nm_evolution *) = {passes->kept_size, passes->gather, passes->best,
                                              passes->exchange,  passes->keep,   passes->mask,
-                                             passes->decay,     passes->largest};
+                                             passes->decay,     passes->largest, passes->largest_of_columns};
     e->failed = 0;
     calls[pass](e);
     return e->failed;

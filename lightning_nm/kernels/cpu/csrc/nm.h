@@ -22,7 +22,7 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 7 };
+enum { NM_ABI = 8 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
 enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
