@@ -17,6 +17,7 @@ from benchmarks.pictures import (
     inference,
     permutation,
     scale,
+    shares,
     speed,
     speed_up,
 )
@@ -32,6 +33,7 @@ PICTURES: dict[str, Picture] = {
     "coordinate-check": coordinates.PICTURE,
     "scale": scale.PICTURE,
     "fronts": fronts.PICTURE,
+    "step-shares": shares.PICTURE,
     **inference.pictures(),
 }
 
