@@ -191,14 +191,14 @@ class DecayingMask(STE):
         if factor is None or layer.spec.forward_reason:
             layer.buffers.pop(FADE, None)
         elif known is None:
-            layer.buffers[FADE] = torch.tensor(
-                factor, dtype=torch.float32, device=layer.param.device
-            )
+            weight = layer.param
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            layer.buffers[FADE] = torch.tensor(factor, dtype=dtype, device=weight.device)
         else:
             known.fill_(factor)
 
     def _factor(self, layer: NMLayer) -> float | None:
-        """b at this training step; ``None`` before and after the fade."""
+        """The factor b at this training step; ``None`` before and after the fade."""
         clock = layer.progress.clock
         frames = self._frames(layer)
         if not self.fades or not within(frames, clock):

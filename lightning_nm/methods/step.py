@@ -130,7 +130,7 @@ class STEP(STE):
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps of the earliest and the latest switch, and that at which ``dense_end`` begins, if any."""
-        window = resolve_window(self, self.latest, self.dense_end, planned_steps)
+        window = resolve_window(self, self.latest, self.dense_end, planned_steps, "latest")
         latest = window[0] if window else 0
         earliest = resolve_moment(self, "dense_start", self.dense_start, planned_steps)
         if latest < 1:
@@ -164,10 +164,11 @@ class STEP(STE):
         layer.pending = None
         # All optimizers of the batch have stepped, and the layers hold what they need of it.
         self._groups.clear()
-        if layer.masks.has_forward or not self._switches(layer, pending.group):
-            # The base class ends the dense start at the latest step, and begins the dense end.
-            super().update(layer)
-        else:
+        latest, *dense_from = self.sparse_window(layer)
+        clock = layer.progress.clock
+        if dense_from and clock >= dense_from[0]:
+            layer.set_masks(None)
+        elif layer.masks.has_forward or clock >= latest or self._switches(layer, pending.group):
             self.select(layer)
         if layer.masks.has_forward:
             layer.buffers.pop(CHANGES, None)
@@ -175,9 +176,9 @@ class STEP(STE):
             layer.buffers.pop(FROZEN_AT, None)
 
     def _switches(self, layer: NMLayer, group: _Group | None) -> bool:
-        """Whether the switch comes at this training step by itself."""
-        earliest, latest, *_ = layer.progress.schedule
-        if group is None or not earliest <= layer.progress.clock < latest:
+        """Whether the second moments have settled by this training step."""
+        earliest = layer.progress.schedule[0]
+        if group is None or layer.progress.clock < earliest:
             return False
         # One answer for all layers of the optimizer, whichever of them asks first.
         if group.settled is None:
@@ -231,10 +232,11 @@ class STEP(STE):
             # The last step ended without after_step(), which a step that trains nothing does.
             local_values(state["exp_avg_sq"]).copy_(last.second)
         layer.pending = _Pending()
-        if not layer.masks.has_forward:
-            layer.pending = self._measure(layer, optimizer)
-        elif parameter.grad is not None:
+        latest = self.sparse_window(layer)[0]
+        if layer.masks.has_forward and parameter.grad is not None:
             layer.pending = self._freeze(layer, optimizer)
+        elif not layer.masks.has_forward and layer.progress.clock < latest:
+            layer.pending = self._measure(layer, optimizer)
 
     def _measure(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
         """The change of one layer's second moment in the coming step, averaged over its entries."""
