@@ -173,10 +173,9 @@ def test_a_resumed_run_skips_no_frame(decay, stop):
                 model = network()
                 model.load_state_dict(weights)
                 # The plan that is given now is another one; the saved schedule stays.
+                method = DecayingMask(decay, dense_start=2)
+                sparsifier = attach(model, method, "1:16", planned_steps=99)
                 with pytest.warns(UserWarning, match="which stays"):
-                    sparsifier = attach(
-                        model, DecayingMask(decay, dense_start=2), "1:16", planned_steps=99
-                    )
                     sparsifier.load_state_dict(state)
                 optimizer = torch.optim.SGD(model.parameters(), 0.1)
                 sparsifier.register(optimizer)
@@ -205,6 +204,6 @@ def test_settings_that_it_refuses(settings, words):
 
 
 def test_a_training_of_unknown_length():
-    with pytest.raises(ValueError, match="stop=None is a share .* give stop as an integer"):
+    with pytest.raises(ValueError, match=r"stop=None is a share .* give stop as an integer"):
         DecayingMask().schedule(None)
     assert DecayingMask(dense_start=5, stop=50).schedule(None) == (5, 50)
