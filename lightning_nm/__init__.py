@@ -18,7 +18,19 @@ from lightning_nm.export import (
     warm_up,
 )
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    BAME,
+    SRSTE,
+    SSTE,
+    STE,
+    STEP,
+    BiMask,
+    DecayingMask,
+    Dense,
+    Method,
+    TransposableMask,
+)
 from lightning_nm.methods.one_shot import prune
 from lightning_nm.plugins import (
     NMDDPStrategy,
@@ -39,9 +51,12 @@ __all__ = [
     "BAME",
     "MVUE",
     "SRSTE",
+    "SSTE",
     "STE",
+    "STEP",
     "ApproxMVUE",
     "BiMask",
+    "DecayingMask",
     "Dense",
     "GradientEstimator",
     "MaskMonitor",

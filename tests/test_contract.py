@@ -12,7 +12,7 @@ from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.layer.names import key_of_layer
-from tests.support.contract import METHODS, WEIGHT_GRADIENTS
+from tests.support.contract import ADAM_ONLY, METHODS, WEIGHT_GRADIENTS
 from tests.support.kinds import KINDS, make
 from tests.support.muon import muon
 from tests.support.outside import SoftThreshold
@@ -39,6 +39,12 @@ def attach(module, method, pattern="2:4", **options):
     ).attach()
 
 
+def optimizer_of(method, name, parameters):
+    """The optimizer of this name, or AdamW for a method that refuses it."""
+    refused = method in ADAM_ONLY and "adamw" not in name
+    return OPTIMIZERS["adamw" if refused else name](parameters)
+
+
 def train(module, sparsifier, optimizer, x, steps, seed=0):
     for step in range(steps):
         generator = torch.Generator().manual_seed(seed + step)
@@ -56,7 +62,7 @@ def check_nm(layer):
     forward = layer.forward_weight()
     if layer.masks.bits is not None or isinstance(layer.spec.method, SoftThreshold):
         assert layer.spec.forward_reason or nmf.is_nm(
-            layer.view.rows(forward), layer.pattern, dim=1
+            layer.view.rows(forward), layer.spec.method.current_pattern(layer), dim=1
         )
         assert not torch.signbit(forward[forward == 0]).any(), "-0.0 breaks compressors"
     if isinstance(layer.spec.method, TransposableMask) and not layer.spec.dgrad_reason:
@@ -78,7 +84,8 @@ def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
         [type(m) for m in module.modules()],
         list(module.parameters()),
     )
-    optimizer = OPTIMIZERS["sgd"](module.parameters())  # made before attach, as LightningCLI does
+    # made before attach, as LightningCLI does
+    optimizer = optimizer_of(method, "sgd", module.parameters())
     sparsifier = attach(module, method, pattern)
     sparsifier.register(optimizer)
     before = [p.detach().clone() for p in parameters]
@@ -122,6 +129,13 @@ def test_every_optimizer_keeps_nm(method, optimizer):
     if (method, optimizer) == ("scaled-mask", "muon"):
         with pytest.raises(
             ValueError, match=r"Muon trains matrices only.*ScaledMask.*shape \(\) at layer 'weight'"
+        ):
+            sparsifier.register(made)
+        return
+    if method in ADAM_ONLY and "adamw" not in optimizer:
+        with pytest.raises(
+            ValueError,
+            match=rf"(?i){optimizer} is neither Adam nor AdamW.*layer 'weight'.*'sr-ste'",
         ):
             sparsifier.register(made)
         return
@@ -226,7 +240,7 @@ def test_state_round_trip_is_exact(method, kind, name):
     def start(seed):
         module, x = make(kind, torch.float32, seed=seed)
         sparsifier = attach(module, method, seed=seed)
-        optimizer = OPTIMIZERS[name](module.parameters())
+        optimizer = optimizer_of(method, name, module.parameters())
         sparsifier.register(optimizer)
         return module, sparsifier, optimizer, x
 
@@ -342,7 +356,7 @@ def test_compiles_without_breaks(method, kind):
     sparsifier = attach(module, method)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
-    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    optimizer = optimizer_of(method, "sgd", module.parameters())
     sparsifier.register(optimizer)
     frames = []
     for _ in range(4):
@@ -354,9 +368,8 @@ def test_compiles_without_breaks(method, kind):
         optimizer.step()
         sparsifier.step()
         frames.append(counter.frame_count)
-    two_graphs = method == "asp-late" or method.startswith(
-        "bame"
-    )  # pruned or not; a dense gradient or not
+    # pruned or not; a dense gradient or not
+    two_graphs = method in ("asp-late", "step", "decaying") or method.startswith("bame")
     assert frames[-1] == 1 + two_graphs
     torch._dynamo.reset()
 

@@ -9,7 +9,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, STE, BiMask, NMSparsifier, TopN, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    SRSTE,
+    SSTE,
+    STE,
+    STEP,
+    BiMask,
+    DecayingMask,
+    NMSparsifier,
+    TopN,
+    TransposableMask,
+)
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.adapters import Adapter
 
@@ -75,6 +88,13 @@ METHODS = {
     "ste": STE,
     "ste-phases": lambda: STE(dense_start=2, dense_end=0.25),
     "sr-ste": lambda: SRSTE(1e-2),
+    "s-ste": SSTE,
+    "s-ste-phases": lambda: SSTE(dense_start=2, dense_end=0.25),
+    "step": lambda: STEP(dense_start=1, latest=0.6, threshold=1e-4),
+    "step-phases": lambda: STEP(dense_start=1, latest=3, dense_end=2, mean="geometric"),
+    "decaying": lambda: DecayingMask(dense_start=1, stop=0.8),
+    "decaying-exponential": lambda: DecayingMask("exponential", stop=5, dense_end=2),
+    "decaying-structure": lambda: DecayingMask("structure", dense_start=1, stop=7),
     "asp": ASP,
     "asp-late": lambda: ASP(start=2),
     "bi-mask": lambda: BiMask(permute_every=2, candidates=5),
@@ -95,6 +115,7 @@ ESTIMATORS = {
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1),
     "adam-amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
@@ -102,6 +123,8 @@ OPTIMIZERS = {
 
 ENTRYWISE = OPTIMIZERS.keys() - {"rmsprop", "adafactor"}
 """Those that BAME takes."""
+ADAM = {"adam", "adamw"}
+"""Those that STEP takes."""
 
 
 @st.composite
@@ -109,7 +132,10 @@ def cases(draw):
     widths = draw(st.lists(st.sampled_from(WIDTHS), min_size=2, max_size=4))
     parts = [draw(st.sampled_from(sorted(PARTS))) for _ in widths[1:]]
     method = draw(st.sampled_from(sorted(METHODS)))
-    optimizers = sorted(ENTRYWISE if method.startswith("bame") else OPTIMIZERS)
+    if method.startswith("step"):
+        optimizers = sorted(ADAM)
+    else:
+        optimizers = sorted(ENTRYWISE if method.startswith("bame") else OPTIMIZERS)
     return {
         "widths": widths,
         "parts": parts,

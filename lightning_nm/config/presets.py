@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_nm.estimators import EstimatorName
-from lightning_nm.methods import ASP, SRSTE, BiMask, Dense, Method, MethodName, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    SRSTE,
+    SSTE,
+    BiMask,
+    Dense,
+    Method,
+    MethodName,
+    TransposableMask,
+)
 from lightning_nm.nn.layer.layout import ConvLayout
 
 PresetName = Literal["paper", "fst"]
@@ -90,6 +99,8 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             },
             conv_layout="flat",
         ),
+        # Its code is for transformers: the layout of convolutions is the default one.
+        "s-ste": Preset(SSTE, "arXiv 2409.09099", grad_estimator="approx-mvue"),
         "asp": Preset(
             ASP,
             "arXiv 2104.08378",

@@ -75,6 +75,7 @@ def resolve_window(
     dense_start: Moment,
     dense_end: Moment,
     planned_steps: int | None,
+    start_name: str = "dense_start",
 ) -> tuple[int, ...]:
     """Return the training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
@@ -83,6 +84,7 @@ def resolve_window(
         dense_start: Dense steps, or share of them, at the beginning.
         dense_end: The same at the end.
         planned_steps: Training steps of the whole training, if known.
+        start_name: What the owner calls the former, for the errors.
 
     Raises:
         ValueError: If it takes the number of steps and that is not known, or no step is left.
@@ -91,7 +93,7 @@ def resolve_window(
         >>> resolve_window(None, 0.1, 0.2, 1000), resolve_window(None, 50, 0, None), resolve_window(None, 0, 0, None)
         ((100, 800), (50,), ())
     """
-    start = resolve_moment(owner, "dense_start", dense_start, planned_steps)
+    start = resolve_moment(owner, start_name, dense_start, planned_steps)
     end = 0
     if dense_end:
         # Also a number of steps counts from the end, which must be known.
@@ -103,7 +105,7 @@ def resolve_window(
     stop = planned_steps - end
     if start >= stop:
         raise ValueError(
-            f"{type(owner).__name__} would never be sparse: dense_start={dense_start} ends at step {start} and "
+            f"{type(owner).__name__} would never be sparse: {start_name}={dense_start} ends at step {start} and "
             f"dense_end={dense_end} begins at step {stop} of {planned_steps}"
         )
     # A share may round to no step: then nothing is left to be trained densely, and the masks stay.

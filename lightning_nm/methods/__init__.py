@@ -12,15 +12,21 @@ from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.decaying import DecayingMask
+from lightning_nm.methods.s_ste import SSTE
 from lightning_nm.methods.ste import SRSTE, STE
+from lightning_nm.methods.step import STEP
 from lightning_nm.methods.transposable import TransposableMask
 
 __all__ = [
     "ASP",
     "BAME",
     "SRSTE",
+    "SSTE",
     "STE",
+    "STEP",
     "BiMask",
+    "DecayingMask",
     "Dense",
     "MaskMethod",
     "Method",
@@ -29,7 +35,18 @@ __all__ = [
     "resolve_method",
 ]
 
-MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
+MethodName = Literal[
+    "dense",
+    "ste",
+    "sr-ste",
+    "s-ste",
+    "step",
+    "decaying",
+    "asp",
+    "transposable",
+    "bi-mask",
+    "bame",
+]
 """The short names; each is the ``short_name`` of a class in this package."""
 
 

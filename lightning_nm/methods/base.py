@@ -71,6 +71,8 @@ class Method:
     """How long training stays dense before the first masks, for a method that can: training steps, or a share."""
     dense_end: Moment = 0
     """How long it is dense again at the end, likewise."""
+    may_start_early: bool = False
+    """Whether masks may come before the first step of :meth:`sparse_window`, which is then the latest."""
     uses_masks: bool = False
     """Whether the method prunes by the layer's masks."""
     transposable: bool = False
@@ -162,6 +164,17 @@ class Method:
             ValueError: If that takes the number of planned steps, and it is not known.
         """
         return ()
+
+    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
+        """The schedule of one layer, for a method whose moments depend on its pattern; :meth:`schedule` by default."""
+        return self.schedule(planned_steps)
+
+    def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
+        """The training steps between which the layer is N:M, where there is a ``dense_start`` or a ``dense_end``.
+
+        As :func:`~lightning_nm.functional.schedule.resolve_window` gives them; by default the layer's schedule.
+        """
+        return layer.progress.schedule
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse settings that cannot work with this plan, by a ``ValueError``; warn of those that have no effect."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_window, resolve_window, within
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
@@ -48,15 +49,14 @@ class STE(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
-        if within(layer.progress.schedule, layer.progress.clock):
+        if within(self.sparse_window(layer), layer.progress.clock):
             self.select(layer)
         else:
             layer.set_masks(None)
 
     def update(self, layer: NMLayer) -> None:
         """Select the masks anew when it is time; none in a dense phase."""
-        progress = layer.progress
-        if not within(progress.schedule, progress.clock):
+        if not within(self.sparse_window(layer), layer.progress.clock):
             layer.set_masks(None)
             return
         begins = layer.masks.bits is None
@@ -70,15 +70,20 @@ class STE(MaskMethod):
     @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
-        if layer.spec.forward_reason or keep_largest(layer):
+        pattern = self.current_pattern(layer)
+        if layer.spec.forward_reason or keep_largest(layer, pattern):
             return
-        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1))
         layer.set_masks(mask)
 
 
 @torch.no_grad()
-def keep_largest(layer: NMLayer) -> bool:
+def keep_largest(layer: NMLayer, pattern: NMPattern) -> bool:
     """Move the forward mask, where there is one and no other, to the largest entries, by the library of CPU kernels.
+
+    Args:
+        layer: The layer.
+        pattern: How many entries of each block are kept; its M is the layer's.
 
     Returns:
         Whether this was done.
@@ -91,7 +96,7 @@ def keep_largest(layer: NMLayer) -> bool:
     grid = layer.view.grid(weight)
     if grid is None or not evolution.runs(weight, masks.bits):
         return False
-    masks.count_moved(evolution.keep_largest(grid, layer.pattern.n, weight, masks.bits))
+    masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
     return True
 
 

@@ -7,8 +7,9 @@ changed before all checks have passed. What one layer saves is in :mod:`lightnin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -320,12 +321,16 @@ def _changed_schedules(
     changes = set()
     for layer in layers:
         state = saved[layer.name]
-        owners: list[tuple[Any, str]] = [(layer.spec.method, "schedule")]
-        if same_estimator(layer, state):
-            owners.append((layer.spec.estimator, "estimator_schedule"))
-        for owner, key in owners:
+        method = layer.spec.method
+        plans: list[tuple[Any, str, Callable[[int | None], Sequence[int]]]] = [
+            (method, "schedule", partial(method.layer_schedule, layer))
+        ]
+        estimator = layer.spec.estimator
+        if estimator is not None and same_estimator(layer, state):
+            plans.append((estimator, "estimator_schedule", estimator.schedule))
+        for owner, key, schedule in plans:
             try:
-                now = tuple(owner.schedule(planned_steps))
+                now = tuple(schedule(planned_steps))
             except ValueError:
                 # There is no plan now, and the training that goes on needs none.
                 continue

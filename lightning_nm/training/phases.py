@@ -34,7 +34,8 @@ def plan_schedules(
             layer.progress.schedule = tuple(state["schedule"])
         else:
             new.add(layer.spec.method)
-            layer.progress.schedule = tuple(layer.spec.method.schedule(planned_steps))
+            schedule = layer.spec.method.layer_schedule(layer, planned_steps)
+            layer.progress.schedule = tuple(schedule)
         if same_estimator(layer, state):
             layer.progress.estimator_schedule = tuple(state["estimator_schedule"])
         elif layer.spec.estimator is not None:
@@ -49,14 +50,15 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
     found: dict[str, None] = {}
     for layer in layers:
         progress = layer.progress
-        for owner, schedule in (
-            (layer.spec.method, progress.schedule),
+        method = layer.spec.method
+        for owner, window in (
+            (method, method.sparse_window(layer)),
             (layer.spec.estimator, progress.estimator_schedule),
         ):
-            # A schedule of two steps is the masked window: it ends where the dense phase begins.
-            if owner is None or not owner.dense_end or len(schedule) < 2:
+            # A window of two steps ends where the dense phase begins.
+            if owner is None or not owner.dense_end or len(window) < 2:
                 continue
-            end = schedule[1]
+            end = window[1]
             if progress.clock >= end:
                 found[
                     f"{type(owner).__name__} is in the dense phase that began at training step {end}"

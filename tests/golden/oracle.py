@@ -50,9 +50,16 @@ class Case:
     candidates: int = 0
     dense_from: int = 10**9  # the forward pass, from 1, from which training is dense
     adamw: bool = False
+    threshold: float = 0.0  # of STEP's switch
+    sparse_from: tuple[int, ...] = ()  # the earliest and the latest forward pass of STEP's masks
+    fades_until: int = 0  # the forward pass, from 1, from which a decaying mask is hard
+    wide_until: int = (
+        0  # the forward pass, from 1, from which blocks keep N entries instead of M - 1
+    )
 
 
 CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
+LINEAR = ((8, 8, 1), (8, 8, 1))
 CASES = {
     # arXiv 2102.04010: blocks along the input channels of a tap, stem sparse, head dense, decay in the gradient
     "sr-ste": Case(
@@ -85,7 +92,7 @@ CASES = {
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
         "transposable",
-        ((8, 8, 1), (8, 8, 1)),
+        LINEAR,
         (True, True, False),
         60,
         (*range(1, 9), *range(38, 44), *range(48, 54)),
@@ -93,6 +100,37 @@ CASES = {
         refresh=(1, 41),
         dense_from=51,
         adamw=True,
+    ),
+    # arXiv 2409.09099: the soft threshold with a factor from the first weights, no decay; without its noisy gradients
+    "s-ste": Case("s-ste", LINEAR, (True, True, False), 20, tuple(range(1, 21)), adamw=True),
+    # arXiv 2302.01172: dense until the second moment settles, within 10 % and 50 % of the steps; then it is frozen
+    "step": Case(
+        "step",
+        LINEAR,
+        (True, True, False),
+        20,
+        tuple(range(1, 21)),
+        adamw=True,
+        threshold=5.5e-7,
+        sparse_from=(3, 11),
+    ),
+    # arXiv 2209.07617: pruned entries fade linearly over half of the training
+    "decaying": Case(
+        "decaying",
+        CONVOLUTIONS,
+        (False, True, True, False),
+        20,
+        tuple(range(1, 21)),
+        fades_until=11,
+    ),
+    # arXiv 2402.04744: 3:4 for half of the training, then 2:4
+    "decaying-structure": Case(
+        "decaying",
+        CONVOLUTIONS,
+        (False, True, True, False),
+        20,
+        tuple(range(1, 21)),
+        wide_until=11,
     ),
 }
 
@@ -128,12 +166,23 @@ def train(case):
     """The trace of a case."""
     weights, trace = start(case), Trace()
     masked = [k for k, use in enumerate(case.masked) if use]
-    masks, permutations, state = {}, {}, {}
+    masks, permutations, scales, state = {}, {}, {}, {}
     for step in range(1, case.steps + 1):
         for k in masked:
-            masks[k] = select(case, k, weights[k], masks.get(k), permutations, step, trace)
+            dense = step >= case.dense_from or (case.threshold and "frozen" not in state)
+            if dense:
+                masks[k] = np.ones_like(weights[k]), np.ones_like(weights[k])
+            else:
+                masks[k] = select(case, k, weights[k], masks.get(k), permutations, step, trace)
         forward = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
         backward = [w * masks[k][1] if k in masks else w for k, w in enumerate(weights)]
+        for k in masked:
+            if case.method == "s-ste":
+                forward[k] = backward[k] = soft_threshold(weights[k], k, scales)
+            if step < case.fades_until:
+                kept = shaped(case, weights[k], largest(np.abs(matrix_of(case, weights[k])), trace))
+                left = 1 - (step - 1) / (case.fades_until - 1)
+                forward[k] = backward[k] = weights[k] * (kept + (1 - kept) * left)
         gradients, inputs = differentiate(case, forward, backward, *batch(case, step))
         if case.adamw:
             clip(gradients)
@@ -142,6 +191,8 @@ def train(case):
             gradients[k] = gradients[k] * masks[k][0] if case.method == "asp" else gradients[k]
             gradients[k] = gradients[k] + case.decay * pruned * weights[k]
         weights = (adamw if case.adamw else sgd)(weights, gradients, state)
+        if case.threshold:
+            freeze_if_settled(case, masked, state)
         if case.method == "asp":
             weights = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
         if step in case.recorded:
@@ -155,50 +206,78 @@ def train(case):
 
 def select(case, k, weight, known, permutations, step, trace):
     """The forward and the backward mask of layer k in the forward pass of a step."""
-    matrix = (
-        weight.reshape(len(weight), -1)
-        if case.flat
-        else np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
-    )
-
-    def shaped(mask):
-        if case.flat or weight.ndim == 2:
-            return mask.reshape(weight.shape)
-        return np.moveaxis(mask.reshape(len(weight), weight.shape[2], weight.shape[1]), -1, 1)
-
-    if step >= case.dense_from:
-        return np.ones_like(weight), np.ones_like(weight)
+    matrix = matrix_of(case, weight)
     if case.method == "asp" and known is not None:
         return known
+    if step < case.fades_until:
+        return np.ones_like(weight), np.ones_like(weight)
     if case.method == "transposable":
         if step not in case.refresh:
             return known
-        mask = shaped(best_tiles(matrix, trace))
+        mask = shaped(case, weight, best_tiles(matrix, trace))
         return mask, mask
-    mask = largest(np.abs(matrix), trace)
+    mask = largest(np.abs(matrix), trace, M - 1 if step < case.wide_until else N)
     if case.method != "bi-mask":
-        return shaped(mask), shaped(mask)
+        return shaped(case, weight, mask), shaped(case, weight, mask)
     kept = matrix * mask
     if step in case.searches:
         permutations[k] = best_permutation(case, kept, case.searches.index(step))
     order = permutations.get(k, np.arange(len(kept)))
     back = np.zeros_like(mask)
     back[order] = largest(np.abs(kept[order]).T, trace).T
-    return shaped(mask), shaped(back * mask)
+    return shaped(case, weight, mask), shaped(case, weight, back * mask)
 
 
-def largest(scores, trace):
-    """1 at the N largest of each M consecutive scores of a row."""
+def matrix_of(case, weight):
+    """A weight as rows in which M consecutive entries are a block."""
+    if case.flat:
+        return weight.reshape(len(weight), -1)
+    return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
+
+
+def shaped(case, weight, rows):
+    """Undo ``matrix_of``."""
+    if case.flat or weight.ndim == 2:
+        return rows.reshape(weight.shape)
+    return np.moveaxis(rows.reshape(len(weight), weight.shape[2], weight.shape[1]), -1, 1)
+
+
+def soft_threshold(weight, k, scales):
+    """``beta S(W)`` of a linear layer, with the factor of the first call for layer k."""
+    blocks = weight.reshape(-1, M)
+    threshold = np.sort(np.abs(blocks), axis=1)[:, M - N - 1 : M - N]
+    shrunk = (np.sign(blocks) * np.maximum(np.abs(blocks) - threshold, 0)).reshape(weight.shape)
+    scales.setdefault(k, (weight * shrunk).sum() / (shrunk * shrunk).sum())
+    return scales[k] * shrunk
+
+
+def freeze_if_settled(case, masked, state):
+    """STEP's switch after a step: the bias-corrected second moments that are used from now on."""
+    if "frozen" in state:
+        return
+    t, beta = state["t"], 0.95
+    changes = state.setdefault("changes", [])
+    changes.append(np.concatenate([state["moved", k].ravel() for k in masked]).mean())
+    window = 20  # 1 / (1 - beta)
+    earliest, latest = case.sparse_from
+    settled = np.mean(changes[-window:]) < case.threshold
+    if (settled and t + 1 >= earliest) or t + 1 >= latest:
+        state["frozen"] = {k: state[k][1] / (1 - beta**t) for k in masked}
+        state["switch"] = t + 1
+
+
+def largest(scores, trace, n=N):
+    """1 at the n largest of each M consecutive scores of a row."""
     blocks = scores.reshape(-1, M)
     order = np.argsort(-blocks, axis=1)
     ranked = np.take_along_axis(blocks, order, 1)
-    distinct = ranked[:, N - 1] > 0  # zeros are pruned in any case
+    distinct = ranked[:, n - 1] > 0  # zeros are pruned in any case
     if distinct.any():
         trace.margin = min(
-            trace.margin, ((ranked[:, N - 1] - ranked[:, N]) / ranked[:, 0].max())[distinct].min()
+            trace.margin, ((ranked[:, n - 1] - ranked[:, n]) / ranked[:, 0].max())[distinct].min()
         )
     mask = np.zeros_like(blocks)
-    np.put_along_axis(mask, order[:, :N], 1, 1)
+    np.put_along_axis(mask, order[:, :n], 1, 1)
     return mask.reshape(scores.shape)
 
 
@@ -277,7 +356,10 @@ def adamw(weights, gradients, state, rate=0.02, betas=(0.9, 0.95), weight_decay=
     new = []
     for k, (w, g) in enumerate(zip(weights, gradients, strict=True)):
         m, v = state.get(k, (np.zeros_like(w), np.zeros_like(w)))
+        before = v
         m, v = state[k] = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g**2
+        state["moved", k] = np.abs(v - before)
         mean, square = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        square = state.get("frozen", {}).get(k, square)
         new.append(w * (1 - rate * weight_decay) - rate * mean / (np.sqrt(square) + eps))
     return new

@@ -5,12 +5,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsifier, preset_method
+from lightning_nm import STEP, DecayingMask, NMSparsifier, preset_method
 from lightning_nm.functional import permutation
 from tests.golden.files import arrays, load
 from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
 
-PRESETS = {name: "fst" if name == "fst" else "paper" for name in CASES}
+WITHOUT_PRESET = {
+    "step": lambda: STEP(threshold=CASES["step"].threshold),
+    "decaying": DecayingMask,
+    "decaying-structure": lambda: DecayingMask("structure"),
+}
+"""Methods whose papers' code sets nothing that a preset could hold."""
+
+PRESETS = dict.fromkeys(CASES, "paper") | {"fst": "fst"} | dict.fromkeys(WITHOUT_PRESET)
 
 
 class Network(nn.Module):
@@ -58,10 +65,11 @@ def run(name, monkeypatch, **options):
         "_shuffles",
         lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
     )
-    model = Network(case, linear=name == "fst")
-    settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
+    model = Network(case, linear=case.adamw)
+    method = WITHOUT_PRESET[name]() if name in WITHOUT_PRESET else case.method
+    settings = {"method": method, "preset": PRESETS[name], "planned_steps": case.steps}
     sparsifier = NMSparsifier(model, "2:4", **settings | options).attach()
-    if name == "fst":
+    if case.adamw:
         optimizer = torch.optim.AdamW(model.parameters(), 0.02, betas=(0.9, 0.95), weight_decay=0.1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9, weight_decay=1e-4)
@@ -77,7 +85,7 @@ def run(name, monkeypatch, **options):
         backward = [masks_of(sparsifier.layers[each])[1] for each in names]
         (model(x) - target).square().mean().backward()
         sparsifier.before_step(optimizer)
-        if name == "fst":
+        if case.adamw:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         if step in case.recorded:
@@ -113,8 +121,9 @@ def assert_equal_traces(found, expected):
 
 
 def options_of(name):
-    # FST's estimator draws random numbers, which no formula restates
-    return {"rules": [{"include": "*", "grad_estimator": None}]} if name == "fst" else {}
+    # the estimator of FST and S-STE draws random numbers, which no formula restates
+    estimates = name in ("fst", "s-ste")
+    return {"rules": [{"include": "*", "grad_estimator": None}]} if estimates else {}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,10 +161,15 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ),
         ("transposable", {"method": preset_method("transposable", first_update=40)}),
         ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
+        ("s-ste", {"method": "ste"}),
+        ("step", {"method": STEP(latest=0.35)}),
+        ("decaying", {"method": DecayingMask("exponential")}),
+        ("decaying-structure", {"method": DecayingMask("structure", stop=9)}),
     ],
-    ids=["layout", "scale", "search", "update", "place"],
+    ids=["layout", "scale", "search", "update", "place", "cut", "switch", "fade", "frame"],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):
-    trace = run(name, monkeypatch, **options_of(name), **options)
+    own_preset = {"preset": None} if "preset" not in options and name in ("s-ste",) else {}
+    trace = run(name, monkeypatch, **options_of(name), **own_preset, **options)
     with pytest.raises(AssertionError):
         assert_equal_traces(trace, train(CASES[name]))

@@ -8,7 +8,15 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_nm import SRSTE, STE, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    SRSTE,
+    SSTE,
+    STE,
+    BiMask,
+    NMSparsifier,
+    NMSparsityCallback,
+    TransposableMask,
+)
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import print_summary
 from lightning_nm.nn.layer.gemms import mean_densities
@@ -17,6 +25,7 @@ from tests.support.lightning_models import Data, make_trainer, new_model
 
 METHODS = {
     "ste": STE,
+    "s-ste": SSTE,
     "sr-ste": lambda **w: SRSTE(0.05, **w),
     "transposable": lambda **w: TransposableMask(3, **w),
     "bi-mask": lambda **w: BiMask(permute_every=2, **w),

@@ -14,7 +14,7 @@ from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
-from tests.support.contract import METHODS
+from tests.support.contract import METHODS, sgd_or_adam
 
 VOCABULARY, DIM = 24, 16
 
@@ -89,7 +89,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
     model = made()
     sparsifier = attach(model, method, grad_estimator=estimator)
     (layer,) = sparsifier.layers.values()
-    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+    optimizer = sgd_or_adam(method, model.parameters(), 0.3, momentum=0.9)
     sparsifier.register(optimizer)
     for step in range(4):
         tokens, body = batch(step), copy.deepcopy(model.body)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_nm import NMSparsifier
 from lightning_nm.nn.adapters import Adapter
-from tests.support.contract import METHODS
+from tests.support.contract import METHODS, sgd_or_adam
 from tests.support.kinds import KINDS, Attention, make
 
 pytestmark = pytest.mark.filterwarnings(
@@ -85,7 +85,7 @@ def steps(method, estimator, how=None, wrap_first=False):
     ).attach()
     if how is not None and not wrap_first:
         how(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = sgd_or_adam(method, model.parameters(), 0.05)
     sparsifier.register(optimizer)
     for step in range(3):
         for micro in range(2):

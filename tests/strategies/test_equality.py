@@ -14,7 +14,9 @@ from lightning_nm import (
     ASP,
     BAME,
     SRSTE,
+    SSTE,
     BiMask,
+    DecayingMask,
     NMDDPStrategy,
     NMSparsityCallback,
     TransposableMask,
@@ -28,6 +30,8 @@ METHODS = {
     "asp": lambda: ASP(start=2),
     "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5),
     "transposable": lambda: TransposableMask(update_every=2),
+    "s-ste": SSTE,
+    "decaying": lambda: DecayingMask(stop=3),
     "scaled-mask": ScaledMask,
 }
 STRATEGIES = {

@@ -14,7 +14,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, SRSTE, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback
+from lightning_nm import (
+    BAME,
+    SRSTE,
+    SSTE,
+    STEP,
+    DecayingMask,
+    NMPattern,
+    NMPrecision,
+    NMSparsifier,
+    NMSparsityCallback,
+)
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
@@ -28,7 +38,11 @@ METHODS = {
     **{name: METHODS[name] for name in ("sr-ste", "bi-mask", "asp", "transposable")},
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
+    "s-ste": SSTE,
+    "decaying": lambda: DecayingMask(stop=3),
 }
+# The changes of one shard alone would be below the threshold; those of all are above it, up to the latest step.
+ADAM_METHODS = {"step": lambda: STEP(dense_start=2, latest=6, threshold=7e-8)}
 STEPS = 8
 
 
@@ -121,7 +135,11 @@ def fit(
 ):
     """Weights and the sparsifier's state after some epochs of eight batches."""
     callback = NMSparsityCallback(
-        "2:4", METHODS[method](), estimator, skip_first_last=False, show_tables=False
+        "2:4",
+        (METHODS | ADAM_METHODS)[method](),
+        estimator,
+        skip_first_last=False,
+        show_tables=False,
     )
     model = Net(devices > 1, optimizer)
     run = trainer(devices, [callback], whole_file, **options)
@@ -149,6 +167,7 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
         for j, form in enumerate(FORMS)
         if (i + j - world) % 2
     ]
+    runs.append(("step", {"optimizer": "adamw"}))
     everyone = in_processes(world, tmp_path / "run", sharded_runs, runs, world)
     for k, (method, options) in enumerate(runs):
         alone = fit(method, 1, **options)
@@ -181,6 +200,7 @@ def test_sharded_runs_resume_bit_for_bit(tmp_path):
     forms = [("adamw", True, None), ("sgd", False, None)]
     runs = [(method, *form) for method in METHODS for form in forms]
     runs.append(("transposable", "adamw", False, "mvue"))
+    runs.append(("step", "adamw", True, None))
     everyone = in_processes(2, tmp_path / "run", resumed_runs, runs, str(tmp_path), 2)
     for k, run in enumerate(runs):
         weights, states = read_checkpoint(tmp_path / f"{k}.ckpt")

@@ -7,13 +7,24 @@ from typing import get_args
 
 import torch
 
-from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, TopN, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    STEP,
+    ApproxMVUE,
+    DecayingMask,
+    TopN,
+    TransposableMask,
+)
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.methods import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
 
 METHODS = {
     **{name: lambda name=name: name for name in get_args(MethodName)},
+    "step": lambda: STEP(dense_start=1, latest=2),
+    "decaying": lambda: DecayingMask(stop=3),
     "asp-late": lambda: ASP(start=2),
     "transposable": lambda: TransposableMask(update_every=2),
     "bame": lambda: BAME(stop=100, every=2, budget=1.0, evidence="batch"),
@@ -38,6 +49,17 @@ WEIGHT_GRADIENTS = {
     "scaled-mask": lambda layer, grad: 1.5 * grad,
 }
 """The gradient that W receives in the first step, from the layer and dL/dW_F; by default dL/dW_F itself."""
+
+ADAM_ONLY = {"step"}
+"""Methods that take Adam and AdamW alone."""
+
+
+def sgd_or_adam(method, parameters, rate, **options):
+    """SGD with these options, or AdamW for a method that takes nothing else."""
+    if method in ADAM_ONLY:
+        return torch.optim.AdamW(parameters, rate / 10)
+    return torch.optim.SGD(parameters, rate, **options)
+
 
 ESTIMATORS = {
     "mvue": lambda: MVUE("2:4"),

@@ -154,11 +154,13 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
     lines = []
     for layer in sparsifier.layers.values():
         # A schedule has the first step of a phase and, if it ends, the last one.
-        window = layer.progress.schedule
-        has_dense_phase = layer.spec.method.dense_start or layer.spec.method.dense_end
+        method = layer.spec.method
+        window = method.sparse_window(layer)
+        has_dense_phase = method.dense_start or method.dense_end
         if window and has_dense_phase:
             steps = _steps(window, "; the model is dense after that")
-            lines.append(f"{type(layer.spec.method).__name__}: masks from training step {steps}")
+            start = "masks at the latest from" if method.may_start_early else "masks from"
+            lines.append(f"{type(method).__name__}: {start} training step {steps}")
         window = layer.progress.estimator_schedule
         if window:
             steps = _steps(window, ", then wgrad is dense")

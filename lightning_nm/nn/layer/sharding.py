@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -156,3 +156,22 @@ class GatheredParameter:
 
 def _versions(*tensors: Tensor | None) -> list[int]:
     return [tensor._version for tensor in tensors if tensor is not None]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def sum_of_shards(local_sum: Tensor, like: Tensor) -> Tensor:
+    """Add up what every process summed over its shard of a tensor; to be called in all of them.
+
+    Args:
+        local_sum: The sum over this process's shard, without axes.
+        like: The tensor; where it is not sharded, the sum is returned as it is.
+    """
+    if not isinstance(like, DTensor):
+        return local_sum
+    # Processes that hold the same shard have the same sum.
+    placements = [
+        Replicate() if _dimension(placement) is None else Partial() for placement in like.placements
+    ]
+    summed = DTensor.from_local(local_sum, like.device_mesh, placements, run_check=False)
+    return summed.full_tensor()

@@ -238,7 +238,7 @@ def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
     # These became training steps when training began: what is compared is the schedule.
     planned = {"dense_start", "dense_end"}
     if layer.progress.schedule or method.dense_start:
-        planned |= {"start", "stop"}
+        planned |= {"start", "stop", "latest"}
     changes = []
     for part, settings, key in (
         (method, _settings(method), "settings"),

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsifier, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    SRSTE,
+    SSTE,
+    STEP,
+    BiMask,
+    DecayingMask,
+    NMSparsifier,
+    TransposableMask,
+)
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training import planned
@@ -28,11 +39,14 @@ def attached(model, steps, **options):
     ).attach()
 
 
-def trained(steps=STEPS, **options):
+def trained(steps=STEPS, optimizer="sgd", **options):
     """The ratios that a training of so many steps counts."""
     model = net()
     sparsifier = attached(model, steps, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    if optimizer == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     sparsifier.register(optimizer)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -43,7 +57,7 @@ def trained(steps=STEPS, **options):
     return sparsifier
 
 
-def by_plan(steps=STEPS, **options):
+def by_plan(steps=STEPS, optimizer="", **options):
     sparsifier = attached(net(), steps, **options)
     charge_plan(list(sparsifier.layers.values()), steps)
     return sparsifier
@@ -71,6 +85,11 @@ CASES = {
     },
     "estimator alone": {"method": "dense", "grad_estimator": MVUE("1:2", 2)},
     "bi-mask": {"method": BiMask(permute_every=5, dense_start=4)},
+    "s-ste": {"method": SSTE(dense_start=3), "grad_estimator": "approx-mvue"},
+    # Without a training, masks are taken to come at the latest moment.
+    "step": {"method": STEP(latest=0.5, threshold=1e-30, dense_end=4), "optimizer": "adam"},
+    "decaying": {"method": DecayingMask(dense_start=2, stop=0.5)},
+    "decaying structure": {"method": DecayingMask("structure", dense_start=2, dense_end=3)},
     "asp": {"method": ASP(start=0.5)},
     "bame": {"method": BAME(start=2, stop=0.66)},
     "bame every 5": {"method": BAME(start=0.1, stop=20, gradient_every=5)},

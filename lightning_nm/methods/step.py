@@ -1,0 +1,354 @@
+"""STEP: dense training by Adam until its second moment has settled, then masks with that moment frozen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_nm.functional.schedule import (
+    Moment,
+    check_moment,
+    resolve_moment,
+    resolve_window,
+)
+from lightning_nm.methods.bame.optimizer_state import group_of
+from lightning_nm.methods.base import check_option
+from lightning_nm.methods.ste import STE
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.sharding import local_values, sum_of_shards
+
+Mean = Literal["arithmetic", "geometric"]
+
+CHANGES = "changes"
+"""The buffer of the last mean changes of the second moment, newest last: float32, up to the length of the window."""
+FROZEN_AT = "frozen_at"
+"""The buffer of the optimizer's step after which the second moment was frozen, of no axes."""
+
+
+def window_length(beta2: float) -> int:
+    """Steps over which the second moment averages: the floor of ``1 / (1 - beta2)``.
+
+    Example:
+        >>> window_length(0.999), window_length(0.95), window_length(0.0)
+        (1000, 20, 1)
+    """
+    # In floating point 1 / (1 - 0.999) is just below 1000.
+    return math.floor(1 / (1 - beta2) * (1 + 1e-9))
+
+
+@dataclass
+class _Group:
+    """The layers of one step of one optimizer, which switch together."""
+
+    layers: dict[str, NMLayer] = field(default_factory=dict)
+    threshold: float = 0.0
+    settled: bool | None = None  # None until it is asked
+
+
+@dataclass
+class _Pending:
+    """What a layer keeps from the beginning of an optimizer's step to the end of the batch."""
+
+    change: Tensor | None = None  # mean change of the second moment, or of its logarithm
+    length: int = 0  # of the window
+    threshold: float = 0.0
+    second: Tensor | None = None  # the frozen second moment, while its entry in the state is scaled
+    grad: Tensor | None = None  # the gradient, while it is in the first moment
+    group: _Group | None = None
+
+
+class STEP(STE):
+    r"""Precondition by a settled second moment (Lu et al., ICML 2023, arXiv 2302.01172): for Adam and AdamW.
+
+    Under Adam, masks spoil the second moment v, which learns from masked gradients. STEP trains densely until v has
+    settled, and then trains by STE with v frozen:
+
+    1. Dense Adam. :math:`Z_t = \mathrm{mean} |v_t - v_{t-1}|` over the entries of all layers of one optimizer, or the
+       geometric mean. The switch comes when the average of Z over the last :math:`\lfloor 1 / (1 - \beta_2) \rfloor`
+       steps is below the threshold, at the earliest after ``dense_start`` and at the latest after ``latest``.
+    2. STE, and :math:`W \leftarrow W - \eta \hat m_t / (\sqrt{v^*} + \epsilon)`, with the first moment of the masked
+       gradients and :math:`v^* = v_T / (1 - \beta_2^T)` of the switch. Weight decay is the optimizer's own.
+
+    The second moment is frozen for the weights of this method's layers alone: biases and other layers keep Adam's. The
+    state of the optimizer stays an ordinary one, in which ``exp_avg_sq`` does not change any more. While a masked step
+    lasts, there is a copy of the second moment and one of the gradient. As long as training is dense, each layer keeps
+    a number for every step of the window.
+
+    Args:
+        dense_start: The earliest switch: training steps, or a share of them (the paper's 10 %).
+        latest: The latest switch, likewise (the paper's 50 %). Plans of FLOPs are made with it.
+        threshold: What the average of Z must fall below; ``None`` for the optimizer's epsilon, as in the paper.
+        mean: ``"arithmetic"`` or ``"geometric"``: the paper's two options. In the latter an entry that does not
+            change counts as the smallest normal number.
+        dense_end: How long training is dense again at the end, by ordinary Adam from v_T: **the trained model is
+            dense then**.
+
+    Raises:
+        TypeError: If a moment is no number.
+        ValueError: For an unknown ``mean``, a ``threshold`` that is not positive, and what :class:`STE` refuses; when
+            training starts, if ``latest`` is before ``dense_start``, there is no dense step before it, or the number of
+            planned steps is needed and not known; when the optimizer is registered, if it is not Adam or AdamW, has
+            ``amsgrad``, or has ``beta1=0``.
+
+    Example:
+        >>> STEP().schedule(planned_steps=1000)
+        (100, 500)
+    """
+
+    short_name = "step"
+    may_start_early = True
+    restores_masks = True
+    passes_read_buffers = False
+
+    def __init__(
+        self,
+        dense_start: Moment = 0.1,
+        latest: Moment = 0.5,
+        threshold: float | None = None,
+        mean: Mean = "arithmetic",
+        dense_end: Moment = 0,
+    ) -> None:
+        super().__init__(dense_start, dense_end)
+        check_moment("latest", latest)
+        check_option("mean", mean, *get_args(Mean))
+        if threshold is not None and not threshold > 0:
+            raise ValueError(
+                f"threshold={threshold} must be positive: the second moment never stands still; None takes the "
+                "optimizer's epsilon"
+            )
+        self.latest = latest
+        self.threshold = threshold
+        self.mean: Mean = mean
+        self._groups: dict[int, _Group] = {}  # by the id of the optimizer, within a batch
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training steps of the earliest and the latest switch, and that at which ``dense_end`` begins, if any."""
+        window = resolve_window(self, self.latest, self.dense_end, planned_steps, "latest")
+        latest = window[0] if window else 0
+        earliest = resolve_moment(self, "dense_start", self.dense_start, planned_steps)
+        if latest < 1:
+            raise ValueError(
+                f"STEP needs a second moment before the masks come: latest={self.latest} leaves no dense step; use "
+                "'ste' for masks from the first step on"
+            )
+        if earliest > latest:
+            raise ValueError(
+                f"STEP cannot switch: its earliest step, {earliest} by dense_start={self.dense_start}, comes after the "
+                f"latest, {latest} by latest={self.latest}"
+            )
+        return (earliest, latest, *window[1:])
+
+    def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
+        """From the latest switch to the dense phase at the end."""
+        return layer.progress.schedule[1:]
+
+    # ---------------------------------------------------------------------------------------------------------- masks
+
+    def init_masks(self, layer: NMLayer) -> None:
+        """No mask before the switch; after it, the masks of weights that replace trained ones."""
+        if layer.masks.has_forward:
+            self.select(layer)
+        else:
+            super().init_masks(layer)
+
+    def update(self, layer: NMLayer) -> None:
+        """Switch if the second moments have settled; after the switch select the masks anew."""
+        pending = self._pending(layer)
+        layer.pending = None
+        # All optimizers of the batch have stepped, and the layers hold what they need of it.
+        self._groups.clear()
+        latest, *dense_from = self.sparse_window(layer)
+        clock = layer.progress.clock
+        if dense_from and clock >= dense_from[0]:
+            layer.set_masks(None)
+        elif layer.masks.has_forward or clock >= latest or self._switches(layer, pending.group):
+            self.select(layer)
+        if layer.masks.has_forward:
+            layer.buffers.pop(CHANGES, None)
+        else:
+            layer.buffers.pop(FROZEN_AT, None)
+
+    def _switches(self, layer: NMLayer, group: _Group | None) -> bool:
+        """Whether the second moments have settled by this training step."""
+        earliest = layer.progress.schedule[0]
+        if group is None or layer.progress.clock < earliest:
+            return False
+        # One answer for all layers of the optimizer, whichever of them asks first.
+        if group.settled is None:
+            group.settled = self._average_change(group) < group.threshold
+        return group.settled
+
+    def _average_change(self, group: _Group) -> float:
+        """The average of Z over the window, for all layers of an optimizer together."""
+        names = sorted(group.layers)
+        changes = [group.layers[name].buffers[CHANGES] for name in names]
+        # A layer that was added later knows fewer steps.
+        known = min(len(each) for each in changes)
+        device = changes[0].device
+        recent = torch.stack([each[-known:].to(device) for each in changes])  # [layers, steps]
+        sizes = [group.layers[name].view.shape.numel() for name in names]
+        shares = torch.tensor(sizes, dtype=recent.dtype, device=device) / sum(sizes)
+        of_steps = shares @ recent
+        if self.mean == "geometric":
+            of_steps = of_steps.exp()
+        return float(of_steps.mean())
+
+    # ------------------------------------------------------------------------------------------------------ optimizer
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse what is neither Adam nor AdamW, ``amsgrad``, and a first moment without memory."""
+        why = ""
+        if not isinstance(optimizer, (Adam, AdamW)):
+            why = "is neither Adam nor AdamW of torch.optim"
+        else:
+            group = group_of(optimizer, layer.optimizer_param)
+            if group.get("amsgrad"):
+                why = "has amsgrad=True, whose maximum would grow although the second moment is frozen"
+            elif float(group["betas"][0]) == 0:
+                why = "has beta1=0, and the frozen second moment needs a first moment"
+        if why:
+            raise ValueError(
+                f"{type(optimizer).__name__} {why} (layer '{layer.name}'), so method 'step' cannot freeze its second "
+                "moment: use Adam or AdamW, or a method for any optimizer, as 'sr-ste' or 'decaying'"
+            )
+
+    @torch.no_grad()
+    def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return  # a fused optimizer skips this step by itself
+        parameter = layer.optimizer_param
+        state = optimizer.state.get(parameter, {})
+        last = self._pending(layer)
+        if last.second is not None:
+            # The last step ended without after_step(), which a step that trains nothing does.
+            local_values(state["exp_avg_sq"]).copy_(last.second)
+        layer.pending = _Pending()
+        latest = self.sparse_window(layer)[0]
+        if layer.masks.has_forward and parameter.grad is not None:
+            layer.pending = self._freeze(layer, optimizer)
+        elif not layer.masks.has_forward and layer.progress.clock < latest:
+            layer.pending = self._measure(layer, optimizer)
+
+    def _measure(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
+        """The change of one layer's second moment in the coming step, averaged over its entries."""
+        parameter = layer.optimizer_param
+        group = group_of(optimizer, parameter)
+        beta2 = float(group["betas"][1])
+        threshold = float(group["eps"]) if self.threshold is None else self.threshold
+        values = local_values(parameter)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        if parameter.grad is None:
+            change = torch.zeros_like(values, dtype=dtype)
+        else:
+            change = _adams_gradient(optimizer, parameter).to(dtype).square()
+            second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+            if second is not None:
+                change -= local_values(second)
+            # v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1})
+            change.abs_().mul_(1 - beta2)
+        if self.mean == "geometric":
+            change.clamp_(min=torch.finfo(torch.float32).tiny).log_()
+        mean_change = sum_of_shards(change.sum(), parameter) / layer.view.shape.numel()
+        return _Pending(change=mean_change, length=window_length(beta2), threshold=threshold)
+
+    def _freeze(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
+        r"""Let the coming step of Adam be :math:`\eta \hat m / (\sqrt{v^*} + \epsilon)`.
+
+        The gradient is put into the first moment beforehand, as :math:`m + g (1 - \beta_1) / \beta_1`, so that a step
+        with no gradient makes of it what Adam makes of m and g. The second moment is then only multiplied by
+        :math:`\beta_2`; before, it is scaled so that the bias correction of this step gives :math:`v^*`.
+        """
+        parameter = layer.optimizer_param
+        assert parameter.grad is not None
+        group = group_of(optimizer, parameter)
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        state = optimizer.state.get(parameter, {})
+        second = state.get("exp_avg_sq")
+        if second is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has no second moment of layer '{layer.name}', whose masks have come: "
+                "train it in the dense phase, resume with the optimizer's state, or give it another method in `rules`"
+            )
+        second = local_values(second)
+        gradient = local_values(parameter.grad)
+        pending = _Pending(second=second.clone(), grad=gradient.clone())
+        first = local_values(state["exp_avg"])
+        first.add_(_adams_gradient(optimizer, parameter), alpha=(1 - beta1) / beta1)
+
+        # As tensors: reading numbers of a GPU would wait for it.
+        precise = torch.float32 if second.device.type == "mps" else torch.float64
+        steps = torch.as_tensor(state["step"]).to(second.device, precise)
+        if FROZEN_AT not in layer.buffers:
+            layer.buffers[FROZEN_AT] = steps.clone()
+        frozen_at = layer.buffers[FROZEN_AT].to(second.device, precise)
+        frozen_correction = 1 - beta2**frozen_at
+        coming_correction = 1 - beta2 ** (steps + 1)
+        second.mul_(coming_correction / (frozen_correction * beta2))
+
+        gradient.zero_()
+        decay = _coupled_decay(optimizer, group)
+        if decay:
+            # What Adam is about to add to the gradient is in the first moment already.
+            sign = 1 if group.get("maximize") else -1
+            gradient.add_(local_values(parameter), alpha=sign * decay)
+        return pending
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Put the second moment and the gradient back; keep the change of a dense step."""
+        pending = self._pending(layer)
+        parameter = layer.optimizer_param
+        if pending.second is not None:
+            local_values(optimizer.state[parameter]["exp_avg_sq"]).copy_(pending.second)
+            pending.second = None
+        if pending.grad is not None and parameter.grad is not None:
+            local_values(parameter.grad).copy_(pending.grad)
+            pending.grad = None
+        if pending.change is None:
+            return
+        newest = pending.change.float().reshape(1)
+        pending.change = None
+        known = layer.buffers.get(CHANGES)
+        changes = newest if known is None else torch.cat([known, newest])
+        layer.buffers[CHANGES] = changes[-pending.length :].clone()
+        self._join(layer, optimizer, pending)
+
+    def _join(self, layer: NMLayer, optimizer: Optimizer, pending: _Pending) -> None:
+        """Join the layers of the same step of the same optimizer."""
+        group = self._groups.get(id(optimizer))
+        if group is None or layer.name in group.layers:
+            group = self._groups[id(optimizer)] = _Group()
+        group.layers[layer.name] = layer
+        group.threshold = max(group.threshold, pending.threshold)
+        pending.group = group
+
+    @staticmethod
+    def _pending(layer: NMLayer) -> _Pending:
+        return layer.pending or _Pending()
+
+
+def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """The weight decay that Adam adds to the gradient; AdamW's is apart from it."""
+    if isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"):
+        return 0.0
+    return float(group["weight_decay"])
+
+
+def _adams_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The gradient that enters both moments: with Adam's weight decay, and of the sign of its descent."""
+    assert parameter.grad is not None
+    group = group_of(optimizer, parameter)
+    gradient = local_values(parameter.grad)
+    if group.get("maximize"):
+        gradient = -gradient
+    decay = _coupled_decay(optimizer, group)
+    return gradient.add(local_values(parameter), alpha=decay) if decay else gradient
