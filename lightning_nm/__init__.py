@@ -18,7 +18,19 @@ from lightning_nm.export import (
     warm_up,
 )
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    BAME,
+    CAST,
+    SRSTE,
+    STE,
+    BiMask,
+    Dense,
+    Method,
+    RigL,
+    SLoPe,
+    TransposableMask,
+)
 from lightning_nm.methods.one_shot import prune
 from lightning_nm.plugins import (
     NMDDPStrategy,
@@ -37,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASP",
     "BAME",
+    "CAST",
     "MVUE",
     "SRSTE",
     "STE",
@@ -56,6 +69,8 @@ __all__ = [
     "NMSparsifier",
     "NMSparsityCallback",
     "RNGState",
+    "RigL",
+    "SLoPe",
     "SparsityConfig",
     "TopN",
     "TransposableMask",

@@ -12,12 +12,16 @@ from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.cast import CAST
+from lightning_nm.methods.rigl import RigL
+from lightning_nm.methods.slope import SLoPe
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.transposable import TransposableMask
 
 __all__ = [
     "ASP",
     "BAME",
+    "CAST",
     "SRSTE",
     "STE",
     "BiMask",
@@ -25,11 +29,24 @@ __all__ = [
     "MaskMethod",
     "Method",
     "MethodName",
+    "RigL",
+    "SLoPe",
     "TransposableMask",
     "resolve_method",
 ]
 
-MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
+MethodName = Literal[
+    "dense",
+    "ste",
+    "sr-ste",
+    "asp",
+    "transposable",
+    "bi-mask",
+    "slope",
+    "bame",
+    "rigl",
+    "cast",
+]
 """The short names; each is the ``short_name`` of a class in this package."""
 
 
