@@ -9,7 +9,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, STE, BiMask, NMSparsifier, TopN, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    CAST,
+    MVUE,
+    SRSTE,
+    STE,
+    BiMask,
+    NMSparsifier,
+    RigL,
+    SLoPe,
+    TopN,
+    TransposableMask,
+)
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.adapters import Adapter
 
@@ -80,6 +93,11 @@ METHODS = {
     "bi-mask": lambda: BiMask(permute_every=2, candidates=5),
     "bi-mask-phases": lambda: BiMask(permute_every=1, candidates=5, dense_start=1),
     "transposable": lambda: TransposableMask(update_every=2),
+    "slope": lambda: SLoPe(refresh_every=2),
+    "slope-late": lambda: SLoPe(refresh_every=1, start=3),
+    "rigl": lambda: RigL(every=2, stop=0.9, drop=0.8),
+    "cast": lambda: CAST(decay=1e-2, refresh_every=3, end=1.0),
+    "cast-early": lambda: CAST(decay=1e-2, refresh_every=1, scale_groups=0, end=5),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"
@@ -101,7 +119,9 @@ OPTIMIZERS = {
 }
 
 ENTRYWISE = OPTIMIZERS.keys() - {"rmsprop", "adafactor"}
-"""Those that BAME takes."""
+"""Those that BAME and RigL take."""
+TAKEN = {"bame": ENTRYWISE, "rigl": ENTRYWISE, "cast": {"adamw", "adam-amsgrad"}}
+"""By the beginning of a method's name, the optimizers that it takes, if not all."""
 
 
 @st.composite
@@ -109,7 +129,7 @@ def cases(draw):
     widths = draw(st.lists(st.sampled_from(WIDTHS), min_size=2, max_size=4))
     parts = [draw(st.sampled_from(sorted(PARTS))) for _ in widths[1:]]
     method = draw(st.sampled_from(sorted(METHODS)))
-    optimizers = sorted(ENTRYWISE if method.startswith("bame") else OPTIMIZERS)
+    optimizers = sorted(TAKEN.get(method.split("-")[0], OPTIMIZERS))
     return {
         "widths": widths,
         "parts": parts,

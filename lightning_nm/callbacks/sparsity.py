@@ -51,8 +51,8 @@ class NMSparsityCallback(SavedSparsity):
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
-            by ``class_path``.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``slope``, ``bame``, ``rigl``,
+            ``cast``, or a :class:`Method` by ``class_path``.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
             replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
         config: All settings as one object, instead of the other ones.

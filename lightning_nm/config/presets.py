@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_nm.estimators import EstimatorName
-from lightning_nm.methods import ASP, SRSTE, BiMask, Dense, Method, MethodName, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    SRSTE,
+    BiMask,
+    Dense,
+    Method,
+    MethodName,
+    SLoPe,
+    TransposableMask,
+)
 from lightning_nm.nn.layer.layout import ConvLayout
 
 PresetName = Literal["paper", "fst"]
@@ -96,6 +105,12 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             {"start": 0, "init": "magnitude"},
             skip_first=False,
             skip_last=False,
+        ),
+        "slope": Preset(
+            SLoPe,
+            "arXiv 2405.16325",
+            # The code selects the backward masks after every step whose number leaves 99 when divided by 100.
+            {"refresh_every": 100, "first_refresh": 99, "start": 0, "init": "magnitude"},
         ),
         "transposable": Preset(
             TransposableMask,

@@ -60,7 +60,8 @@ class CAST(MaskMethod):
     kept entries train on under fixed masks. The paper's distillation is a loss, and is the model's to add.
 
     V is the mean square of the moment, not of the gradient. First steps are therefore up to :math:`1 / (1 - \beta_1)`
-    times as large as Adam's: warm the learning rate up. AdamW's weight decay is applied to W and A.
+    times as large as Adam's: warm the learning rate up. The optimizer trains A, too, and applies AdamW's weight decay
+    to both: zero gradients by ``optimizer.zero_grad()``, since the model does not know A's.
 
     Args:
         decay: :math:`\lambda`, relative to the size of gradients (the paper's 4e-7 for Llama-2-7B). Raise it if
@@ -128,8 +129,8 @@ class CAST(MaskMethod):
         (end,) = self.schedule(planned_steps)
         if planned_steps is not None and end > planned_steps:
             raise ValueError(
-                f"CAST's end={self.end} is step {end} of {planned_steps}, so the model would stay dense: use a share of "
-                "the training, such as end=1.0"
+                f"CAST's end={self.end} is step {end} of {planned_steps}, so the model would stay dense: use a share "
+                "of the training, such as end=1.0"
             )
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:

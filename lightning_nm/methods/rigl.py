@@ -1,4 +1,4 @@
-"""RigL in N:M blocks: sparse-to-sparse training that drops the smallest entries and grows by the gradient of a batch."""
+"""RigL in N:M blocks: sparse-to-sparse training that drops the smallest entries and grows by a batch's gradient."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_nm.nn.layer import NMLayer
 
 
 class RigL(MaskMethod):
-    r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134), whose blocks keep N of M as rows keep their fan-in in SRigL
-    (Lasby et al., ICLR 2024, arXiv 2305.02299).
+    r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134) in N:M blocks.
 
-    There are no latent weights: pruned entries are exactly zero in the parameter after every step. Every ``every``
-    steps until ``stop``, the dense gradient G of that step moves the mask of each layer:
+    Every block keeps N of M entries, as every row keeps its fan-in in SRigL (Lasby et al., ICLR 2024, arXiv
+    2305.02299). There are no latent weights: pruned entries are exactly zero in the parameter after every step. Every
+    ``every`` steps until ``stop``, the dense gradient G of that step moves the mask of each layer:
 
     .. math:: k = \left\lfloor K \, \frac{drop}{2} \left(1 + \cos \frac{\pi t}{stop}\right) \right\rfloor,
 
@@ -86,8 +86,8 @@ class RigL(MaskMethod):
         last = stop if planned_steps is None else min(stop, planned_steps)
         if last <= self.every:
             warnings.warn(
-                f"RigL never moves a mask: every={self.every} steps do not fit before step {last}, where it ends; use a "
-                "smaller `every`",
+                f"RigL never moves a mask: every={self.every} steps do not fit before step {last}, where it ends; "
+                "use a smaller `every`",
                 stacklevel=2,
             )
 

@@ -5,12 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsifier, preset_method
+from lightning_nm import CAST, NMSparsifier, RigL, preset_method
 from lightning_nm.functional import permutation
 from tests.golden.files import arrays, load
 from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
 
 PRESETS = {name: "fst" if name == "fst" else "paper" for name in CASES}
+WITHOUT_PRESET = {
+    "rigl": (RigL(every=4, stop=18, drop=0.5), "last"),
+    "cast": (CAST(decay=0.01, refresh_every=3, scale_groups=2, end=17), True),
+}
+"""Methods of papers whose code has no N:M blocks, or is not public, and `skip_first_last`."""
 
 
 class Network(nn.Module):
@@ -58,10 +63,14 @@ def run(name, monkeypatch, **options):
         "_shuffles",
         lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
     )
-    model = Network(case, linear=name == "fst")
-    settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
+    model = Network(case, linear=all(taps == 1 for _, _, taps in case.sizes))
+    settings = {"method": case.method, "planned_steps": case.steps}
+    if name in WITHOUT_PRESET:
+        settings["method"], settings["skip_first_last"] = WITHOUT_PRESET[name]
+    else:
+        settings["preset"] = PRESETS[name]
     sparsifier = NMSparsifier(model, "2:4", **settings | options).attach()
-    if name == "fst":
+    if case.adamw:
         optimizer = torch.optim.AdamW(model.parameters(), 0.02, betas=(0.9, 0.95), weight_decay=0.1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9, weight_decay=1e-4)
@@ -77,7 +86,7 @@ def run(name, monkeypatch, **options):
         backward = [masks_of(sparsifier.layers[each])[1] for each in names]
         (model(x) - target).square().mean().backward()
         sparsifier.before_step(optimizer)
-        if name == "fst":
+        if case.adamw:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         if step in case.recorded:
@@ -152,8 +161,11 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ),
         ("transposable", {"method": preset_method("transposable", first_update=40)}),
         ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
+        ("slope", {"method": preset_method("slope", first_refresh=100)}),
+        ("rigl", {"method": RigL(every=4, stop=18, drop=0.45)}),
+        ("cast", {"method": CAST(decay=0.011, refresh_every=3, end=17)}),
     ],
-    ids=["layout", "scale", "search", "update", "place"],
+    ids=["layout", "scale", "search", "update", "place", "refresh", "drop", "decay"],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):
     trace = run(name, monkeypatch, **options_of(name), **options)

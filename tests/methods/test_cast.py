@@ -200,7 +200,7 @@ def test_the_model_is_dense_until_the_end_and_says_so():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scale_and_its_gradient_are_those_of_autograd(kind):
-    module, x = make(kind)
+    module, _ = make(kind)
     sparsifier = NMSparsifier(module, "2:4", CAST(end=5), skip_first_last=False).attach()
     generator = torch.Generator().manual_seed(0)
     for layer in sparsifier.layers.values():

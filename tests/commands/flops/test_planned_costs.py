@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsifier, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    CAST,
+    MVUE,
+    SRSTE,
+    BiMask,
+    NMSparsifier,
+    RigL,
+    SLoPe,
+    TransposableMask,
+)
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training import planned
@@ -32,7 +43,7 @@ def trained(steps=STEPS, **options):
     """The ratios that a training of so many steps counts."""
     model = net()
     sparsifier = attached(model, steps, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     sparsifier.register(optimizer)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -63,6 +74,11 @@ class Turns(MaskMethod):
 
 
 CASES = {
+    "slope": {"method": SLoPe(refresh_every=5)},
+    "slope-late": {"method": SLoPe(start=0.25)},
+    "rigl": {"method": RigL(every=3, stop=0.7)},
+    "cast": {"method": CAST(end=0.5)},
+    "cast-to-the-end": {"method": "cast"},
     "always": {"method": "sr-ste"},
     "dense start and end": {"method": SRSTE(dense_start=5, dense_end=0.25)},
     "transposable, estimator phases": {
