@@ -70,7 +70,7 @@ class CAST(MaskMethod):
         scale_groups: Numbers of the scale for each row (the paper's 2), one for each of as many runs of columns; 1 in
             layers whose columns they do not divide. 0 for no scale.
         end: When the model becomes N:M: an integer is a training step, a float a share of the planned ones. A training
-            that ends before it leaves the model dense.
+            that stops before its planned end leaves the model dense.
 
     Raises:
         TypeError: If ``end`` is neither an integer nor a float.
@@ -211,6 +211,12 @@ class CAST(MaskMethod):
             self._project(layer)
         elif layer.progress.crossed(self.refresh_every):
             self._find_kept(layer)
+
+    @torch.no_grad()
+    def finish(self, layer: NMLayer) -> None:
+        """Make the weight N:M if its end was not reached."""
+        if not layer.spec.forward_reason and not layer.masks.has_forward:
+            self._project(layer)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether all entries are trained still."""

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_nm import CAST, NMSparsifier, NMSparsityCallback
@@ -299,6 +300,44 @@ def test_a_fit_ends_with_an_nm_model_and_checkpoint(tmp_path):
         assert not nmf.is_nm(first[key], "2:4", dim=1), "CAST is dense until its end"
         assert nmf.is_nm(last[key], "2:4", dim=1)
         assert torch.equal(last[key], model.state_dict()[key])
+
+
+class Overflows(pl.Callback):
+    """Makes the first gradients infinite, so that the scaler skips their steps."""
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step < 3:
+            pl_module.net[6].weight.grad.fill_(math.inf)
+
+
+def test_a_fit_with_skipped_steps_ends_with_an_nm_model_and_checkpoint(tmp_path):
+    """The clock does not count them, so that it never reaches the planned end."""
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    saves = ModelCheckpoint(str(tmp_path), save_last=True)
+    nm = NMSparsityCallback("2:4", "cast", show_tables=False)
+    model = new_model(optimizer="adamw")
+    make_trainer(tmp_path, [nm, Overflows(), saves], plugins=[scaled]).fit(model, Data())
+    layers = nm.state_dict()["layers"]
+    assert {name: (layer["step"], layer["schedule"]) for name, layer in layers.items()} == {
+        name: (9, [12]) for name in ("net.3", "net.6")
+    }
+    last = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    for key in ("net.3.weight", "net.6.weight"):
+        assert nmf.is_nm(last[key], "2:4", dim=1)
+        assert torch.equal(last[key], model.state_dict()[key])
+
+
+def test_a_plain_loop_that_stops_early_can_finish():
+    module, sparsifier, optimizer, layer = linear(CAST(end=9), make=OPTIMIZERS["adamw"])
+    run(module, sparsifier, optimizer, 4)
+    assert sparsifier.violations()
+    sparsifier.finish()
+    weight = layer.forward_weight()
+    assert nmf.is_nm(weight, "2:4")
+    sparsifier.finish()
+    assert torch.equal(layer.forward_weight(), weight)
+    run(module, sparsifier, optimizer, 2, start=4)
+    assert sparsifier.violations() == 0
 
 
 def test_an_early_stop_leaves_a_dense_model_and_says_so(tmp_path, capsys):
