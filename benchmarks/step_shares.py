@@ -1,6 +1,6 @@
 """Where the time of a training step goes, dense and N:M, by torch's profiler: ``python -m benchmarks.step_shares``.
 
-The GPT and the Trainer of ``python -m benchmarks.cpu steps``, on one thread, so that the time of operators adds up to that
+The GPT and the Trainer of ``python -m benchmarks.cpu steps``, on one thread, so that operators add up to the time
 of a step. Each training runs in a process of its own. Reported are milliseconds of a step in each group of operators.
 """
 
@@ -133,7 +133,13 @@ def measure(width: int, method: str, pattern: str, precision: Precision, steps: 
     whole = connection.seconds * 1e3 / steps
     # What no operator accounts for is Python's time.
     groups[REST] += max(0.0, whole - sum(groups.values()))
-    return {"width": width, "layers": setting.layers, "method": method, "ms": whole, "groups": groups}
+    return {
+        "width": width,
+        "layers": setting.layers,
+        "method": method,
+        "ms": whole,
+        "groups": groups,
+    }
 
 
 def _send(results: Any, *arguments: Any) -> None:

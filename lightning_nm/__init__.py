@@ -21,6 +21,7 @@ from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods import (
     ASP,
     BAME,
+    CAST,
     SRSTE,
     SSTE,
     STE,
@@ -29,6 +30,8 @@ from lightning_nm.methods import (
     DecayingMask,
     Dense,
     Method,
+    RigL,
+    SLoPe,
     TransposableMask,
 )
 from lightning_nm.methods.one_shot import prune
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASP",
     "BAME",
+    "CAST",
     "MVUE",
     "SRSTE",
     "SSTE",
@@ -71,6 +75,8 @@ __all__ = [
     "NMSparsifier",
     "NMSparsityCallback",
     "RNGState",
+    "RigL",
+    "SLoPe",
     "SparsityConfig",
     "TopN",
     "TransposableMask",

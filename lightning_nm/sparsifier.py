@@ -383,6 +383,18 @@ class NMSparsifier:
         self._pack_if_alone()
         return stepped
 
+    def finish(self) -> None:
+        """Let the methods do now what they have scheduled for the end of the training, such as CAST's projection.
+
+        :meth:`step` does it at the last planned step. A training that takes fewer, because it stops early or a gradient
+        scaler skips some, calls this after its last :meth:`step`. All processes must.
+        """
+        self._require_attached("finish")
+        for layer in self.selection.layers:
+            if layer.storage is None:
+                with layer.full():
+                    layer.spec.method.finish(layer)
+
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Compare the masks, and what decides on them, of a group of processes, all by default; call it in all of them.
 

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_nm import (
     ASP,
     BAME,
+    CAST,
     MVUE,
     SRSTE,
     SSTE,
@@ -20,6 +21,8 @@ from lightning_nm import (
     BiMask,
     DecayingMask,
     NMSparsifier,
+    RigL,
+    SLoPe,
     TopN,
     TransposableMask,
 )
@@ -100,6 +103,11 @@ METHODS = {
     "bi-mask": lambda: BiMask(permute_every=2, candidates=5),
     "bi-mask-phases": lambda: BiMask(permute_every=1, candidates=5, dense_start=1),
     "transposable": lambda: TransposableMask(update_every=2),
+    "slope": lambda: SLoPe(refresh_every=2),
+    "slope-late": lambda: SLoPe(refresh_every=1, start=3),
+    "rigl": lambda: RigL(every=2, stop=0.9, drop=0.8),
+    "cast": lambda: CAST(decay=1e-2, refresh_every=3, end=1.0),
+    "cast-early": lambda: CAST(decay=1e-2, refresh_every=1, scale_groups=0, end=5),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"
@@ -122,9 +130,14 @@ OPTIMIZERS = {
 }
 
 ENTRYWISE = OPTIMIZERS.keys() - {"rmsprop", "adafactor"}
-"""Those that BAME takes."""
-ADAM = {"adam", "adamw"}
-"""Those that STEP takes."""
+"""Those that BAME and RigL take."""
+TAKEN = {
+    "bame": ENTRYWISE,
+    "rigl": ENTRYWISE,
+    "cast": {"adamw", "adam-amsgrad"},
+    "step": {"adam", "adamw"},
+}
+"""By the beginning of a method's name, the optimizers that it takes, if not all."""
 
 
 @st.composite
@@ -132,10 +145,7 @@ def cases(draw):
     widths = draw(st.lists(st.sampled_from(WIDTHS), min_size=2, max_size=4))
     parts = [draw(st.sampled_from(sorted(PARTS))) for _ in widths[1:]]
     method = draw(st.sampled_from(sorted(METHODS)))
-    if method.startswith("step"):
-        optimizers = sorted(ADAM)
-    else:
-        optimizers = sorted(ENTRYWISE if method.startswith("bame") else OPTIMIZERS)
+    optimizers = sorted(TAKEN.get(method.split("-")[0], OPTIMIZERS))
     return {
         "widths": widths,
         "parts": parts,

@@ -51,8 +51,8 @@ class NMSparsityCallback(SavedSparsity):
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
-            by ``class_path``.
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``slope``, ``bame``, ``rigl``,
+            ``cast``, or a :class:`Method` by ``class_path``.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
             replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
         config: All settings as one object, instead of the other ones.
@@ -114,6 +114,9 @@ class NMSparsityCallback(SavedSparsity):
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
         self._masked_count = 0  # masked layers in the last batch
+        self._last_step: int | None = (
+            None  # the Trainer's count of steps at the end of its plan, if that matters
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config})"
@@ -211,6 +214,7 @@ class NMSparsityCallback(SavedSparsity):
         data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
         sparsifier.called_by_callback(packs_itself=False)
+        self._last_step = None
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
         return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
@@ -218,6 +222,7 @@ class NMSparsityCallback(SavedSparsity):
     def _planned_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
         """The optimizer steps of the training on this callback's own clock; ``None`` if the Trainer does not know."""
         planned = planned_steps(trainer, pl_module)
+        self._last_step = planned
         # The clock starts where this callback joins the run: it does not count the steps before.
         if planned is not None and self._lifecycle.is_new:
             planned -= self._lifecycle.steps_before
@@ -331,6 +336,9 @@ class NMSparsityCallback(SavedSparsity):
         if self._lifecycle.phase is Phase.INSTALLED:
             warn_after_first_batch(sparsifier)
         stepped = sparsifier.step()
+        # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
+        if self._last_step is not None and trainer.global_step >= self._last_step:
+            sparsifier.finish()
         self._pack(trainer, sparsifier)
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.

@@ -15,6 +15,7 @@ from lightning_nm.methods import (
     Dense,
     Method,
     MethodName,
+    SLoPe,
     TransposableMask,
 )
 from lightning_nm.nn.layer.layout import ConvLayout
@@ -107,6 +108,12 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             {"start": 0, "init": "magnitude"},
             skip_first=False,
             skip_last=False,
+        ),
+        "slope": Preset(
+            SLoPe,
+            "arXiv 2405.16325",
+            # The code selects the backward masks after every step whose number leaves 99 when divided by 100.
+            {"refresh_every": 100, "first_refresh": 99, "start": 0, "init": "magnitude"},
         ),
         "transposable": Preset(
             TransposableMask,

@@ -29,7 +29,8 @@ class SparsityConfig:
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``bame``, or a :class:`Method`
+        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``slope``, ``bame``, ``rigl``,
+            ``cast``, or a :class:`Method`
             by ``class_path``.
         grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
             ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``dense`` keeps dY, and so

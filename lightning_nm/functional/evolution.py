@@ -4,7 +4,7 @@ Blocks are ``[B, M]``: one row for each M consecutive entries of a weight. Names
 ``_bm`` is ``[B, M]``, one number per entry, and ``_b`` is ``[B]``, one number per block.
 
 Source: BAME (Yang et al., ICML 2025, OpenReview XAZKPGUcQm). The scores and the selection are a reconstruction from its
-abstract and its reviews; accumulated evidence is ours.
+abstract and its reviews; accumulated evidence is ours. :func:`drop_and_grow` is RigL's update.
 """
 
 from __future__ import annotations
@@ -183,3 +183,58 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
         missing = budget - int(chosen_b.sum())
         chosen_b[ties[:missing]] = True
     return chosen_b.nonzero().squeeze(1)
+
+
+def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Tensor:
+    r"""Return the mask after RigL's update: drop kept entries of the least magnitude, and grow as many in each block.
+
+    The ``drops`` kept entries of least :math:`|W|` of all blocks are dropped. A block that lost d entries grows the d
+    of largest :math:`|G|` among those that it does not keep then. The dropped ones are among these: one that is grown
+    again is kept as it was. Of equal entries the first is dropped, or grown.
+
+    Args:
+        weight: W in blocks ``[B, M]``.
+        grad: The dense gradient G ``[B, M]``.
+        mask: The kept entries, bool ``[B, M]``.
+        drops: How many entries to drop, at most as many as are kept.
+
+    Returns:
+        Bool ``[B, M]``; every block keeps as many entries as in ``mask``.
+
+    Source: RigL (Evci et al., ICML 2020, arXiv 1911.11134), algorithm 1; growth by rows as in SRigL (Lasby et al., ICLR
+    2024, arXiv 2305.02299), whose rows are blocks here.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 1.0, 0.0, 0.0], [2.0, 4.0, 0.0, 0.0]])
+        >>> grad = torch.tensor([[0.0, 0.1, 0.5, 0.9], [0.0, 0.0, 0.7, 0.2]])
+        >>> mask = weight != 0
+        >>> drop_and_grow(weight, grad, mask, 1).int().tolist()
+        [[1, 0, 0, 1], [1, 1, 0, 0]]
+    """
+    survives_bm = mask & ~_smallest_kept(weight.abs(), mask, drops)
+    lost_b = mask.sum(1) - survives_bm.sum(1)
+    # The blocks that lost entries, [C, M]: a small part of all, once the share of drops has decayed.
+    losing_c = lost_b.nonzero().squeeze(1)
+    survives_cm = survives_bm[losing_c]
+    score_cm = grad[losing_c].abs().masked_fill(survives_cm, -torch.inf)
+    order_cm = score_cm.argsort(dim=1, descending=True, stable=True)
+    # The rank of each entry in its block: the inverse of that order.
+    rank_cm = order_cm.argsort(dim=1)
+    grows_cm = rank_cm < lost_b[losing_c].unsqueeze(1)
+    grown_bm = survives_bm.clone()
+    grown_bm[losing_c] = survives_cm | grows_cm
+    return grown_bm
+
+
+def _smallest_kept(magnitude: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Whether each entry is one of the ``count`` kept ones of least magnitude; the first of equal ones, bool."""
+    if count == 0:
+        return torch.zeros_like(mask)
+    kept = magnitude[mask]  # in the order of the entries
+    threshold = kept.kthvalue(count).values
+    smallest = kept < threshold
+    # Which of equal values a selection returns is not defined: the first ones fill up the number.
+    ties = (kept == threshold).nonzero().squeeze(1)
+    missing = count - int(smallest.sum())
+    smallest[ties[:missing]] = True
+    return torch.zeros_like(mask).masked_scatter(mask, smallest)

@@ -222,6 +222,10 @@ class NMTrainerCallback(TrainerCallback):
     ) -> None:
         """Update the masks, while the gradients are still there."""
         self._end_batch()
+        # This step is not counted yet. Steps that a gradient scaler skips are, and the sparsifier's plan is not at its
+        # end then.
+        if self.sparsifier is not None and state.global_step + 1 >= state.max_steps:
+            self.sparsifier.finish()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

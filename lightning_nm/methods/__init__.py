@@ -12,8 +12,11 @@ from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.cast import CAST
 from lightning_nm.methods.decaying import DecayingMask
+from lightning_nm.methods.rigl import RigL
 from lightning_nm.methods.s_ste import SSTE
+from lightning_nm.methods.slope import SLoPe
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.step import STEP
 from lightning_nm.methods.transposable import TransposableMask
@@ -21,6 +24,7 @@ from lightning_nm.methods.transposable import TransposableMask
 __all__ = [
     "ASP",
     "BAME",
+    "CAST",
     "SRSTE",
     "SSTE",
     "STE",
@@ -31,6 +35,8 @@ __all__ = [
     "MaskMethod",
     "Method",
     "MethodName",
+    "RigL",
+    "SLoPe",
     "TransposableMask",
     "resolve_method",
 ]
@@ -45,7 +51,10 @@ MethodName = Literal[
     "asp",
     "transposable",
     "bi-mask",
+    "slope",
     "bame",
+    "rigl",
+    "cast",
 ]
 """The short names; each is the ``short_name`` of a class in this package."""
 

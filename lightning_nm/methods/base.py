@@ -259,6 +259,12 @@ class Method:
         ``layer.progress.clock`` counts training steps, this one included.
         """
 
+    def finish(self, layer: NMLayer) -> None:
+        """Do what was scheduled for the end of the training: the planned training has ended.
+
+        The clock may lie before the planned end: it does not count the steps that a gradient scaler skipped.
+        """
+
     def is_at_rest(self, layer: NMLayer) -> bool:
         """Whether the forward mask never moves again and pruned entries have no values and no gradient from now on.
 

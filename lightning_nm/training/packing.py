@@ -31,7 +31,7 @@ def check_storage(storage: str, methods: Iterable[Any]) -> None:
         names = ", ".join(sorted({type(method).__name__ for method in methods}))
         raise ValueError(
             f"storage='packed' stores kept entries alone once masks stand still, but those of {names} never do: use "
-            "the method 'asp' or 'bame', or storage='dense'"
+            "the method 'asp', 'bame' or 'rigl', or storage='dense'"
         )
 
 

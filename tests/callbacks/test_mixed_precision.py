@@ -10,7 +10,16 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, BiMask, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    SRSTE,
+    BiMask,
+    NMSparsityCallback,
+    RigL,
+    TransposableMask,
+)
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.layer.state import layer_state
@@ -21,6 +30,7 @@ METHODS = {
     "asp": lambda: (ASP(start=2), None),
     "transposable": lambda: (TransposableMask(update_every=1, decay=1e-2), None),
     "bi-mask": lambda: (BiMask(permute_every=3), None),
+    "rigl": lambda: (RigL(every=2, stop=7, drop=0.9), None),
     "bame": lambda: (BAME(start=1, stop=7, every=2, budget=1.0, evidence_rate=0.5), None),
     "bame-bi-mask": lambda: (
         BAME(stop=6, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm import BAME, MaskMonitor, NMSparsityCallback
+from lightning_nm import BAME, CAST, MaskMonitor, NMSparsityCallback, RigL
 from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
 from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
@@ -25,13 +25,15 @@ TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels", "nm/map_rows
 RUNS = {
     **{
         method: {"method": method}
-        for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask")
+        for method in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "slope")
     },
     **{
         name: {"method": "transposable", "grad_estimator": name}
         for name in ("mvue", "approx-mvue", "top-n")
     },
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
+    "rigl": {"method": RigL(every=1, stop=4)},
+    "cast": {"method": CAST(end=2)},
     "bame-bi-mask": {
         "method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"),
         "grad_estimator": "mvue",
@@ -52,7 +54,7 @@ def written(tmp_path_factory):
         logger = TensorBoardLogger(str(path), name=name)
         make_trainer(
             path, [nm], logger=logger, max_steps=3, log_every_n_steps=1, limit_val_batches=0
-        ).fit(new_model(), Data(48))
+        ).fit(new_model(optimizer="adamw"), Data(48))
         found[name] = Events(logger.log_dir).tags()
     return found
 

@@ -21,7 +21,7 @@ def test_operands_that_are_2_4(names, forward, dgrad, wgrad, estimator):
     for name in re.findall(r"`([^`]+)`", names):
         method = BAME(dgrad="bi-mask", stop=10) if name.startswith("BAME") else name
         layers = NMSparsifier(
-            nn.Linear(32, 32), "2:4", method, estimator, skip_first_last=False, planned_steps=10
+            nn.Linear(32, 32), "2:4", method, estimator, skip_first_last=False, planned_steps=1000
         )
         (layer,) = layers.attach().layers.values()
         found = [gemm.label if gemm.label == "2:4" else "dense" for gemm in layer.gemms()]

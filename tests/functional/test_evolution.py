@@ -11,6 +11,7 @@ from lightning_nm.functional.evolution import (
     as_blocks,
     best_swaps,
     block_index,
+    drop_and_grow,
     evidence_scores,
     expected_loss_change,
     look_ahead_scores,
@@ -150,3 +151,33 @@ def test_the_budget_falls_as_a_cosine_from_its_share_to_nothing():
     assert budgets[100] == 0
     assert budgets == sorted(budgets, reverse=True)
     assert swap_budget(3, 0.01, 0.0) == 1, "rounded up: a small layer may change, too"
+
+
+def dropped_and_grown(weight, grad, mask, drops):
+    """The mask after RigL's update, one entry at a time."""
+    kept = {(b, k) for b, row in enumerate(mask) for k, is_kept in enumerate(row) if is_kept}
+    lost = sorted(kept, key=lambda place: (abs(weight[place[0]][place[1]]), place))[:drops]
+    new = kept - set(lost)
+    for b, row in enumerate(grad):
+        free = [k for k in range(len(row)) if (b, k) not in new]
+        free.sort(key=lambda k: (-abs(row[k]), k))
+        new |= {(b, k) for k in free[: sum(place[0] == b for place in lost)]}
+    return new
+
+
+@given(patterns, st.integers(1, 6), st.integers(0, 1000), st.floats(0, 1), st.booleans())
+def test_entries_are_dropped_and_grown_one_by_one(pattern, blocks, seed, share, ties):
+    weight, grad, mask, _ = blocks_of(pattern, seed, blocks)
+    if ties:
+        weight, grad = weight.round(), grad.round()
+    drops = int(share * int(mask.sum()))
+    grown = drop_and_grow(weight, grad, mask, drops)
+    expected = dropped_and_grown(weight.tolist(), grad.tolist(), mask.tolist(), drops)
+    assert {tuple(place) for place in grown.nonzero().tolist()} == expected
+    assert torch.equal(grown.sum(1), mask.sum(1))
+
+
+def test_an_entry_that_is_dropped_may_be_grown_again():
+    weight, grad = torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[9.0, 0.0, 1.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert torch.equal(drop_and_grow(weight, grad, mask, 1), mask)

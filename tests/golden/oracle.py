@@ -56,6 +56,10 @@ class Case:
     wide_until: int = (
         0  # the forward pass, from 1, from which blocks keep N entries instead of M - 1
     )
+    updates: tuple[int, ...] = ()  # forward passes whose gradients move RigL's masks
+    drop: float = 0.0  # the share that RigL drops at first
+    groups: int = 0  # CAST's numbers of the scale for each row
+    end: int = 0  # the last step of a schedule
 
 
 CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
@@ -132,7 +136,42 @@ CASES = {
         tuple(range(1, 21)),
         wide_until=11,
     ),
+    # arXiv 2405.16325: rows pruned once, columns before the first forward pass and the 100th
+    "slope": Case(
+        "slope",
+        ((8, 8, 1), (8, 8, 1)),
+        (True, True, False),
+        105,
+        (*range(1, 11), *range(96, 106)),
+        refresh=(1, 100),
+        adamw=True,
+    ),
+    # arXiv 1911.11134 in blocks: every 4 steps until step 18, by a cosine from a half
+    "rigl": Case(
+        "rigl",
+        CONVOLUTIONS,
+        (True, True, True, False),
+        20,
+        tuple(range(1, 21)),
+        updates=(5, 9, 13, 17),
+        drop=0.5,
+        end=18,
+    ),
+    # arXiv 2509.25996, algorithm 1: decayed entries anew after every 3 steps, N:M after 17
+    "cast": Case(
+        "cast",
+        ((8, 8, 1), (8, 8, 1)),
+        (True, True, False),
+        20,
+        tuple(range(1, 21)),
+        decay=0.01,
+        refresh=(1, 4, 7, 10, 13, 16),
+        adamw=True,
+        groups=2,
+        end=17,
+    ),
 }
+NO_LATENT_WEIGHTS = ("asp", "slope", "rigl")
 
 
 def start(case):
@@ -167,6 +206,8 @@ def train(case):
     weights, trace = start(case), Trace()
     masked = [k for k, use in enumerate(case.masked) if use]
     masks, permutations, scales, state = {}, {}, {}, {}
+    if case.method == "cast":
+        return train_cast(case, weights, masked, trace)
     for step in range(1, case.steps + 1):
         for k in masked:
             dense = step >= case.dense_from or (case.threshold and "frozen" not in state)
@@ -184,33 +225,147 @@ def train(case):
                 left = 1 - (step - 1) / (case.fades_until - 1)
                 forward[k] = backward[k] = weights[k] * (kept + (1 - kept) * left)
         gradients, inputs = differentiate(case, forward, backward, *batch(case, step))
-        if case.adamw:
+        if case.adamw and case.method not in NO_LATENT_WEIGHTS:
             clip(gradients)
+        moved = {}
         for k in masked:
             pruned = 1 - masks[k][0]
-            gradients[k] = gradients[k] * masks[k][0] if case.method == "asp" else gradients[k]
+            if step in case.updates:
+                moved[k] = drop_and_grow(case, weights[k], gradients[k], masks[k][0], step, trace)
+            if case.method in NO_LATENT_WEIGHTS:
+                gradients[k] = gradients[k] * masks[k][0]
             gradients[k] = gradients[k] + case.decay * pruned * weights[k]
+        if case.adamw and case.method in NO_LATENT_WEIGHTS:
+            clip(gradients)  # of kept entries alone
         weights = (adamw if case.adamw else sgd)(weights, gradients, state)
         if case.threshold:
             freeze_if_settled(case, masked, state)
-        if case.method == "asp":
+        if case.method in NO_LATENT_WEIGHTS:
             weights = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
+        for k, mask in moved.items():
+            # An exchanged entry starts at zero, its momentum too, and what leaves has no gradient.
+            both = mask * masks[k][0]
+            weights[k], state["momentum"][k] = weights[k] * both, state["momentum"][k] * both
+            gradients[k] = gradients[k] * both
         if step in case.recorded:
             trace.forward.append([masks[k][0].astype(bool) for k in masked])
             trace.backward.append([masks[k][1].astype(bool) for k in masked])
             trace.dx.append([inputs[k] for k in masked if k])
             trace.dw.append([gradients[k] for k in masked])
             trace.weights.append([weights[k] for k in masked])
+        masks.update({k: (mask, mask) for k, mask in moved.items()})
     return trace
+
+
+def drop_and_grow(case, weight, gradient, mask, step, trace):
+    """RigL's next mask: the smallest kept entries go, and each block regains as many by the gradient."""
+
+    def blocks(array):
+        return np.moveaxis(array, 1, -1).reshape(-1, M)
+
+    share = case.drop / 2 * (1 + np.cos(np.pi * (step - 1) / case.end))
+    kept = blocks(mask).astype(bool)
+    size = np.where(kept, np.abs(blocks(weight)), np.inf)
+    count = int(share * kept.sum())
+    if not count:
+        return mask
+    order = np.sort(size.ravel())
+    trace.margin = min(trace.margin, (order[count] - order[count - 1]) / order[count])
+    survives = kept & (size >= order[count])
+    new = survives.copy()
+    for b, block in enumerate(np.abs(blocks(gradient))):
+        free = sorted((k for k in range(M) if not survives[b, k]), key=lambda k, g=block: -g[k])
+        lost = kept[b].sum() - survives[b].sum()
+        new[b, free[:lost]] = True
+        if lost:
+            gap = block[free[lost - 1]] - block[free[lost]] if lost < len(free) else np.inf
+            trace.margin = min(trace.margin, gap / block.max())
+    out, depth, taps = weight.shape
+    return np.moveaxis(new.reshape(out, taps, depth), -1, 1).astype(float)
+
+
+def train_cast(case, weights, masked, trace):
+    """The trace of CAST: a scale of every masked weight, AdamS, and one projection."""
+    scales = {k: np.ones((len(weights[k]), case.groups)) for k in masked}
+    kept, masks, moments, state = {}, {}, {}, {}
+    others = [k for k in range(len(weights)) if k not in masked]
+
+    def spread(k):
+        """The scale of each entry."""
+        width = weights[k].shape[1] // case.groups
+        return np.repeat(scales[k], width, axis=1)[:, :, None]
+
+    for step in range(1, case.steps + 1):
+        for k in masked:
+            if step in case.refresh:
+                kept[k] = largest(np.abs(weights[k][:, :, 0]), trace)[:, :, None]
+            if step == case.end + 1:
+                masks[k] = largest(np.abs(weights[k][:, :, 0]), trace)[:, :, None]
+                weights[k] = weights[k] * masks[k]
+        used = [
+            w * spread(k) * masks.get(k, 1) if k in masked else w for k, w in enumerate(weights)
+        ]
+        gradients, inputs = differentiate(case, used, used, *batch(case, step))
+        gradients_of_scales = {}
+        for k in masked:
+            g = gradients[k] * masks.get(k, 1)
+            products = (g * weights[k])[:, :, 0].reshape(len(g), case.groups, -1)
+            gradients_of_scales[k] = products.sum(2)
+            gradients[k] = g * spread(k)
+        clip(gradients)
+        ramp = (step - 1) / case.end
+        for k in masked:
+            decays = 0 if k in masks else 1 - kept[k]
+            scaled = ramp * case.decay * np.sign(weights[k])
+            new = adams(weights[k], gradients[k], moments.setdefault(k, {}), decays, ramp, scaled)
+            if k in masks:
+                new = new * masks[k]
+            gradient = gradients_of_scales[k]
+            (scales[k],) = adamw([scales[k]], [gradient], state.setdefault(k, {}))
+            weights[k] = new
+        updated = adamw(
+            [weights[k] for k in others],
+            [gradients[k] for k in others],
+            state.setdefault("others", {}),
+        )
+        for k, w in zip(others, updated, strict=True):
+            weights[k] = w
+        ones = [np.ones(weights[k].shape, dtype=bool) for k in masked]
+        shown = [masks[k].astype(bool) for k in masked] if masks else ones
+        trace.forward.append(shown)
+        trace.backward.append(shown)
+        trace.dx.append([inputs[k] for k in masked if k])
+        trace.dw.append([gradients[k] for k in masked])
+        trace.weights.append([weights[k] for k in masked])
+    return trace
+
+
+def adams(w, g, state, decays, ramp, decay, rate=0.02, betas=(0.9, 0.95), weight_decay=0.1):
+    """A step of AdamS: the moment, decayed where `decays` is 1, also makes the second moment."""
+    t = state["t"] = state.get("t", 0) + 1
+    mu = state["mu"] = betas[0] * state.get("mu", 0.0) + (1 - betas[0]) * g
+    used = np.where(decays == 1, (1 - ramp) * mu + decay, mu)
+    v = state["v"] = betas[1] * state.get("v", 0.0) + (1 - betas[1]) * used**2
+    mean, square = used / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    return w * (1 - rate * weight_decay) - rate * mean / (np.sqrt(square) + 1e-8)
 
 
 def select(case, k, weight, known, permutations, step, trace):
     """The forward and the backward mask of layer k in the forward pass of a step."""
     matrix = matrix_of(case, weight)
-    if case.method == "asp" and known is not None:
+    if case.method in ("asp", "rigl") and known is not None:
         return known
     if step < case.fades_until:
         return np.ones_like(weight), np.ones_like(weight)
+    if case.method == "slope":
+        if known is None:
+            forward = largest(np.abs(matrix), trace)
+        else:
+            forward = matrix_of(case, known[0])
+        backward = known and matrix_of(case, known[1])
+        if step in case.refresh:
+            backward = largest(np.abs(matrix * forward).T, trace).T * forward
+        return shaped(case, weight, forward), shaped(case, weight, backward)
     if case.method == "transposable":
         if step not in case.refresh:
             return known

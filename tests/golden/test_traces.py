@@ -5,17 +5,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import STEP, DecayingMask, NMSparsifier, preset_method
+from lightning_nm import CAST, STEP, DecayingMask, NMSparsifier, RigL, preset_method
 from lightning_nm.functional import permutation
 from tests.golden.files import arrays, load
 from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
 
 WITHOUT_PRESET = {
-    "step": lambda: STEP(threshold=CASES["step"].threshold),
-    "decaying": DecayingMask,
-    "decaying-structure": lambda: DecayingMask("structure"),
+    "step": (lambda: STEP(threshold=CASES["step"].threshold), None),
+    "decaying": (DecayingMask, None),
+    "decaying-structure": (lambda: DecayingMask("structure"), None),
+    "rigl": (lambda: RigL(every=4, stop=18, drop=0.5), "last"),
+    "cast": (lambda: CAST(decay=0.01, refresh_every=3, scale_groups=2, end=17), True),
 }
-"""Methods whose papers' code sets nothing that a preset could hold."""
+"""Methods without a preset, and `skip_first_last`."""
 
 PRESETS = dict.fromkeys(CASES, "paper") | {"fst": "fst"} | dict.fromkeys(WITHOUT_PRESET)
 
@@ -65,9 +67,13 @@ def run(name, monkeypatch, **options):
         "_shuffles",
         lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
     )
-    model = Network(case, linear=case.adamw)
-    method = WITHOUT_PRESET[name]() if name in WITHOUT_PRESET else case.method
-    settings = {"method": method, "preset": PRESETS[name], "planned_steps": case.steps}
+    model = Network(case, linear=all(taps == 1 for _, _, taps in case.sizes))
+    settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
+    if name in WITHOUT_PRESET:
+        make, skip_first_last = WITHOUT_PRESET[name]
+        settings["method"] = make()
+        if skip_first_last is not None:
+            settings["skip_first_last"] = skip_first_last
     sparsifier = NMSparsifier(model, "2:4", **settings | options).attach()
     if case.adamw:
         optimizer = torch.optim.AdamW(model.parameters(), 0.02, betas=(0.9, 0.95), weight_decay=0.1)
@@ -165,8 +171,24 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ("step", {"method": STEP(latest=0.35)}),
         ("decaying", {"method": DecayingMask("exponential")}),
         ("decaying-structure", {"method": DecayingMask("structure", stop=9)}),
+        ("slope", {"method": preset_method("slope", first_refresh=100)}),
+        ("rigl", {"method": RigL(every=4, stop=18, drop=0.45)}),
+        ("cast", {"method": CAST(decay=0.011, refresh_every=3, end=17)}),
     ],
-    ids=["layout", "scale", "search", "update", "place", "cut", "switch", "fade", "frame"],
+    ids=[
+        "layout",
+        "scale",
+        "search",
+        "update",
+        "place",
+        "cut",
+        "switch",
+        "fade",
+        "frame",
+        "refresh",
+        "drop",
+        "decay",
+    ],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):
     own_preset = {"preset": None} if "preset" not in options and name in ("s-ste",) else {}

@@ -10,10 +10,13 @@ import torch
 from lightning_nm import (
     ASP,
     BAME,
+    CAST,
     MVUE,
     STEP,
     ApproxMVUE,
     DecayingMask,
+    RigL,
+    SLoPe,
     TopN,
     TransposableMask,
 )
@@ -34,6 +37,9 @@ METHODS = {
     "bame-bi-mask": lambda: BAME(
         stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"
     ),
+    "slope": lambda: SLoPe(refresh_every=2),
+    "rigl": lambda: RigL(every=1, stop=100, drop=0.9),
+    "cast": lambda: CAST(decay=1e-3, refresh_every=2, end=3),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }
@@ -46,19 +52,45 @@ def _at_kept_entries(layer, grad):
 WEIGHT_GRADIENTS = {
     "asp": _at_kept_entries,
     "bame-late": _at_kept_entries,
+    "rigl": _at_kept_entries,
+    "slope": _at_kept_entries,
     "scaled-mask": lambda layer, grad: 1.5 * grad,
 }
 """The gradient that W receives in the first step, from the layer and dL/dW_F; by default dL/dW_F itself."""
 
-ADAM_ONLY = {"step"}
-"""Methods that take Adam and AdamW alone."""
+WITHOUT_LATENT_WEIGHTS = ("asp", "bame", "rigl", "slope")
+"""How the names of rows begin whose methods keep pruned entries at zero."""
+LEAVES_GRADIENTS_OUT = (*WITHOUT_LATENT_WEIGHTS, "cast")
+"""Of those that need no gradient at pruned entries in some steps."""
+TWO_GRAPHS = ("asp-late", "bame", "cast", "rigl", "step", "decaying")
+"""Of those whose compiled layers have two graphs: pruned or not, a dense gradient or not."""
+REFUSED_OPTIMIZERS = {
+    "bame": (("adafactor", "muon"), "is neither SGD nor of the Adam family"),
+    "rigl": (("adafactor", "muon"), "is neither SGD nor of the Adam family"),
+    "cast": (("sgd", "adafactor", "muon"), "for Adam and AdamW, but not for"),
+    "step": (("sgd", "adafactor", "muon"), "is neither Adam nor AdamW"),
+}
+"""How the names of rows begin, and the optimizers that their methods refuse, with a part of the error."""
+
+
+def refusal(method, optimizer):
+    """The error with which a row's method refuses an optimizer; ``None`` if it takes it."""
+    for name, (optimizers, error) in REFUSED_OPTIMIZERS.items():
+        if method.startswith(name) and optimizer in optimizers:
+            return error
+    return None
+
+
+def accepted(method, *optimizers):
+    """The first of these optimizers that a row's method takes."""
+    return next(name for name in optimizers if refusal(method, name) is None)
 
 
 def sgd_or_adam(method, parameters, rate, **options):
-    """SGD with these options, or AdamW for a method that takes nothing else."""
-    if method in ADAM_ONLY:
-        return torch.optim.AdamW(parameters, rate / 10)
-    return torch.optim.SGD(parameters, rate, **options)
+    """SGD with these options, or AdamW for a method that refuses it."""
+    if refusal(method, "sgd") is None:
+        return torch.optim.SGD(parameters, rate, **options)
+    return torch.optim.AdamW(parameters, rate / 10)
 
 
 ESTIMATORS = {

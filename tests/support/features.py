@@ -8,7 +8,10 @@ from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
-NAMES = ["ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "bame-bi-mask", "three-gemms"]
+NAMES = [
+    *("ste", "sr-ste", "asp", "transposable", "bi-mask", "slope", "rigl"),
+    *("bame", "bame-bi-mask", "three-gemms"),
+]
 
 
 def methods(*quick):

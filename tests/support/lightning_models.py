@@ -6,7 +6,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import ASP, BAME, MVUE, BiMask, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    CAST,
+    MVUE,
+    BiMask,
+    NMSparsityCallback,
+    RigL,
+    SLoPe,
+    TransposableMask,
+)
 from lightning_nm.demo import ResumableDataModule
 
 
@@ -103,6 +113,12 @@ def callback(method="bi-mask", **options):
         method = BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5)
     if method == "bame-bi-mask":
         method = BAME(start=1, stop=12, every=2, budget=1.0, evidence_rate=0.5, dgrad="bi-mask")
+    if method == "slope":
+        method = SLoPe(refresh_every=3)
+    if method == "rigl":
+        method = RigL(every=2, stop=12, drop=0.9)
+    if method == "cast":
+        method = CAST(decay=1e-2, refresh_every=3, end=0.8)
     if method == "three-gemms":  # the checkpoints of these tests lie in every phase
         method, options["grad_estimator"] = TransposableMask(3, 1e-3, 4, 0.2), MVUE("1:2", 2, 0.3)
     if method == "mvue":

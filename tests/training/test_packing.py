@@ -5,7 +5,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_nm import ASP, BAME, NMSparsifier
+from lightning_nm import ASP, BAME, NMSparsifier, RigL
 from lightning_nm.functional import is_nm
 from lightning_nm.kernels import Router, routing
 from lightning_nm.training.packing import storage_summary
@@ -18,6 +18,7 @@ METHODS = {
     "asp": lambda: "asp",
     "asp-late": lambda: ASP(start=3),
     "bame": lambda: BAME(stop=4, every=1, budget=1.0, evidence_rate=0.5),
+    "rigl": lambda: RigL(every=1, stop=4, drop=0.9),
 }
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
@@ -123,7 +124,7 @@ def test_every_kind_trains_as_with_dense_storage(kind, pattern):
     [
         (method, optimizer)
         for method in METHODS
-        for optimizer in (BAME_OPTIMIZERS if method == "bame" else OPTIMIZERS)
+        for optimizer in (BAME_OPTIMIZERS if method in ("bame", "rigl") else OPTIMIZERS)
     ],
 )
 def test_every_optimizer_trains_as_with_dense_storage(method, optimizer):
@@ -283,7 +284,7 @@ def test_optimizers_that_look_at_a_whole_weight_are_refused(make_optimizer):
 
 
 def test_settings_without_masks_at_rest_are_refused():
-    with pytest.raises(ValueError, match="SRSTE never do: use the method 'asp' or 'bame'"):
+    with pytest.raises(ValueError, match="SRSTE never do: use the method 'asp', 'bame' or 'rigl'"):
         NMSparsifier(nn.Linear(32, 32), "2:4", "sr-ste", storage="packed")
     with pytest.raises(ValueError, match="storage='sparse' is unknown"):
         NMSparsifier(nn.Linear(32, 32), "2:4", "asp", storage="sparse")

@@ -19,7 +19,7 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
-from lightning_nm.functional.select import mask_
+from lightning_nm.functional.select import mask_, masked
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.cpu.evolution import Exchanged
 from lightning_nm.methods.bame.evidence import Evidence
@@ -68,6 +68,18 @@ class PendingStep:
     # With the coming step's gradient: it counts once the optimizer has stepped.
     evidence: Evidence | None = None
     due: bool = False  # an exchange by evidence follows the coming step
+
+
+def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
+    """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
+
+    An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
+    """
+    progress = layer.progress
+    if not progress.shaped or not progress.dense_gradient:
+        return False
+    grad = layer.weight.grad
+    return grad is not None and not masked(grad, ~mask).any()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import mask_
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
@@ -25,6 +25,7 @@ from lightning_nm.methods.bame.evidence import (
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     PendingStep,
+    dense_gradient_was_used,
     exchange_by_evidence,
     exchange_by_gradient,
     exchange_in_one_pass,
@@ -258,7 +259,7 @@ class BAME(MaskMethod):
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
         mask = layer.masks.forward_view
-        if mask is None or self._was_used(layer, mask):
+        if mask is None or dense_gradient_was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
@@ -279,18 +280,6 @@ class BAME(MaskMethod):
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot adapt without that call, :meth:`after_step` raises an error."""
         return ""
-
-    @staticmethod
-    def _was_used(layer: NMLayer, mask: Tensor) -> bool:
-        """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
-
-        An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
-        """
-        progress = layer.progress
-        if not progress.shaped or not progress.dense_gradient:
-            return False
-        grad = layer.weight.grad
-        return grad is not None and not masked(grad, ~mask).any()
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:

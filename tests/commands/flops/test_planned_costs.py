@@ -11,6 +11,7 @@ from torch import nn
 from lightning_nm import (
     ASP,
     BAME,
+    CAST,
     MVUE,
     SRSTE,
     SSTE,
@@ -18,6 +19,8 @@ from lightning_nm import (
     BiMask,
     DecayingMask,
     NMSparsifier,
+    RigL,
+    SLoPe,
     TransposableMask,
 )
 from lightning_nm.methods import MaskMethod
@@ -39,14 +42,11 @@ def attached(model, steps, **options):
     ).attach()
 
 
-def trained(steps=STEPS, optimizer="sgd", **options):
+def trained(steps=STEPS, **options):
     """The ratios that a training of so many steps counts."""
     model = net()
     sparsifier = attached(model, steps, **options)
-    if optimizer == "adam":
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     sparsifier.register(optimizer)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ def trained(steps=STEPS, optimizer="sgd", **options):
     return sparsifier
 
 
-def by_plan(steps=STEPS, optimizer="", **options):
+def by_plan(steps=STEPS, **options):
     sparsifier = attached(net(), steps, **options)
     charge_plan(list(sparsifier.layers.values()), steps)
     return sparsifier
@@ -77,6 +77,11 @@ class Turns(MaskMethod):
 
 
 CASES = {
+    "slope": {"method": SLoPe(refresh_every=5)},
+    "slope-late": {"method": SLoPe(start=0.25)},
+    "rigl": {"method": RigL(every=3, stop=0.7)},
+    "cast": {"method": CAST(end=0.5)},
+    "cast-to-the-end": {"method": "cast"},
     "always": {"method": "sr-ste"},
     "dense start and end": {"method": SRSTE(dense_start=5, dense_end=0.25)},
     "transposable, estimator phases": {
@@ -87,7 +92,7 @@ CASES = {
     "bi-mask": {"method": BiMask(permute_every=5, dense_start=4)},
     "s-ste": {"method": SSTE(dense_start=3), "grad_estimator": "approx-mvue"},
     # Without a training, masks are taken to come at the latest moment.
-    "step": {"method": STEP(latest=0.5, threshold=1e-30, dense_end=4), "optimizer": "adam"},
+    "step": {"method": STEP(latest=0.5, threshold=1e-30, dense_end=4)},
     "decaying": {"method": DecayingMask(dense_start=2, stop=0.5)},
     "decaying structure": {"method": DecayingMask("structure", dense_start=2, dense_end=3)},
     "asp": {"method": ASP(start=0.5)},

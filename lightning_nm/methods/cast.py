@@ -1,0 +1,348 @@
+"""CAST: dense training under a decay of the entries that are to go, which becomes N:M at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
+from lightning_nm.functional.decay import decayed_moment
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.functional.select import mask_, masked
+from lightning_nm.methods.bame.optimizer_state import group_of
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.sharding import local_values
+
+KEPT = "kept"
+"""The name of the buffer with the entries that are not decayed, one bit each."""
+SCALE = "scale"
+"""The name of the parameter with the weight scale."""
+
+
+@dataclass
+class _BeforeStep:
+    """What the optimizer's step finds replaced; both copies are local shards."""
+
+    holder: Tensor  # the optimizer's tensor, to tell it from one that was loaded since
+    moment: Tensor  # the running mean of gradients before this one
+    grad: Tensor
+
+
+class CAST(MaskMethod):
+    r"""Continuous adaptive sparse training (Huang et al., arXiv 2509.25996) of a trained model, under Adam or AdamW.
+
+    **Until** ``end`` **the model is dense.** Its forward weight is :math:`A \odot W`, where the learnable scale A has
+    ``scale_groups`` numbers for each row of W, 1 at first. The optimizer's step becomes that of AdamS. With the
+    gradient G, and the share :math:`\alpha = t / T` of the T steps before ``end`` that are done,
+
+    .. math::
+
+        \mu &\leftarrow \beta_1 \mu + (1 - \beta_1) G \\
+        \tilde\mu &= \mu \text{ at the N largest entries of each block}, \quad
+                     (1 - \alpha) \mu + \alpha \lambda \, \mathrm{sign}(W) \text{ at the others} \\
+        V &\leftarrow \beta_2 V + (1 - \beta_2) \tilde\mu^2, \quad
+        W \leftarrow W - \frac{\eta \, \tilde\mu / (1 - \beta_1^t)}{\sqrt{V / (1 - \beta_2^t)} + \epsilon}.
+
+    The largest entries are found anew every ``refresh_every`` steps. At ``end`` the others are set to zero: the forward
+    weight is N:M from then on, with the masks of that moment. By then they should be small: the statistic
+    ``decayed_magnitude`` tells what the projection takes away.
+
+    The paper's authors have published no code. The formulas are those of its algorithm 1, as a public reproduction
+    quotes it; beta and epsilon are the optimizer's own. These are ours: blocks keep exactly N where magnitudes are
+    equal; a gradient is clipped before it enters the moment; ``end`` may lie before the end of the training, and the
+    kept entries train on under fixed masks. The paper's distillation is a loss, and is the model's to add.
+
+    V is the mean square of the moment, not of the gradient. First steps are therefore up to :math:`1 / (1 - \beta_1)`
+    times as large as Adam's: warm the learning rate up. The optimizer trains A, too, and applies AdamW's weight decay
+    to both: zero gradients by ``optimizer.zero_grad()``, since the model does not know A's.
+
+    Args:
+        decay: :math:`\lambda`, relative to the size of gradients (the paper's 4e-7 for Llama-2-7B). Raise it if
+            ``decayed_magnitude`` is far from 0 at the end.
+        refresh_every: Optimizer steps between two selections of the decayed entries (the paper's 10).
+        scale_groups: Numbers of the scale for each row (the paper's 2), one for each of as many runs of columns; 1 in
+            layers whose columns they do not divide. 0 for no scale.
+        end: When the model becomes N:M: an integer is a training step, a float a share of the planned ones. A training
+            that stops before its planned end leaves the model dense.
+
+    Raises:
+        TypeError: If ``end`` is neither an integer nor a float.
+        ValueError: For a setting out of its range; when training starts, if ``end`` is a share and the number of steps
+            is not known, and for an optimizer other than Adam and AdamW.
+
+    Example:
+        >>> CAST(end=0.9).schedule(planned_steps=1000)
+        (900,)
+    """
+
+    short_name = "cast"
+    restores_masks = True
+    selects_entries = False
+    passes_read_buffers = False
+    fixed = ("scale_groups",)
+    headline = "decayed_magnitude"
+
+    def __init__(
+        self,
+        decay: float = 4e-7,
+        refresh_every: int = 10,
+        scale_groups: int = 2,
+        end: Moment = 1.0,
+    ) -> None:
+        if not 0 <= decay < math.inf:
+            raise ValueError(f"decay={decay} must be a number from 0: it pulls entries to zero")
+        for name, number, least in (
+            ("refresh_every", refresh_every, 1),
+            ("scale_groups", scale_groups, 0),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"{name}={number} must be an integer of at least {least}")
+        check_moment("end", end)
+        if not end:
+            raise ValueError(
+                f"end={end} leaves no step in which entries decay: use the method 'asp' for a fixed mask, or a later "
+                "`end`"
+            )
+        self.decay = decay
+        self.refresh_every = refresh_every
+        self.scale_groups = scale_groups
+        self.end = end
+
+    @property
+    def dense_start(self) -> Moment:  # type: ignore[override]
+        """The forward weight is dense until the end of the decay."""
+        return self.end
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training step at which the model becomes N:M."""
+        return (max(resolve_moment(self, "end", self.end, planned_steps), 1),)
+
+    def check(self, planned_steps: int | None) -> None:
+        """Refuse an end that the training does not reach: the model would stay dense."""
+        (end,) = self.schedule(planned_steps)
+        if planned_steps is not None and end > planned_steps:
+            raise ValueError(
+                f"CAST's end={self.end} is step {end} of {planned_steps}, so the model would stay dense: use a share "
+                "of the training, such as end=1.0"
+            )
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse what is not Adam or AdamW, and those of their settings that change the gradient within the step."""
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, (Adam, AdamW)):
+            raise ValueError(
+                f"CAST makes an optimizer's step that of AdamS, which it can do for Adam and AdamW, but not for {name} "
+                f"(layer '{layer.name}'): use one of them, or another method"
+            )
+        group = group_of(optimizer, layer.optimizer_param)
+        is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+        if group["weight_decay"] and not is_decoupled:
+            raise ValueError(
+                f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
+                "CAST's step has no place for: use AdamW, or weight_decay=0"
+            )
+        if group.get("maximize"):
+            raise ValueError(
+                f"{name} with maximize=True climbs, and CAST's decay would grow the entries of layer '{layer.name}': "
+                "minimize the negative objective"
+            )
+
+    def _is_over(self, layer: NMLayer) -> bool:
+        """Whether the model is N:M by now."""
+        (end,) = layer.progress.schedule
+        return layer.progress.clock >= end
+
+    @torch.no_grad()
+    def init_masks(self, layer: NMLayer) -> None:
+        """Start with the scale 1, and find the entries to decay."""
+        layer.pending = None
+        layer.buffers.clear()
+        layer.set_masks(None)
+        if layer.spec.forward_reason:
+            return
+        if self.scale_groups:
+            self._init_scale(layer)
+        if self._is_over(layer):
+            self._project(layer)
+        else:
+            self._find_kept(layer)
+
+    def _init_scale(self, layer: NMLayer) -> None:
+        if layer.spec.tensor_parallel:
+            raise ValueError(
+                f"tensor parallelism cuts the weight of layer '{layer.name}', and CAST's scale is not cut with it: use "
+                "scale_groups=0"
+            )
+        out, columns, *_ = layer.view.rows(layer.weight.detach()).shape
+        groups = 1 if columns % self.scale_groups else self.scale_groups
+        ones = torch.ones(out, groups, dtype=layer.weight.dtype, device=layer.weight.device)
+        if SCALE in layer.parameters:
+            # An optimizer may hold this object.
+            layer.parameters[SCALE].copy_(ones)
+        else:
+            layer.parameters[SCALE] = nn.Parameter(ones)
+
+    def _largest(self, layer: NMLayer) -> Tensor:
+        return layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+
+    def _find_kept(self, layer: NMLayer) -> None:
+        """Find the entries that are not decayed."""
+        layer.buffers[KEPT] = pack_mask(self._largest(layer))
+
+    def _project(self, layer: NMLayer) -> None:
+        """Set the smaller entries to zero, for good."""
+        layer.buffers.clear()
+        layer.set_masks(self._largest(layer))
+        layer.view.zero_pruned(layer.view.local)
+
+    @torch.no_grad()
+    def update(self, layer: NMLayer) -> None:
+        """Find the entries to decay anew when it is time; make the weight N:M at the end."""
+        if layer.spec.forward_reason or layer.masks.has_forward:
+            return
+        if self._is_over(layer):
+            self._project(layer)
+        elif layer.progress.crossed(self.refresh_every):
+            self._find_kept(layer)
+
+    @torch.no_grad()
+    def finish(self, layer: NMLayer) -> None:
+        """Make the weight N:M if its end was not reached."""
+        if not layer.spec.forward_reason and not layer.masks.has_forward:
+            self._project(layer)
+
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether all entries are trained still."""
+        return not layer.masks.has_forward
+
+    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """``A * W``, and +0.0 at pruned entries once there is a mask."""
+        scale = self._scale(layer, weight)
+        scaled = weight if scale is None else weight * scale
+        mask = layer.masks.forward_view
+        return scaled if mask is None else masked(scaled, mask)
+
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of W, which is ``A * grad`` under the mask, and of A."""
+        mask = layer.masks.forward_view
+        if mask is not None:
+            grad = mask_(grad, mask)
+        scale = self._scale(layer, weight)
+        if scale is None:
+            return (grad,)
+        own_scale = layer.parameters[SCALE]
+        out, groups = own_scale.shape
+        products = layer.view.rows(grad * weight)  # [out, in, *taps]
+        by_group = products.reshape(
+            out, groups, -1
+        )  # a group's columns are neighbours, with all of their taps
+        return grad * scale, by_group.sum(2)
+
+    @staticmethod
+    def _scale(layer: NMLayer, weight: Tensor) -> Tensor | None:
+        """A for each entry of the weight, in its shape; ``None`` without a scale."""
+        scale = layer.parameters.get(SCALE)
+        if scale is None:
+            return None
+        rows_shape = layer.view.rows(weight).shape  # [out, in, *taps]
+        out, groups = scale.shape
+        by_group = scale.unsqueeze(2).expand(out, groups, rows_shape[1] // groups)
+        by_column = by_group.reshape(out, rows_shape[1], *[1] * (len(rows_shape) - 2))
+        return layer.view.unrows(by_column.expand(rows_shape))
+
+    @torch.no_grad()
+    def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Give the optimizer a moment and a gradient with which its own step is that of AdamS.
+
+        Both are the decayed moment. The step's new moment is then that moment again, and its mean square is added to V.
+        """
+        grad = layer.view.local_grad
+        if grad is None or layer.spec.forward_reason or _will_be_skipped(optimizer):
+            return
+        parameter = layer.optimizer_param
+        group = group_of(optimizer, parameter)
+        state = optimizer.state[parameter]
+        if not state:
+            _start(state, parameter, group)
+        holder = state["exp_avg"]
+        moment = local_values(holder)
+        left: _BeforeStep | None = layer.pending
+        if left is not None and left.holder is holder:
+            # The last step raised an exception: what it replaced was not put back.
+            moment.copy_(left.moment)
+        before = _BeforeStep(holder, moment.clone(), grad.clone())
+        layer.pending = before
+        _add_gradient(moment, grad, group)
+        if KEPT in layer.buffers:
+            (end,) = layer.progress.schedule
+            kept = unpack_mask(layer.buffers[KEPT], tuple(layer.view.shape))
+            weight = layer.view.local.to(moment.dtype)
+            ramp = min(layer.progress.step / end, 1.0)
+            moment.copy_(
+                decayed_moment(moment, weight, layer.view.shard_of(kept), ramp, self.decay)
+            )
+        grad.copy_(moment)
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Put moment and gradient back, the moment with the gradient in it; keep pruned entries at zero."""
+        before: _BeforeStep | None = layer.pending
+        layer.pending = None
+        if before is not None:
+            moment = local_values(before.holder)
+            moment.copy_(before.moment)
+            _add_gradient(moment, before.grad, group_of(optimizer, layer.optimizer_param))
+            grad = layer.view.local_grad
+            if grad is not None:
+                grad.copy_(before.grad)
+        if layer.masks.has_forward:
+            layer.view.zero_pruned(layer.view.local)
+
+    def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
+        """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.
+
+        0 once the model is N:M.
+        """
+        total = decayed = 0.0
+        for layer in layers:
+            if layer.spec.forward_reason:
+                continue
+            with layer.full(), torch.no_grad():
+                magnitude = layer.weight.detach().abs().double()
+                total += float(magnitude.sum())
+                decayed += float(magnitude[~self._largest(layer)].sum())
+        return {"decayed_magnitude": decayed / total if total else 0.0}
+
+
+def _add_gradient(moment: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    """Add a gradient to the running mean, as Adam does."""
+    beta = group["betas"][0]
+    moment.lerp_(grad.to(moment.dtype), 1 - beta)
+
+
+def _will_be_skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer is about to skip a step with infinite gradients, which runs its hooks all the same."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _start(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Make the state that Adam makes in its first step, in which AdamS needs the moment already."""
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    dtype = torch.float32 if group.get("fused") else torch.get_default_dtype()
+    device = parameter.device if on_device else "cpu"
+    state["step"] = torch.zeros((), dtype=dtype, device=device)
+    names = ["exp_avg", "exp_avg_sq"]
+    if group.get("amsgrad"):
+        names.append("max_exp_avg_sq")
+    for name in names:
+        state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

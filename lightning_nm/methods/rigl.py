@@ -1,0 +1,225 @@
+"""RigL in N:M blocks: sparse-to-sparse training that drops the smallest entries and grows by a batch's gradient."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_grow
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.functional.select import mask_
+from lightning_nm.methods.bame.exchange import (
+    Exchange,
+    dense_gradient_was_used,
+    exchange_state,
+)
+from lightning_nm.methods.bame.optimizer_state import check_optimizer
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.nn.layer import NMLayer
+
+
+class RigL(MaskMethod):
+    r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134) in N:M blocks.
+
+    Every block keeps N of M entries, as every row keeps its fan-in in SRigL (Lasby et al., ICLR 2024, arXiv
+    2305.02299). There are no latent weights: pruned entries are exactly zero in the parameter after every step. Every
+    ``every`` steps until ``stop``, the dense gradient G of that step moves the mask of each layer:
+
+    .. math:: k = \left\lfloor K \, \frac{drop}{2} \left(1 + \cos \frac{\pi t}{stop}\right) \right\rfloor,
+
+    where K is the number of kept entries and t the training step: the k kept entries of least :math:`|W|` are dropped,
+    and a block that lost d of them grows the d entries of largest :math:`|G|` among those that it does not keep then. A
+    dropped entry that is grown again stays as it was. Other grown entries start at zero.
+
+    A batch whose gradient moves the masks is trained on, too: the optimizer steps with the entries kept so far, and the
+    exchange follows. The authors' code leaves that step out. The optimizer's state of exchanged entries starts anew: at
+    0, and second moments of grown entries at the mean of their block, so that they take no larger steps than others.
+
+    It is the baseline of :class:`BAME`, which exchanges one entry of a block at a time, by accumulated evidence.
+
+    Args:
+        every: Optimizer steps between two updates of the masks (the paper's 100).
+        stop: When they end: an integer counts training steps, a float in [0, 1] is a share of those that the training
+            is planned to take (the paper's 25000 of 32000 on ImageNet).
+        drop: The share of kept entries that is dropped at first, in (0, 1] (the paper's 0.3).
+
+    Raises:
+        TypeError: If ``stop`` is neither an integer nor a float.
+        ValueError: For a setting out of its range; when training starts, if a share is given but no number of steps, or
+            the optimizer's state cannot be matched to entries of the weight.
+
+    Example:
+        >>> RigL(stop=0.5).schedule(planned_steps=1000)
+        (500,)
+    """
+
+    short_name = "rigl"
+    restores_masks = True
+    latent = False
+    paper_counts_masked = True
+    headline = "flip_rate"
+
+    def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every} must be an integer of at least 1")
+        check_moment("stop", stop)
+        if not 0 < drop <= 1:
+            raise ValueError(
+                f"drop={drop} is not a share of the kept entries: it must lie in (0, 1]"
+            )
+        self.every = every
+        self.stop = stop
+        self.drop = drop
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training step from which on masks stand still."""
+        return (resolve_moment(self, "stop", self.stop, planned_steps),)
+
+    def check(self, planned_steps: int | None) -> None:
+        """Warn if the masks never move."""
+        (stop,) = self.schedule(planned_steps)
+        last = stop if planned_steps is None else min(stop, planned_steps)
+        if last <= self.every:
+            warnings.warn(
+                f"RigL never moves a mask: every={self.every} steps do not fit before step {last}, where it ends; "
+                "use a smaller `every`",
+                stacklevel=2,
+            )
+
+    def _moving(self, layer: NMLayer) -> bool:
+        """Whether the coming window lies before ``stop``."""
+        (stop,) = layer.progress.schedule
+        return layer.masks.has_forward and layer.progress.clock < stop
+
+    def needs_dense_gradient(self, layer: NMLayer) -> bool:
+        """Whether the coming window's gradient moves the mask: it is its turn, or an earlier one could not."""
+        if not self._moving(layer):
+            return False
+        # The layer's own steps, so that layers whose optimizers alternate all have their turns.
+        step = layer.progress.step
+        is_turn = step > 0 and step % self.every == 0
+        return is_turn or layer.progress.dense_gradient
+
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether the mask needs the dense gradient of this window."""
+        return layer.progress.dense_gradient
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
+        check_optimizer(optimizer, layer.param, layer.name)
+
+    @torch.no_grad()
+    def init_masks(self, layer: NMLayer) -> None:
+        """Keep the largest entries."""
+        layer.pending = None
+        if layer.spec.forward_reason:
+            layer.set_masks(None)
+            return
+        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        layer.set_masks(mask)
+        if layer.progress.step:
+            # These weights replace trained ones. Before the first step a weight keeps its pruned entries: a fit that
+            # fails then has changed nothing.
+            mask_(layer.view.local, layer.view.shard_of(mask))
+
+    def is_at_rest(self, layer: NMLayer) -> bool:
+        """Whether masks stand still from now on."""
+        is_over = not self._moving(layer) and not layer.progress.dense_gradient
+        return layer.masks.has_forward and is_over and layer.pending is None
+
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
+        mask = layer.masks.forward_view
+        if layer.progress.dense_gradient or mask is None:
+            return (grad,)
+        return (mask_(grad, mask),)
+
+    @torch.no_grad()
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Find the exchange that the dense gradient speaks for, then leave the optimizer that of kept entries."""
+        mask = layer.masks.forward_view
+        if mask is None or dense_gradient_was_used(layer, mask):
+            return
+        layer.pending = None
+        grad = layer.view.local_grad
+        if grad is None or not layer.progress.dense_gradient:
+            return
+        layer.pending = self._find_exchange(layer, mask)
+        layer.view.zero_pruned(grad)
+
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
+        return ""
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
+        mask = layer.masks.forward_view
+        if mask is None:
+            return
+        layer.view.zero_pruned(layer.view.local)
+        exchange: Exchange | None = layer.pending
+        layer.pending = None
+        if layer.progress.dense_gradient and layer.view.local_grad is not None:
+            if exchange is None:
+                raise RuntimeError(
+                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot move: "
+                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
+                    "self.optimizers()"
+                )
+            layer.progress.release_dense_gradient()
+        if exchange is not None:
+            self._exchange(layer, optimizer, mask, exchange)
+
+    def _drops(self, layer: NMLayer, kept: int) -> int:
+        """How many of ``kept`` entries are dropped at this point of the training."""
+        (stop,) = layer.progress.schedule
+        decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
+        # Rounding errors must not lose an entry: 6.999999999999999 is 7.
+        return int(round(kept * self.drop * decay, 6))
+
+    def _find_exchange(self, layer: NMLayer, mask: Tensor) -> Exchange:
+        """The entries to exchange, by the weight and the dense gradient as they are before the step."""
+        assert layer.weight.grad is not None
+        m = layer.pattern.m
+        mask_rows = layer.view.rows(mask)  # [out, in, *taps]
+        mask_bm = as_blocks(mask_rows, m)
+        # At least float32: half precision would make ties of values that differ.
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        weight_bm = as_blocks(layer.view.rows(layer.weight.detach()), m).to(dtype)
+        grad_bm = as_blocks(layer.view.rows(layer.weight.grad), m).to(dtype)
+        drops = self._drops(layer, int(mask_bm.sum()))
+        moved_bm = drop_and_grow(weight_bm, grad_bm, mask_bm, drops)
+        # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
+        pruned_blocks, pruned_entries = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
+        grown_blocks, grown_entries = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
+
+        def index_of(blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
+            return layer.view.locate(block_index(mask_rows.shape, m, blocks, entries))
+
+        return Exchange(
+            blocks=pruned_blocks,
+            pruned=index_of(pruned_blocks, pruned_entries),
+            regrown=index_of(grown_blocks, grown_entries),
+            held=torch.zeros((), dtype=torch.int64, device=mask.device),
+        )
+
+    @staticmethod
+    def _exchange(layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange) -> None:
+        """Make the exchange: weights, optimizer state, gradients and masks."""
+        exchange_state(optimizer, layer, mask, exchange, None)
+        layer.weight.detach()[exchange.pruned] = 0
+        if layer.weight.grad is not None:
+            # A loop may go on adding to gradients that it does not zero.
+            layer.weight.grad[exchange.pruned] = 0
+        forward = mask.clone()
+        forward[exchange.pruned] = False
+        forward[exchange.regrown] = True
+        layer.set_masks(forward)

@@ -1,0 +1,105 @@
+"""SLoPe: a fixed forward mask, and a backward mask that the pruned weight is pruned by once more."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import backward_mask
+from lightning_nm.functional.schedule import Moment
+from lightning_nm.methods.asp import ASP
+from lightning_nm.nn.layer import NMLayer
+
+
+class SLoPe(ASP):
+    r"""Double-pruned training (Mozaffari et al., ICLR 2025, arXiv 2405.16325), without its low-rank adapters.
+
+    The forward mask F keeps the largest entries along `in` and never moves. There is no latent weight: pruned entries
+    get no gradient, and are set to zero after every step. The backward weight is that weight pruned again, so that
+    every M consecutive rows keep at most their N largest entries per column:
+
+    .. math:: Y = X (F \odot W)^T, \quad dX = dY (B \odot W), \quad B = F \land \mathrm{nm\_mask}_{out}(|F \odot W|),
+              \quad g = F \odot dY^T X.
+
+    B is selected again every ``refresh_every`` steps; the values under it follow the weight at every step. The input
+    gradient is biased by the entries that only the forward keeps: at 2:4 and random weights three of sixteen. B is
+    Bi-Mask's, with rows in their own order and a forward mask that stands still.
+
+    The paper adds low-rank adapters to every layer for the last steps of a training. A method here makes weights, and
+    an adapter is another product beside them: add yours to the model by peft, for example.
+
+    Args:
+        refresh_every: Optimizer steps between two selections of the backward mask (the paper's 100).
+        first_refresh: Optimizer steps before the first selection after that of the start; ``None`` for
+            ``refresh_every``. The authors' code selects after 99, 199, ... steps, so its number is 99.
+        start: When to prune: an integer is a training step, a float a share of the planned ones. The paper prunes
+            before the first step.
+        init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` keeps the nonzeros of a model that is already N:M
+            sparse.
+
+    Raises:
+        ValueError: If ``refresh_every`` or ``first_refresh`` is below 1, and what :class:`ASP` refuses.
+
+    Example:
+        >>> SLoPe(refresh_every=50).sparse_dgrad
+        True
+    """
+
+    short_name = "slope"
+    restores_masks = True
+    sparse_dgrad = True
+    headline = "overlap"
+
+    def __init__(
+        self,
+        refresh_every: int = 100,
+        first_refresh: int | None = None,
+        start: Moment = 0,
+        init: Literal["magnitude", "zeros"] = "magnitude",
+    ) -> None:
+        super().__init__(start, init)
+        for name, value in (("refresh_every", refresh_every), ("first_refresh", first_refresh)):
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"{name}={value} must be at least 1: the steps between two selections of the backward mask"
+                )
+        self.refresh_every = refresh_every
+        self.first_refresh = first_refresh
+
+    def _choose_mask(self, layer: NMLayer) -> None:
+        super()._choose_mask(layer)
+        self._choose_backward(layer)
+
+    @torch.no_grad()
+    def update(self, layer: NMLayer) -> None:
+        """Prune when the clock reaches ``start``; select the backward mask anew when it is time."""
+        was_pruned = layer.masks.bits is not None
+        super().update(layer)
+        first = self.first_refresh or self.refresh_every
+        if was_pruned and layer.progress.crossed(self.refresh_every, first):
+            self._choose_backward(layer)
+
+    def _choose_backward(self, layer: NMLayer) -> None:
+        """Select the backward mask from the weight as it is now; the forward mask stays."""
+        if layer.spec.dgrad_reason:
+            return
+        forward = layer.masks.forward
+        backward = self._backward_of(layer, forward)
+        if forward is None:
+            # The forward product cannot be N:M in this layer, and is dense.
+            layer.set_masks(None, backward)
+        else:
+            layer.masks.set_backward(backward)
+        # Reading the density waits for the device, which is rare enough.
+        layer.masks.measure_backward(backward)
+
+    @staticmethod
+    def _backward_of(layer: NMLayer, forward: Tensor | None) -> Tensor:
+        weight_rows = layer.view.rows(layer.weight.detach())
+        forward_rows = None if forward is None else layer.view.rows(forward)
+        backward_rows = backward_mask(
+            weight_rows, forward_rows, layer.pattern, groups=layer.spec.groups
+        )
+        return layer.view.unrows(backward_rows)
