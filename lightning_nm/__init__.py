@@ -18,7 +18,7 @@ from lightning_nm.export import (
     warm_up,
 )
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
+from lightning_nm.methods import ASP, BAME, LBC, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.methods.one_shot import prune
 from lightning_nm.plugins import (
     NMDDPStrategy,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASP",
     "BAME",
+    "LBC",
     "MVUE",
     "SRSTE",
     "STE",

@@ -9,7 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, MVUE, SRSTE, STE, BiMask, NMSparsifier, TopN, TransposableMask
+from lightning_nm import (
+    ASP,
+    BAME,
+    LBC,
+    MVUE,
+    SRSTE,
+    STE,
+    BiMask,
+    NMSparsifier,
+    TopN,
+    TransposableMask,
+)
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.adapters import Adapter
 
@@ -80,6 +91,7 @@ METHODS = {
     "bi-mask": lambda: BiMask(permute_every=2, candidates=5),
     "bi-mask-phases": lambda: BiMask(permute_every=1, candidates=5, dense_start=1),
     "transposable": lambda: TransposableMask(update_every=2),
+    "lbc": lambda: LBC(stop=0.5),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"
@@ -197,9 +209,13 @@ class Training:
             self.sparsifier.before_step(self.optimizer)
             self.optimizer.step()
             self.sparsifier.step()
-            if all(layer.forward_mask is not None for layer in self.sparsifier.layers.values()):
+            layers = self.sparsifier.layers.values()
+            if all(
+                layer.forward_mask is not None and layer.spec.method.current_pattern(layer)
+                for layer in layers
+            ):
                 assert self.sparsifier.violations() == 0
-            for layer in self.sparsifier.layers.values():
+            for layer in layers:
                 if not layer.spec.method.latent and layer.forward_mask is not None:
                     assert not layer.weight[~layer.forward_mask].any(), (
                         "a method without latent values keeps none"

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_nm.estimators import EstimatorName
-from lightning_nm.methods import ASP, SRSTE, BiMask, Dense, Method, MethodName, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    LBC,
+    SRSTE,
+    BiMask,
+    Dense,
+    Method,
+    MethodName,
+    TransposableMask,
+)
 from lightning_nm.nn.layer.layout import ConvLayout
 
 PresetName = Literal["paper", "fst"]
@@ -104,6 +113,12 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             {"update_every": 40, "first_update": 39, "decay": 0.0},
             conv_layout="flat",
             skip_first=False,
+        ),
+        "lbc": Preset(
+            LBC,
+            "arXiv 2206.06662",
+            # The command of the code: 60 of 120 epochs.
+            {"stop": 0.5},
         ),
     },
     "fst": {

@@ -12,12 +12,14 @@ from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.lbc import LBC
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.transposable import TransposableMask
 
 __all__ = [
     "ASP",
     "BAME",
+    "LBC",
     "SRSTE",
     "STE",
     "BiMask",
@@ -29,7 +31,7 @@ __all__ = [
     "resolve_method",
 ]
 
-MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame"]
+MethodName = Literal["dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "lbc"]
 """The short names; each is the ``short_name`` of a class in this package."""
 
 

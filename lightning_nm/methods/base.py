@@ -153,6 +153,11 @@ class Method:
         inherited = (Method.backward_weight, MaskMethod.backward_weight)
         return type(self).backward_weight not in inherited
 
+    @property
+    def changes_pattern(self) -> bool:
+        """Whether the pattern of the masks may change, so that a plan of the costs looks at more than the schedule."""
+        return type(self).current_pattern is not Method.current_pattern
+
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
 
@@ -254,8 +259,12 @@ class Method:
         """
         return False
 
-    def current_pattern(self, layer: NMLayer) -> NMPattern:
-        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""
+    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
+        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default.
+
+        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
+        share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
+        """
         return layer.spec.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:

@@ -78,6 +78,7 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
             "flat",
             {"update_every": 40, "first_update": 39, "decay": 0},
         ),
+        ("lbc", "paper", ["1", "3"], "plain", {"stop": 0.5}),
         (
             "transposable",
             "fst",

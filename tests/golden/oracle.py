@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 N, M = 2, 4
+PATTERNS = np.array([p for p in itertools.product((1, 0), repeat=M) if sum(p) == N])
+"""The 6 patterns of a block, ``[C, M]``."""
 TILES = [
     np.array(rows)
     for rows in itertools.product(
@@ -50,6 +52,7 @@ class Case:
     candidates: int = 0
     dense_from: int = 10**9  # the forward pass, from 1, from which training is dense
     adamw: bool = False
+    stop: int = 0  # the steps after which a mask that shrinks is N:M
 
 
 CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
@@ -82,6 +85,8 @@ CASES = {
         flat=True,
         refresh=(1, 40),
     ),
+    # arXiv 2206.06662: stem and head dense, scores trained as weights are, N:M after half of the training
+    "lbc": Case("lbc", CONVOLUTIONS, (False, True, True, False), 20, tuple(range(1, 21)), stop=10),
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
         "transposable",
@@ -126,6 +131,11 @@ class Trace:
 
 def train(case):
     """The trace of a case."""
+    return {"lbc": train_lbc}.get(case.method, train_masks)(case)
+
+
+def train_masks(case):
+    """The trace of a method that selects masks from weights, or keeps them."""
     weights, trace = start(case), Trace()
     masked = [k for k, use in enumerate(case.masked) if use]
     masks, permutations, state = {}, {}, {}
@@ -145,26 +155,18 @@ def train(case):
         if case.method == "asp":
             weights = [w * masks[k][0] if k in masks else w for k, w in enumerate(weights)]
         if step in case.recorded:
-            trace.forward.append([masks[k][0].astype(bool) for k in masked])
-            trace.backward.append([masks[k][1].astype(bool) for k in masked])
-            trace.dx.append([inputs[k] for k in masked if k])
-            trace.dw.append([gradients[k] for k in masked])
-            trace.weights.append([weights[k] for k in masked])
+            forward_masks = {k: masks[k][0] for k in masked}
+            backward_masks = {k: masks[k][1] for k in masked}
+            record(trace, masked, forward_masks, backward_masks, inputs, gradients, weights)
     return trace
 
 
 def select(case, k, weight, known, permutations, step, trace):
     """The forward and the backward mask of layer k in the forward pass of a step."""
-    matrix = (
-        weight.reshape(len(weight), -1)
-        if case.flat
-        else np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
-    )
+    matrix = as_matrix(case, weight)
 
     def shaped(mask):
-        if case.flat or weight.ndim == 2:
-            return mask.reshape(weight.shape)
-        return np.moveaxis(mask.reshape(len(weight), weight.shape[2], weight.shape[1]), -1, 1)
+        return from_matrix(case, mask, weight.shape)
 
     if step >= case.dense_from:
         return np.ones_like(weight), np.ones_like(weight)
@@ -185,6 +187,69 @@ def select(case, k, weight, known, permutations, step, trace):
     back = np.zeros_like(mask)
     back[order] = largest(np.abs(kept[order]).T, trace).T
     return shaped(mask), shaped(back * mask)
+
+
+def as_matrix(case, weight):
+    """``[out, in * taps]``, in the order in which blocks lie in it."""
+    if case.flat:
+        return weight.reshape(len(weight), -1)
+    return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
+
+
+def from_matrix(case, matrix, shape):
+    """Undo :func:`as_matrix` for a weight of this shape."""
+    if case.flat or len(shape) == 2:
+        return matrix.reshape(shape)
+    return np.moveaxis(matrix.reshape(shape[0], shape[2], shape[1]), -1, 1)
+
+
+def train_lbc(case):
+    """The trace of Learning Best Combination; 0 is the score of a removed pattern."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    # An entry is in 3 of the 6 patterns, whose scores add up to 1.
+    scores = {k: np.full((weights[k].size // M, len(PATTERNS)), 1 / 3) for k in masked}
+    alive = {k: np.ones(scores[k].shape, bool) for k in masked}
+    for step in range(1, case.steps + 1):
+        share = min((step - 1) / case.stop, 1)
+        count = 1 + int(np.ceil((len(PATTERNS) - 1) * (1 - share) ** 3 - 1e-12))
+        masks = {}
+        for k in masked:
+            for block, left in zip(scores[k], alive[k], strict=True):
+                while left.sum() > count:
+                    lowest, second = np.argsort(np.where(left, block, np.inf))[:2]
+                    trace.margin = min(
+                        trace.margin, (block[second] - block[lowest]) / abs(block).max()
+                    )
+                    left[lowest] = False
+            scores[k] = np.where(alive[k], scores[k], 0)
+            kept = (alive[k] @ PATTERNS > 0).astype(float)
+            masks[k] = from_matrix(case, kept.reshape(len(weights[k]), -1), weights[k].shape)
+            weights[k] = weights[k] * masks[k]
+        gradients, inputs = differentiate(case, weights, weights, *batch(case, step))
+        of_scores = []
+        for k in masked:
+            of_mask = as_matrix(case, gradients[k] * weights[k]).reshape(-1, M)
+            of_scores.append((of_mask @ PATTERNS.T) * alive[k])
+            gradients[k] = gradients[k] * masks[k]
+        if count == 1:
+            of_scores = [np.zeros_like(each) for each in of_scores]
+        trained = sgd([*weights, *(scores[k] for k in masked)], [*gradients, *of_scores], state)
+        weights = trained[: len(weights)]
+        scores = dict(zip(masked, trained[len(weights) :], strict=True))
+        weights = [w * masks[k] if k in masks else w for k, w in enumerate(weights)]
+        if step in case.recorded:
+            record(trace, masked, masks, masks, inputs, gradients, weights)
+    return trace
+
+
+def record(trace, masked, forward, backward, inputs, gradients, weights):
+    """Add a step to the trace."""
+    trace.forward.append([forward[k].astype(bool) for k in masked])
+    trace.backward.append([backward[k].astype(bool) for k in masked])
+    trace.dx.append([inputs[k] for k in masked if k])
+    trace.dw.append([gradients[k] for k in masked])
+    trace.weights.append([weights[k] for k in masked])
 
 
 def largest(scores, trace):

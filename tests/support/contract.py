@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, TopN, TransposableMask
+from lightning_nm import ASP, BAME, LBC, MVUE, ApproxMVUE, TopN, TransposableMask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.methods import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
@@ -23,6 +23,7 @@ METHODS = {
     "bame-bi-mask": lambda: BAME(
         stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"
     ),
+    "lbc": lambda: LBC(stop=3),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }
@@ -38,6 +39,9 @@ WEIGHT_GRADIENTS = {
     "scaled-mask": lambda layer, grad: 1.5 * grad,
 }
 """The gradient that W receives in the first step, from the layer and dL/dW_F; by default dL/dW_F itself."""
+
+OWNERS = ("scaled-mask", "lbc")
+"""Methods that own a parameter: Muon, which trains matrices alone, is refused."""
 
 ESTIMATORS = {
     "mvue": lambda: MVUE("2:4"),
