@@ -18,7 +18,18 @@ from lightning_nm.export import (
     warm_up,
 )
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.methods import ASP, BAME, LBC, SRSTE, STE, BiMask, Dense, Method, TransposableMask
+from lightning_nm.methods import (
+    ASP,
+    BAME,
+    LBC,
+    SRSTE,
+    STE,
+    BiMask,
+    Dense,
+    MaxQ,
+    Method,
+    TransposableMask,
+)
 from lightning_nm.methods.one_shot import prune
 from lightning_nm.plugins import (
     NMDDPStrategy,
@@ -46,6 +57,7 @@ __all__ = [
     "Dense",
     "GradientEstimator",
     "MaskMonitor",
+    "MaxQ",
     "Method",
     "NMDDPStrategy",
     "NMFSDPPrecision",

@@ -13,6 +13,7 @@ from lightning_nm.methods import (
     SRSTE,
     BiMask,
     Dense,
+    MaxQ,
     Method,
     MethodName,
     TransposableMask,
@@ -119,6 +120,12 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             "arXiv 2206.06662",
             # The command of the code: 60 of 120 epochs.
             {"stop": 0.5},
+        ),
+        "maxq": Preset(
+            MaxQ,
+            "arXiv 2312.07061",
+            # The scripts of the code: 30 of 120 epochs. Stems of 7x7 cannot be given to its convolutions.
+            {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
         ),
     },
     "fst": {

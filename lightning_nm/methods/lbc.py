@@ -52,7 +52,8 @@ class LBC(MaskMethod):
     Raises:
         TypeError: If ``stop`` is neither an integer nor a float.
         ValueError: If ``stop`` is negative or a share above 1; when training starts, if a share is given but no number
-            of steps, or the pattern has more than 256 combinations, naming the layer.
+            of steps, or, naming the layer, if the pattern has more than 256 combinations or tensor parallelism cuts the
+            weight.
 
     Example:
         >>> LBC(stop=0.5).schedule(planned_steps=1000)
@@ -93,6 +94,7 @@ class LBC(MaskMethod):
         layer.buffers.clear()
         if layer.spec.forward_reason:
             return
+        layer.refuse_tensor_parallel("scores of all blocks")
         patterns = _patterns_of(layer)
         count, m = patterns.shape
         rows = layer.view.rows_shape(layer.weight)

@@ -80,6 +80,13 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
         ),
         ("lbc", "paper", ["1", "3"], "plain", {"stop": 0.5}),
         (
+            "maxq",
+            "paper",
+            ["1", "3"],
+            "plain",
+            {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
+        ),
+        (
             "transposable",
             "fst",
             ["1", "3"],

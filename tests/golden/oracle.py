@@ -87,6 +87,16 @@ CASES = {
     ),
     # arXiv 2206.06662: stem and head dense, scores trained as weights are, N:M after half of the training
     "lbc": Case("lbc", CONVOLUTIONS, (False, True, True, False), 20, tuple(range(1, 21)), stop=10),
+    # arXiv 2312.07061: stem and head dense, blocks pruned over the first quarter, soft masks, decay in the gradient
+    "maxq": Case(
+        "maxq",
+        CONVOLUTIONS,
+        (False, True, True, False),
+        20,
+        tuple(range(1, 21)),
+        decay=2e-4,
+        stop=5,
+    ),
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
         "transposable",
@@ -131,7 +141,7 @@ class Trace:
 
 def train(case):
     """The trace of a case."""
-    return {"lbc": train_lbc}.get(case.method, train_masks)(case)
+    return {"lbc": train_lbc, "maxq": train_maxq}.get(case.method, train_masks)(case)
 
 
 def train_masks(case):
@@ -241,6 +251,49 @@ def train_lbc(case):
         if step in case.recorded:
             record(trace, masked, masks, masks, inputs, gradients, weights)
     return trace
+
+
+def train_maxq(case):
+    """The trace of MaxQ: the soft masks are those of the code, by ranks."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    for step in range(1, case.steps + 1):
+        share = max(1 - (step - 1) / case.stop, 0)
+        masks, forward = {}, list(weights)
+        for k in masked:
+            matrix = as_matrix(case, weights[k])
+            mask = largest(abs(matrix), trace).reshape(-1, M)
+            sums = abs(matrix).reshape(-1, M).sum(1)
+            order = np.argsort(sums)
+            dense = int(share * len(sums))
+            if 0 < dense < len(sums):
+                trace.margin = min(trace.margin, sums[order[dense]] / sums[order[dense - 1]] - 1)
+            mask[order[:dense]] = 1
+            masks[k] = from_matrix(case, mask.reshape(matrix.shape), weights[k].shape)
+            filters = soft_mask(weights[k].reshape(len(weights[k]), -1), trace)
+            positions = soft_mask(weights[k].reshape(-1, weights[k].shape[2]).T, trace)
+            soft = filters.reshape(weights[k].shape) + positions.T.reshape(weights[k].shape)
+            forward[k] = weights[k] * masks[k] * (1 + soft)
+        gradients, inputs = differentiate(case, forward, forward, *batch(case, step))
+        for k in masked:
+            gradients[k] = gradients[k] + case.decay * (1 - masks[k]) * weights[k]
+        weights = sgd(weights, gradients, state)
+        if step in case.recorded:
+            record(trace, masked, masks, masks, inputs, gradients, weights)
+    return trace
+
+
+def soft_mask(rows, trace, tau=0.01):
+    """For each row, sigmoid((|w| - threshold) / tau) at the largest N / M of its entries, 0 elsewhere."""
+    soft = np.zeros_like(rows)
+    for values_of_row, result in zip(abs(rows), soft, strict=True):
+        order = np.argsort(values_of_row)
+        below = int((M - N) / M * len(order))
+        threshold = values_of_row[order[below - 1 : below + 1]].mean()
+        trace.margin = min(trace.margin, values_of_row[order[below]] / threshold - 1)
+        above = order[below:]
+        result[above] = 1 / (1 + np.exp(-(values_of_row[above] - threshold) / tau))
+    return soft
 
 
 def record(trace, masked, forward, backward, inputs, gradients, weights):

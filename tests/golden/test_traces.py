@@ -153,8 +153,10 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ("transposable", {"method": preset_method("transposable", first_update=40)}),
         ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
         ("lbc", {"method": preset_method("lbc", stop=0.6)}),
+        ("maxq", {"method": preset_method("maxq", ramp="cubic")}),
+        ("maxq", {"method": preset_method("maxq", temperature=0.02)}),
     ],
-    ids=["layout", "scale", "search", "update", "place", "stop"],
+    ids=["layout", "scale", "search", "update", "place", "stop", "ramp", "temperature"],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):
     trace = run(name, monkeypatch, **options_of(name), **options)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from lightning_nm import ASP, BAME, LBC, MVUE, ApproxMVUE, TopN, TransposableMask
+from lightning_nm import ASP, BAME, LBC, MVUE, ApproxMVUE, MaxQ, TopN, TransposableMask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.methods import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
@@ -24,6 +24,7 @@ METHODS = {
         stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"
     ),
     "lbc": lambda: LBC(stop=3),
+    "maxq": lambda: MaxQ(start=1, stop=4, decay=1e-2),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, BAME, LBC, MVUE, SRSTE, BiMask, NMSparsifier, TransposableMask
+from lightning_nm import ASP, BAME, LBC, MVUE, SRSTE, BiMask, MaxQ, NMSparsifier, TransposableMask
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training import planned
@@ -92,7 +92,7 @@ def test_as_a_training_counts(case):
             assert vars(here[kind]) == pytest.approx(vars(there[kind]), abs=tolerance), (name, kind)
 
 
-@pytest.mark.parametrize("method", [LBC(stop=0.5)], ids=str)
+@pytest.mark.parametrize("method", [LBC(stop=0.5), MaxQ(0.25, 20)], ids=str)
 def test_masks_that_shrink_are_looked_at(method):
     """Which entries go depends on gradients, so their number in between is that of the plan only about."""
     real, planned_ones = (make(method=copy.deepcopy(method)) for make in (trained, by_plan))
