@@ -13,6 +13,7 @@ from lightning_nm.methods import (
     SRSTE,
     BiMask,
     Dense,
+    MaskLogits,
     MaxQ,
     Method,
     MethodName,
@@ -126,6 +127,17 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             "arXiv 2312.07061",
             # The scripts of the code: 30 of 120 epochs. Stems of 7x7 cannot be given to its convolutions.
             {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
+        ),
+        "mask-logits": Preset(
+            MaskLogits,
+            "arXiv 2409.17481",
+            {
+                "temperature": (4.0, 0.05),
+                "scale": (1e2, 5e2),
+                "prior_strength": 3.0,
+                "weight_reg": 1e-5,
+                "stop": 1.0,
+            },
         ),
     },
     "fst": {

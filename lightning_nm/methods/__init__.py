@@ -13,6 +13,7 @@ from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.lbc import LBC
+from lightning_nm.methods.mask_logits import MaskLogits
 from lightning_nm.methods.maxq import MaxQ
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.transposable import TransposableMask
@@ -25,6 +26,7 @@ __all__ = [
     "STE",
     "BiMask",
     "Dense",
+    "MaskLogits",
     "MaskMethod",
     "MaxQ",
     "Method",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 MethodName = Literal[
-    "dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "lbc", "maxq"
+    "dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame", "lbc", "maxq", "mask-logits"
 ]
 """The short names; each is the ``short_name`` of a class in this package."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.block_patterns import block_patterns, surviving
+from lightning_nm.functional.block_patterns import patterns_of_layer, surviving
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
@@ -95,7 +95,7 @@ class LBC(MaskMethod):
         if layer.spec.forward_reason:
             return
         layer.refuse_tensor_parallel("scores of all blocks")
-        patterns = _patterns_of(layer)
+        patterns = patterns_of_layer(layer.name, layer.pattern)
         count, m = patterns.shape
         rows = layer.view.rows_shape(layer.weight)
         blocks = rows.numel() // m
@@ -194,14 +194,6 @@ def _finished(layer: NMLayer) -> bool:
     """Whether one pattern of each block is left."""
     (stop,) = layer.progress.schedule
     return layer.progress.clock >= stop
-
-
-def _patterns_of(layer: NMLayer) -> Tensor:
-    """The patterns of a block, or an error that names the layer."""
-    try:
-        return block_patterns(layer.pattern)
-    except ValueError as error:
-        raise ValueError(f"layer '{layer.name}': {error}") from None
 
 
 def _removed(layer: NMLayer) -> Tensor:

@@ -97,6 +97,10 @@ CASES = {
         decay=2e-4,
         stop=5,
     ),
+    # arXiv 2409.17481: weights of masked layers frozen, head dense, annealed until the end, the prior by magnitude
+    "mask-logits": Case(
+        "mask-logits", ((8, 8, 1), (8, 8, 1)), (True, True, False), 20, tuple(range(1, 21)), stop=20
+    ),
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
         "transposable",
@@ -141,7 +145,8 @@ class Trace:
 
 def train(case):
     """The trace of a case."""
-    return {"lbc": train_lbc, "maxq": train_maxq}.get(case.method, train_masks)(case)
+    others = {"lbc": train_lbc, "maxq": train_maxq, "mask-logits": train_mask_logits}
+    return others.get(case.method, train_masks)(case)
 
 
 def train_masks(case):
@@ -294,6 +299,59 @@ def soft_mask(rows, trace, tau=0.01):
         above = order[below:]
         result[above] = 1 / (1 + np.exp(-(values_of_row[above] - threshold) / tau))
     return soft
+
+
+def first_noise(count, layer):
+    """What takes the place of the normal numbers of a layer's first logits."""
+    return values((count,), 700 + layer)
+
+
+def gumbel_noise(count, layer, step):
+    """What takes the place of Gumbel numbers in a step, from 1."""
+    return 2 * values((count,), 800 + 100 * layer + step)
+
+
+def train_mask_logits(case, strength=3.0, regularisation=1e-5):
+    """The trace of MaskLLM: of masked layers the gradients and values are those of the logits."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    logits = {}
+    for k in masked:
+        blocks = as_matrix(case, weights[k]).reshape(-1, M)
+        prior = largest(abs(blocks), trace)
+        noise = first_noise(len(blocks) * len(PATTERNS), k).reshape(len(blocks), -1)
+        logits[k] = 0.01 * noise + strength * 0.01 * (prior @ PATTERNS.T - 1)
+    for step in range(1, case.steps + 1):
+        progress = (step - 1) / case.stop
+        scale, tau = 100 + 400 * progress, 4 + (0.05 - 4) * progress
+        hard, forward, choices, soft = {}, list(weights), {}, {}
+        for k in masked:
+            ranked = np.sort(logits[k], axis=1)
+            trace.margin = min(trace.margin, (1 - ranked[:, -2] / ranked[:, -1]).min())
+            best = PATTERNS[logits[k].argmax(1)].astype(float)
+            hard[k] = from_matrix(case, best.reshape(len(weights[k]), -1), weights[k].shape)
+            z = (
+                scale * logits[k] + gumbel_noise(logits[k].size, k, step).reshape(logits[k].shape)
+            ) / tau
+            e = np.exp(z - z.max(1, keepdims=True))
+            choices[k] = e / e.sum(1, keepdims=True)
+            mask = (choices[k] @ PATTERNS).reshape(len(weights[k]), -1)
+            soft[k] = from_matrix(case, mask, weights[k].shape)
+            forward[k] = weights[k] * soft[k]
+        gradients, inputs = differentiate(case, forward, forward, *batch(case, step))
+        for k in masked:
+            # L - r (1 - t / T) sum (W m)^2
+            fading = regularisation * (1 - progress)
+            of_mask = gradients[k] * weights[k] - 2 * fading * weights[k] ** 2 * soft[k]
+            of_choice = as_matrix(case, of_mask).reshape(-1, M) @ PATTERNS.T
+            mean = (choices[k] * of_choice).sum(1, keepdims=True)
+            gradients[k] = scale / tau * choices[k] * (of_choice - mean)
+        trained = sgd([logits.get(k, w) for k, w in enumerate(weights)], gradients, state)
+        logits = {k: trained[k] for k in masked}
+        weights = [w if k in logits else trained[k] for k, w in enumerate(weights)]
+        if step in case.recorded:
+            record(trace, masked, hard, hard, inputs, gradients, logits)
+    return trace
 
 
 def record(trace, masked, forward, backward, inputs, gradients, weights):

@@ -7,6 +7,8 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, preset_method
 from lightning_nm.functional import permutation
+from lightning_nm.methods import MaskLogits, mask_logits
+from tests.golden import oracle
 from tests.golden.files import arrays, load
 from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
 
@@ -58,7 +60,8 @@ def run(name, monkeypatch, **options):
         "_shuffles",
         lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
     )
-    model = Network(case, linear=name == "fst")
+    give_noise(monkeypatch)
+    model = Network(case, linear=name in ("fst", "mask-logits"))
     settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
     sparsifier = NMSparsifier(model, "2:4", **settings | options).attach()
     if name == "fst":
@@ -85,10 +88,32 @@ def run(name, monkeypatch, **options):
             trace.forward.append(forward)
             trace.backward.append(backward)
             trace.dx.append([gradients[k] for k in masked if k])
-            trace.dw.append([weights[k].grad.numpy().copy() for k in masked])
-            trace.weights.append([weights[k].detach().numpy().copy() for k in masked])
+            trained = [sparsifier.layers[each].parameters.get("logits") for each in names]
+            trained = [
+                weights[k] if own is None else own for k, own in zip(masked, trained, strict=True)
+            ]
+            trace.dw.append([each.grad.numpy().copy() for each in trained])
+            trace.weights.append([each.detach().numpy().copy() for each in trained])
         sparsifier.step()
     return trace
+
+
+def give_noise(monkeypatch):
+    """The logits of masks get the oracle's noise: the words of a step name the layer and the step."""
+
+    def words(layer, step):
+        number = 0 if step == "first" else step + 1
+        return torch.tensor([int(layer.name.rpartition(".")[2]), number, 0, 0])
+
+    def first(count, seed):
+        return torch.tensor(oracle.first_noise(count, int(seed[0])))
+
+    def gumbel(count, seed):
+        return torch.tensor(oracle.gumbel_noise(count, int(seed[0]), int(seed[1])))
+
+    monkeypatch.setattr(MaskLogits, "_words", staticmethod(words))
+    monkeypatch.setattr(mask_logits, "normal_noise", first)
+    monkeypatch.setattr(mask_logits, "gumbel_noise", gumbel)
 
 
 def masks_of(layer):
@@ -155,8 +180,21 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ("lbc", {"method": preset_method("lbc", stop=0.6)}),
         ("maxq", {"method": preset_method("maxq", ramp="cubic")}),
         ("maxq", {"method": preset_method("maxq", temperature=0.02)}),
+        ("mask-logits", {"method": preset_method("mask-logits", weight_reg=2e-5)}),
+        ("mask-logits", {"method": preset_method("mask-logits", scale=(100, 400))}),
     ],
-    ids=["layout", "scale", "search", "update", "place", "stop", "ramp", "temperature"],
+    ids=[
+        "layout",
+        "scale",
+        "search",
+        "update",
+        "place",
+        "stop",
+        "ramp",
+        "temperature",
+        "penalty",
+        "annealing",
+    ],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):
     trace = run(name, monkeypatch, **options_of(name), **options)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from lightning_nm import ASP, BAME, LBC, MVUE, ApproxMVUE, MaxQ, TopN, TransposableMask
+from lightning_nm import ASP, BAME, LBC, MVUE, ApproxMVUE, MaskLogits, MaxQ, TopN, TransposableMask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.methods import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
@@ -24,6 +24,7 @@ METHODS = {
         stop=100, gradient_every=2, budget=1.0, evidence_rate=0.2, dgrad="bi-mask"
     ),
     "lbc": lambda: LBC(stop=3),
+    "mask-logits": lambda: MaskLogits(stop=6),
     "maxq": lambda: MaxQ(start=1, stop=4, decay=1e-2),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
@@ -38,10 +39,11 @@ WEIGHT_GRADIENTS = {
     "asp": _at_kept_entries,
     "bame-late": _at_kept_entries,
     "scaled-mask": lambda layer, grad: 1.5 * grad,
+    "mask-logits": lambda layer, grad: None,
 }
-"""The gradient that W receives in the first step, from the layer and dL/dW_F; by default dL/dW_F itself."""
+"""The gradient that W receives in the first step, from the layer and dL/dW_F, which it is by default; None for none."""
 
-OWNERS = ("scaled-mask", "lbc")
+OWNERS = ("scaled-mask", "lbc", "mask-logits")
 """Methods that own a parameter: Muon, which trains matrices alone, is refused."""
 
 ESTIMATORS = {

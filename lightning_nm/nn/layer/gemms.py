@@ -82,12 +82,17 @@ def layer_gemms(layer: NMLayer) -> Gemms:
     return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
 
+_SOFT = "other values than W_F while it trains"
+
+
 def _forward(layer: NMLayer) -> Gemm:
     spec = layer.spec
     if not spec.method.uses_masks:
         return Gemm()
     if not layer.masks.has_forward:
         return Gemm(reason=spec.forward_reason or "dense phase")
+    if spec.method.has_training_weight:
+        return Gemm(reason=_SOFT)
     pattern = spec.method.current_pattern(layer)
     if pattern is None:
         return _masked(layer, "not N:M yet")
@@ -122,13 +127,16 @@ def _dgrad(layer: NMLayer) -> Gemm:
         return Gemm.sparse(pattern, masks.backward_density)
     if not masks.has_forward:
         return Gemm(reason=spec.dgrad_reason)
+    if method.has_training_weight:
+        return Gemm(reason=_SOFT)
     if method.transposable and pattern is not None and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
     return _masked(layer, spec.dgrad_reason or "not N:M along out")
 
 
 def _wgrad(layer: NMLayer) -> Gemm:
-    if not layer.param.requires_grad:
+    # Parameters of the method get their gradients by that of the weight.
+    if not layer.param.requires_grad and not layer.parameters:
         return Gemm("none", reason="frozen, so no weight gradient")
     method = layer.spec.method
     estimator = layer.spec.estimator
